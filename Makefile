@@ -1,0 +1,44 @@
+# Every target makes .venv with pip when it is missing; PYTHON chooses the interpreter it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench matrix tables clean
+
+demo: $(STAMP)
+	$(BIN)/moedge demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python bench/pack.py
+	$(BIN)/python bench/linear.py
+
+matrix: $(STAMP)
+	$(BIN)/python bench/families.py
+	$(BIN)/python bench/quality.py
+
+# Tables that are generated from transformers and from the code; tests fail when they are not current.
+tables: $(STAMP)
+	$(BIN)/python -m moedge.runtime.model.defaults
+
+# mypy follows folders, not the import hook of an editable install: five links give it the installed names.
+links:
+	@mkdir -p .links/moedge
+	@for floor in quant offload moe runtime cli; do ln -sfn ../../$$floor .links/moedge/$$floor; done
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,5 @@
+"""`python -m moedge.cli` is the command `moedge`."""
+
+from .main import main
+
+main()

@@ -1,0 +1,34 @@
+"""`moedge demo`: the bundled little model answers a few prompts, so that a newcomer sees a whole job."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import typer
+
+from . import options
+
+
+def demo() -> None:
+    """Run a batch job on the bundled 5 M parameter mixture of experts."""
+    from ..runtime.jobs.batch_run import BatchRequest
+    from ..runtime.jobs.rows import Defaults
+    from .job_view import JobView
+
+    with as_file(files("moedge.demo")) as bundle, tempfile.TemporaryDirectory() as folder:
+        prompts, output = bundle / "prompts.jsonl", Path(folder, "answers.jsonl")
+        request = BatchRequest(bundle / "model", "tiny_moe", prompts, output, defaults=Defaults(max_tokens=120))
+        code = JobView(options.Progress.AUTO, quiet=False).run(request, None)
+        _print_answers(prompts, output)
+    raise typer.Exit(code)
+
+
+def _print_answers(prompts: Path, answers: Path) -> None:
+    from ..runtime.text.terminal import escape_controls
+
+    for question, answer in zip(prompts.open(), answers.open(), strict=True):
+        print(f"\n> {json.loads(question)['messages'][-1]['content']}")
+        print(escape_controls(json.loads(answer)["text"].strip()))

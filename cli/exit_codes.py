@@ -1,0 +1,48 @@
+"""Exit codes, and which refusal ends in which. docs/exit-codes.md says what to do about each."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ..offload.errors import BadCheckpoint, OutOfBudget
+from ..quant.format import FormatError
+from ..runtime.errors import DoesNotFit, ModelNotFound, SettingError, UnsupportedModel
+from ..runtime.jobs.refusals import InputRefused, InputUnreadable, OutputRefused
+from ..runtime.text.errors import PromptError, TokenizerError
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    SOME_ROWS_FAILED = 3
+    DOES_NOT_FIT = 4
+    MODEL = 5
+    ENVIRONMENT = 6
+    INPUT = 7
+    GAVE_OUT = 8
+    STOPPED = 75
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+OF_ERROR: dict[type[Exception], ExitCode] = {
+    BadCheckpoint: ExitCode.MODEL,
+    DoesNotFit: ExitCode.DOES_NOT_FIT,
+    FormatError: ExitCode.DOES_NOT_FIT,
+    InputRefused: ExitCode.INPUT,
+    InputUnreadable: ExitCode.INPUT,
+    MemoryError: ExitCode.GAVE_OUT,
+    ModelNotFound: ExitCode.MODEL,
+    OutOfBudget: ExitCode.GAVE_OUT,
+    OutputRefused: ExitCode.USAGE,
+    PromptError: ExitCode.INPUT,
+    SettingError: ExitCode.DOES_NOT_FIT,
+    TokenizerError: ExitCode.MODEL,
+    UnsupportedModel: ExitCode.MODEL,
+}
+
+
+def exit_code(error: Exception) -> ExitCode:
+    """The code of an error that moedge raises on purpose; BUG for every other."""
+    return next((code for kind, code in OF_ERROR.items() if isinstance(error, kind)), ExitCode.BUG)

@@ -1,0 +1,69 @@
+"""The command `moedge`: its subcommands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .batch import batch
+from .demo import demo
+from .exit_codes import ExitCode, exit_code
+from .models import app as models
+from .run import run
+
+app = typer.Typer(
+    name="moedge",
+    help="Generates text in bulk with language models that do not fit the machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(batch)
+app.command()(run)
+app.command()(demo)
+app.add_typer(models, name="models")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moedge {version('moedge')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command line; a refusal prints one message and exits with its code, a bug saves its traceback."""
+    try:
+        app()
+    except Exception as error:
+        code = exit_code(error)
+        if code is ExitCode.BUG:
+            print(f"moedge: a bug: {error!r}; the traceback is in {_save_traceback()}", file=sys.stderr)
+        else:
+            print(f"moedge: {error}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _save_traceback() -> Path:
+    from platformdirs import user_log_path
+
+    path = user_log_path("moedge", ensure_exists=True) / "last-bug.txt"
+    path.write_text(traceback.format_exc())
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Options that several commands share, each said once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+MODEL = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a hub id like Qwen/Qwen3-30B-A3B.")
+]
+
+
+class DType(StrEnum):
+    AUTO, BF16, FP16, FP32 = "auto", "bf16", "fp16", "fp32"
+
+
+class Quant(StrEnum):
+    AUTO, NONE, INT8, NF4 = "auto", "none", "int8", "nf4"
+
+
+class KV(StrEnum):
+    AUTO, BF16, FP16, FP32 = "auto", "bf16", "fp16", "fp32"
+
+
+class Progress(StrEnum):
+    AUTO, BAR, PLAIN, NONE = "auto", "bar", "plain", "none"
+
+
+DTYPE = Annotated[DType, typer.Option("--dtype", help="Precision of the arithmetic; auto is the checkpoint's own.")]
+QUANT = Annotated[Quant, typer.Option("--quant", help="Weights in memory; auto is the least lossy format that fits.")]
+KV_FORMAT = Annotated[KV, typer.Option("--kv", help="Format of the KV cache; auto is the arithmetic's.")]
+MAX_TOKENS = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most, unless a row says.")]
+TEMPERATURE = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token, unless a row says otherwise.")
+]
+SEED = Annotated[int, typer.Option("--seed", min=0, help="Seed of rows that have none of their own.")]
+DETERMINISTIC = Annotated[
+    bool,
+    typer.Option("--deterministic", help="A row's tokens depend on nothing but the row: same bits in any batch."),
+]

@@ -1,0 +1,47 @@
+"""`moedge run`: one prompt, answered on stdout as it is generated."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from . import options
+
+
+def run(
+    model: options.MODEL,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="Read from stdin when it is not given.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
+    ] = False,
+    dtype: options.DTYPE = options.DType.AUTO,
+    quant: options.QUANT = options.Quant.AUTO,
+    kv: options.KV_FORMAT = options.KV.AUTO,
+    deterministic: options.DETERMINISTIC = False,
+    max_tokens: options.MAX_TOKENS = 512,
+    temperature: options.TEMPERATURE = 0.0,
+    seed: options.SEED = 0,
+) -> None:
+    """Answer one prompt on the terminal.
+
+    The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
+    """
+    from ..runtime.hub import find_model
+    from ..runtime.one_prompt import answer
+    from ..runtime.planner import Settings
+    from ..runtime.sampling.params import SamplingParams
+    from ..runtime.text.terminal import escape_controls
+
+    if prompt is None:
+        if sys.stdin.isatty():
+            typer.echo("Type the prompt, then Ctrl-D:", err=True)
+        prompt = sys.stdin.read()
+    settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic)
+    params = SamplingParams(max_tokens, temperature=temperature, seed=seed)
+    for piece in answer(find_model(model), prompt, settings, params, raw):
+        print(escape_controls(piece), end="", flush=True)
+    print()

@@ -1,0 +1,24 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, `2:03`; `4.5 s` below a minute."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: float) -> str:
+    """`1,234`, `5.3 M`, `30.5 B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,.0f}"

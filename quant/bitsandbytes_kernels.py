@@ -1,0 +1,69 @@
+"""The only file that imports bitsandbytes: late, and without its attempt to fetch a kernel from a hub.
+
+Knows pointers and calls, not formats.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_longlong, c_void_p
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+CPU_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> None:
+    """Writes the matrix of `codes` uint8 [N, K/2] and `absmax` float32 [N, K/block] into `out` [N, K].
+
+    All are contiguous; the kernel sees only their addresses and cannot check that.
+    """
+    num_rows, num_columns = out.shape
+    if codes.is_cpu and out.is_cpu:
+        # The operator has no `out` on a CPU. What it allocates is mapped anew and page-faulted every time once it
+        # exceeds malloc's threshold of 32 MiB: 6 to 10 times slower for 4096 x 4096.
+        pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, absmax, out))
+        _cpu_kernel(out.dtype)(*pointers, c_longlong(block), c_longlong(num_rows), c_longlong(num_columns))
+    else:
+        load()
+        torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, "nf4", out.shape, out.dtype, out=out)
+
+
+@cache
+def _cpu_kernel(dtype: torch.dtype) -> Callable[..., None]:
+    """The C function behind the operator; its name is the same in bitsandbytes 0.49 and 0.50."""
+    load()
+    library = import_module("bitsandbytes.cextension").lib
+    kernel: Callable[..., None] = getattr(library, f"cdequantize_blockwise_cpu_nf4_{CPU_NAMES[dtype]}")
+    return kernel
+
+
+def load() -> None:
+    """Imports bitsandbytes, so that its operators exist under torch.ops."""
+    if "bitsandbytes" not in sys.modules:
+        with _no_hub():
+            import_module("bitsandbytes")
+
+
+@contextmanager
+def _no_hub() -> Iterator[None]:
+    """While inside, `import kernels` fails as if it were not installed, and bitsandbytes does not complain of it.
+
+    Its CPU backend calls kernels.get_kernel when imported, which downloads code and runs it.
+    """
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    was_disabled, logger.disabled = logger.disabled, True
+    absent = object()
+    kernels = sys.modules.get("kernels", absent)
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+        del sys.modules["kernels"]
+        if kernels is not absent:
+            sys.modules["kernels"] = kernels  # type: ignore[assignment]

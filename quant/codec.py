@@ -1,0 +1,28 @@
+"""Which code packs and unpacks which format: the one table to extend when a format is added."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from torch import Tensor
+
+from . import int8, nf4, plain
+
+
+class Codec(Protocol):
+    """Turns matrices [N, K] into planes and back. `planes` come in the order of the format's rules.
+
+    `wide` is float32 scratch of at least N * K / 64 items, for scales.
+    """
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+        """Fills the planes. Raises FormatError if weights are NaN or infinite."""
+
+    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+        """Writes the matrix into `out` [N, K], contiguous, of any weight dtype."""
+
+    def factor(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> Tensor | None:
+        """Writes into `out` what is cheapest to multiply by, and returns the factors [N] per row left out of it."""
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "nf4": nf4})

@@ -1,0 +1,130 @@
+"""Weight formats on paper: which planes a packed matrix has, where they lie in its buffer, how many bytes it takes.
+
+Free of torch, because the planner asks these questions before any tensor exists. Knows no values, only sizes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+# One cache line: every plane starts where aligned vector loads are legal and where views of any dtype are.
+ALIGNMENT = 64
+
+DTYPE_NBYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1})
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class FormatError(ValueError):
+    """A format is unknown, or it cannot hold this matrix; the message says which can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor inside a buffer: row-major, `offset` bytes from the buffer's start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A matrix [N, K] of `dtype` in one format: its planes and the bytes of the buffer that holds them.
+
+    Row n of every plane belongs to row n of the matrix, so a run of rows is the same run of every plane.
+    `nbytes` is a multiple of ALIGNMENT: layouts written one behind the other stay aligned.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    dtype: str
+    planes: tuple[Plane, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneRule:
+    """How a plane follows from a matrix: each item serves `weights_per_item` columns of a row, or the whole row.
+
+    `dtype` None is the matrix's own.
+    """
+
+    name: str
+    dtype: str | None
+    weights_per_item: int | None = 1
+
+    def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        num_rows, num_columns = shape
+        return (num_rows,) if self.weights_per_item is None else (num_rows, num_columns // self.weights_per_item)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A way to store matrices [N, K] whose K is a multiple of `group_size`."""
+
+    name: str
+    rules: tuple[PlaneRule, ...]
+    group_size: int = 1
+
+    def layout(self, shape: tuple[int, int], dtype: str) -> Layout:
+        """Where the planes of a matrix of this shape and dtype lie. Raises FormatError if it cannot be held."""
+        self._check(shape, dtype)
+        planes = lay_out((rule.name, rule.dtype or dtype, rule.shape(shape)) for rule in self.rules)
+        return Layout(self.name, shape, dtype, planes, end_of(planes))
+
+    def nbytes(self, shape: tuple[int, int], dtype: str) -> int:
+        """Bytes of the buffer for a matrix of this shape and dtype, planes' alignment included."""
+        return self.layout(shape, dtype).nbytes
+
+    def _check(self, shape: tuple[int, int], dtype: str) -> None:
+        if dtype not in WEIGHT_DTYPES:
+            raise FormatError(
+                f"A matrix of {dtype} was found; weights are one of {', '.join(WEIGHT_DTYPES)}. Convert it first."
+            )
+        if len(shape) != 2 or min(shape) < 1:
+            raise FormatError(f"Shape {tuple(shape)} was found; {self.name} packs matrices [N, K], none empty.")
+        if shape[1] % self.group_size:
+            raise FormatError(
+                f"A matrix {list(shape)} was found; {self.name} wants columns in multiples of {self.group_size},"
+                " so that no block of weights spans two rows. Keep this matrix in int8 or none."
+            )
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Plane, ...]:
+    """Planes for tensors (name, dtype, shape) side by side in one buffer, each on its ALIGNMENT."""
+    planes: list[Plane] = []
+    for name, dtype, shape in tensors:
+        planes.append(Plane(name, dtype, shape, end_of(planes)))
+    return tuple(planes)
+
+
+def end_of(planes: Iterable[Plane]) -> int:
+    """Bytes of the buffer that holds these planes, up to the next ALIGNMENT."""
+    end = max((plane.offset + plane.nbytes for plane in planes), default=0)
+    return -(-end // ALIGNMENT) * ALIGNMENT
+
+
+# nf4's absmax is bfloat16: of a bfloat16 checkpoint it is exact (a block's maximum is one of its weights), and it can
+# neither overflow nor vanish as float16 does. int8's scales stay float32: per row they cost less than 0.1 bit.
+FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        "none": WeightFormat("none", (PlaneRule("weight", None),)),
+        "int8": WeightFormat("int8", (PlaneRule("codes", "int8"), PlaneRule("scales", "float32", None))),
+        "nf4": WeightFormat(
+            "nf4", (PlaneRule("codes", "uint8", 2), PlaneRule("absmax", "bfloat16", 64)), group_size=64
+        ),
+    }
+)
+
+
+def get_format(name: str) -> WeightFormat:
+    """The format of this name. Raises FormatError, with the names there are."""
+    if name not in FORMATS:
+        raise FormatError(f"Weight format {name!r} is unknown; use one of {', '.join(FORMATS)}.")
+    return FORMATS[name]

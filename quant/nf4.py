@@ -1,0 +1,78 @@
+"""Format `nf4`: 4-bit NormalFloat (Dettmers et al. 2023, QLoRA) in blocks of 64 weights of a row.
+
+Planes: codes uint8 [N, K/2], the first of two weights in the high bits; absmax bfloat16 [N, K/64].
+Codes are bit for bit those of bitsandbytes 0.50, which decides them by the float32 absmax; only then is that rounded.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from . import bitsandbytes_kernels
+from .finite import refuse_nonfinite
+
+BLOCK = 64
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# A weight on a midpoint takes the lower level, as in bitsandbytes.
+MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
+# Weights converted at a time: three float32 copies of them stay in cache, and threads get enough to share.
+CHUNK = 1 << 18
+# bitsandbytes' guard against dividing a block of zeros by its absmax; any other value would change codes.
+SMALLEST_ABSMAX = 1e-38
+# Largest bfloat16 numbers that a block's largest weight, written in the matrix's dtype, survives.
+LARGEST_ABSMAX = {
+    torch.float32: torch.finfo(torch.bfloat16).max,
+    torch.bfloat16: torch.finfo(torch.bfloat16).max,
+    torch.float16: 65280.0,
+}
+
+
+def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+    """Gives each weight of `weight` [N, K] the level nearest to weight / absmax of its block."""
+    num_rows, num_columns = weight.shape
+    rows = min(num_rows, max(1, CHUNK // num_columns))
+    scratch = torch.empty(3, rows, num_columns, device=weight.device)
+    parts = zip(*(torch.split(tensor, rows) for tensor in (weight, *planes)), strict=True)
+    for part, codes, absmax in parts:
+        values, counts, above = scratch[:, : len(part)]
+        wide = _absmax(values.copy_(part), counts)
+        refuse_nonfinite(weight, wide)
+        absmax.view(-1).copy_(wide.clamp(max=LARGEST_ABSMAX[weight.dtype]))
+        values.view(-1, BLOCK).mul_(wide.clamp_(min=SMALLEST_ABSMAX).reciprocal_()[:, None])
+        _count_midpoints_below(values, counts, above)
+        # Through int16, as float32 to uint8 is several times slower.
+        first, second = counts.to(torch.int16).view(len(part), -1, 2).unbind(-1)
+        torch.add(second, first, alpha=16, out=codes)
+
+
+def _absmax(values: Tensor, scratch: Tensor) -> Tensor:
+    """float32 [blocks]. Not vector_norm, which is several times slower over runs as short as a block."""
+    return torch.abs(values, out=scratch).view(-1, BLOCK).amax(1)
+
+
+def _count_midpoints_below(values: Tensor, counts: Tensor, above: Tensor) -> None:
+    """Fills `counts` with the codes of `values` in [-1, 1], as float32.
+
+    Fifteen vectorized comparisons beat the binary search of torch.bucketize four times over. `above` is float32 as
+    comparisons that write bool are not vectorized.
+    """
+    counts.zero_()
+    for midpoint in MIDPOINTS:
+        counts.add_(torch.gt(values, midpoint, out=above))
+
+
+def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+    """Writes levels times absmax into `out` [N, K]. `wide` is float32 scratch of at least N * K / 64."""
+    codes, absmax = planes
+    wide = wide[: absmax.numel()].view(absmax.shape).copy_(absmax)
+    bitsandbytes_kernels.dequantize_nf4(codes, wide, BLOCK, out)
+
+
+# No factor is left out.
+factor = unpack

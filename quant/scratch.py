@@ -1,0 +1,48 @@
+"""How much scratch a product with a packed matrix takes, and how the matrix is cut into strips to bound it.
+
+Free of torch, as the planner counts these bytes. Knows sizes, not kernels.
+"""
+
+from .format import Layout, Plane, end_of, lay_out
+
+# Weights widened at a time: 8 MiB of bfloat16. Larger strips are not faster, and those of a language model's output
+# head would be hundreds of MiB. A constant, not a share of a budget: the cut may show in a result's last bits.
+STRIP_WEIGHTS = 1 << 22
+
+# Rows that a deterministic product computes together. Of 16, 32 and 64, 32 is the one that is never much slower than
+# the other two: a single row costs 1.2 times an unpadded one in bfloat16, 64 rows 1.1 times (bench/linear.py).
+TILE = 32
+
+
+def strip_rows(shape: tuple[int, int]) -> int:
+    """Rows of a matrix [N, K] that are widened together."""
+    num_rows, num_columns = shape
+    return max(1, min(num_rows, STRIP_WEIGHTS // num_columns))
+
+
+def is_direct(layout: Layout, dtype: str) -> bool:
+    """Whether products with activations of `dtype` read the matrix where it lies, and widen nothing."""
+    return layout.format == "none" and layout.dtype == dtype
+
+
+def scratch_planes(layout: Layout, dtype: str, deterministic: bool) -> tuple[Plane, ...]:
+    """The scratch of one product: `weight` and its scales `wide` for a strip, `x` and `y` for a tile.
+
+    Those that the product does not use have no rows.
+    """
+    rows, num_columns = strip_rows(layout.shape), layout.shape[1]
+    widened = 0 if is_direct(layout, dtype) else rows
+    tile = TILE if deterministic else 0
+    return lay_out(
+        [
+            ("weight", dtype, (widened, num_columns)),
+            ("wide", "float32", (-(-widened * num_columns // 64),)),
+            ("x", dtype, (tile, num_columns)),
+            ("y", dtype, (tile, rows)),
+        ]
+    )
+
+
+def scratch_nbytes(layout: Layout, dtype: str, deterministic: bool) -> int:
+    """Bytes of Workspace that products of activations of `dtype` with such a matrix need."""
+    return end_of(scratch_planes(layout, dtype, deterministic))

@@ -1,0 +1,105 @@
+"""A packed matrix: a layout and the views that it makes of one flat buffer. Knows no place and no owner of bytes."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .codec import CODECS
+from .format import ALIGNMENT, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A matrix [N, K] in few bits, always row-major: who multiplies x @ w packs the transpose of w.
+
+    It owns nothing: new bytes in the buffer are a new matrix, so a slot that receives one after another is bound once.
+    """
+
+    layout: Layout
+    planes: tuple[Tensor, ...]
+
+    @classmethod
+    def bind(cls, layout: Layout, buffer: Tensor) -> Self:
+        """Views of `buffer`, uint8 [layout.nbytes], without a copy. Raises FormatError if it does not fit."""
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,) or buffer.data_ptr() % ALIGNMENT:
+            raise FormatError(
+                f"A buffer {list(buffer.shape)} of {buffer.dtype} at address {buffer.data_ptr():#x} was found;"
+                f" {layout.format} {list(layout.shape)} wants uint8 [{layout.nbytes}] at a multiple of {ALIGNMENT}."
+            )
+        return cls(layout, tuple([view(buffer, plane) for plane in layout.planes]))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix that was packed; computing may use another."""
+        return torch_dtype(self.layout.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def dequantize(self, out: Tensor | None = None) -> Tensor:
+        """The matrix [N, K], in `out` if given (contiguous, of any weight dtype), else new in its own dtype.
+
+        Raises FormatError if `out` cannot take it.
+        """
+        if out is None:
+            out = self.planes[0].new_empty(self.shape, dtype=self.dtype)
+        if out.shape != self.shape or not out.is_contiguous() or dtype_name(out.dtype) not in WEIGHT_DTYPES:
+            raise FormatError(
+                f"An output {list(out.shape)} of {out.dtype}, strides {out.stride()}, was found; dequantizing wants"
+                f" a contiguous {list(self.shape)} of {', '.join(WEIGHT_DTYPES)}."
+            )
+        wide = out.new_empty(-(-out.numel() // 64), dtype=torch.float32)
+        CODECS[self.layout.format].unpack(self.planes, out, wide)
+        return out
+
+
+def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
+    """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums agree.
+
+    Raises FormatError if weight, layout and buffer do not match or weights are NaN or infinite.
+    """
+    if tuple(weight.shape) != layout.shape or weight.dtype != torch_dtype(layout.dtype):
+        raise FormatError(
+            f"A weight {list(weight.shape)} of {weight.dtype} was found; this layout wants {list(layout.shape)} of"
+            f" {layout.dtype}. Convert the weight, or make its own layout."
+        )
+    packed = PackedTensor.bind(layout, buffer)
+    for plane, following in zip(layout.planes, (*layout.planes[1:], None), strict=True):
+        buffer[plane.offset + plane.nbytes : following.offset if following else None].zero_()
+    CODECS[layout.format].pack(weight, packed.planes)
+    return packed
+
+
+def pack(weight: Tensor, format_name: str) -> PackedTensor:
+    """Packs `weight` [N, K] into a new buffer on its device."""
+    num_rows, num_columns = weight.shape
+    layout = get_format(format_name).layout((num_rows, num_columns), dtype_name(weight.dtype))
+    return pack_into(weight, layout, weight.new_empty(layout.nbytes, dtype=torch.uint8))
+
+
+def view(buffer: Tensor, plane: Plane) -> Tensor:
+    """The plane's tensor over `buffer`, uint8 and flat.
+
+    By as_strided, since slicing and reshaping would cost twice as much, thousands of times per pass.
+    """
+    typed = buffer.view(torch_dtype(plane.dtype))
+    offset = buffer.storage_offset() + plane.offset
+    strides = (plane.shape[1], 1) if len(plane.shape) == 2 else (1,)
+    return typed.as_strided(plane.shape, strides, offset // typed.itemsize)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As `format` writes it: bfloat16, not torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

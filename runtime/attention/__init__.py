@@ -1,0 +1,1 @@
+"""Attention over the paged cache, behind one protocol. Knows chunks and blocks, not models."""

@@ -1,0 +1,67 @@
+"""One pass's work: which tokens of which sequences, packed into one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`count` pending tokens of one sequence, at rows `begin` and on of the pass; `past` tokens are stored already.
+
+    `samples` says that the chunk reaches the sequence's last token, so that the pass yields its next one.
+    """
+
+    sequence: Sequence
+    begin: int
+    past: int
+    count: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The chunks of a pass and their T tokens as tensors; rows from `num_tokens` to T are padding.
+
+    Shapes: token_ids [1, T], positions [1, T], logit_rows [R] (rows of T, in the order of the sampling chunks).
+    """
+
+    chunks: tuple[Chunk, ...]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chunks[-1].end if self.chunks else 0
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        return [chunk.sequence for chunk in self.chunks if chunk.samples]
+
+
+def pack(sequences: list[tuple[Sequence, int]], multiple: int = 1) -> Batch:
+    """Packs (sequence, number of its pending tokens); T is padded to a multiple of `multiple`."""
+    chunks: list[Chunk] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    for sequence, count in sequences:
+        past = sequence.table.num_tokens
+        chunks.append(Chunk(sequence, len(token_ids), past, count, samples=count == sequence.num_pending))
+        token_ids += sequence.pending(count)
+        positions += range(past, past + count)
+    padding = [0] * (-len(token_ids) % multiple)
+    return Batch(
+        tuple(chunks),
+        torch.tensor([token_ids + padding]),
+        torch.tensor([positions + padding]),
+        torch.tensor([chunk.end - 1 for chunk in chunks if chunk.samples], dtype=torch.long),
+    )

@@ -1,0 +1,67 @@
+"""The engine: sequences in, finished sequences out, one pass over the weights at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from .batch import Batch
+from .metrics import Metrics
+from .sampling.draw import Draw
+from .sampling.sampler import Sampler
+from .scheduler import Scheduler
+from .sequence import Sequence
+
+
+class Model(Protocol):
+    """What the engine asks of a model."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Runs one pass; returns the logits [R, V] of the batch's `logit_rows`."""
+        ...
+
+
+class Engine:
+    """Knows sequences and passes; nothing of rows, files, text or of where weights come from."""
+
+    def __init__(self, model: Model, scheduler: Scheduler, sampler: Sampler) -> None:
+        self.model = model
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.metrics = Metrics()
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+
+    def step(self) -> list[Sequence]:
+        """One pass over the weights; returns the sequences that it finished."""
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        logits = self.model.forward(batch)
+        samples = self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling])
+        self._count(batch, time.perf_counter() - started)
+        finished = self.scheduler.commit(batch, samples)
+        for sequence in finished:
+            self.metrics.count_finished(sequence)
+        return finished
+
+    def run(self) -> Iterator[Sequence]:
+        """Passes until nothing is left; yields sequences as they finish."""
+        while self.busy:
+            yield from self.step()
+
+    def _count(self, batch: Batch, seconds: float) -> None:
+        cache = self.scheduler.cache
+        live = sum(running.table.num_tokens for running in self.scheduler.running) + batch.num_tokens
+        self.metrics.count_pass(batch, cache.used_slots, live * len(cache.pools), seconds)
+
+
+def _draw(sequence: Sequence) -> Draw:
+    return Draw(sequence.params, sequence.sample, len(sequence.output_ids), sequence.history)

@@ -1,0 +1,88 @@
+"""Checked fields and defaults become one `Row`. Knows how fields depend on each other, and no spelling of a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..sampling.params import SamplingParams
+from .codes import ErrorCode, RowFault
+from .fields import read_fields
+from .prompts import MAX_PROMPTS
+from .rows import Defaults, Endpoint, Prompt, Row
+from .seeds import row_seed
+
+_PARAMS = tuple(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which row of the file: `index` counts rows from 0, `line` lines from 1."""
+
+    index: int
+    line: int
+    id: str
+
+
+def build_row(body: Mapping[str, Any], endpoint: Endpoint, place: Place, defaults: Defaults) -> Row:
+    """Raises `RowFault` naming the first field that cannot be run as it stands."""
+    given = read_fields(body, endpoint)
+    prompts, num_samples = _prompts(given, endpoint), given.get("n", 1)
+    if len(prompts) * num_samples > MAX_PROMPTS:
+        raise RowFault(
+            ErrorCode.INVALID_VALUE,
+            f"{len(prompts)} prompts with n {num_samples} are more than {MAX_PROMPTS} answers; split the row",
+            "n",
+        )
+    return Row(
+        index=place.index,
+        line=place.line,
+        id=place.id,
+        endpoint=endpoint,
+        prompts=prompts,
+        params=_params(given, place.id, defaults),
+        num_samples=num_samples,
+        model=given.get("model"),
+        return_token_ids=given.get("return_token_ids", False),
+    )
+
+
+def _prompts(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]:
+    if "messages" in given:
+        return (given["messages"],)
+    if "prompt" in given:
+        prompts: tuple[Prompt, ...] = given["prompt"]
+        return prompts
+    name = "prompt" if endpoint is Endpoint.COMPLETION else "messages"
+    raise RowFault(ErrorCode.MISSING_PARAMETER, f"{name} is missing: there is nothing to answer", name)
+
+
+def _params(given: Mapping[str, Any], row_id: str, defaults: Defaults) -> SamplingParams:
+    values = {name: given.get(name, getattr(defaults, name)) for name in _PARAMS}
+    values["max_tokens"] = _max_tokens(given, defaults)
+    values["top_k"] = max(values["top_k"], 0)
+    values["seed"] = given["seed"] if "seed" in given else row_seed(defaults.seed, row_id)
+    values["logprobs"] = _num_logprobs(given)
+    return SamplingParams(**values)
+
+
+def _max_tokens(given: Mapping[str, Any], defaults: Defaults) -> int:
+    both = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(both) > 1:
+        raise RowFault(
+            ErrorCode.INVALID_VALUE,
+            f"max_tokens {given['max_tokens']} and max_completion_tokens {given['max_completion_tokens']} disagree",
+            "max_tokens",
+        )
+    return both.pop() if both else defaults.max_tokens
+
+
+def _num_logprobs(given: Mapping[str, Any]) -> int | None:
+    """A chat row asks with a flag and a number, a completion row with one number."""
+    asked, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if asked is False:
+        if top:
+            raise RowFault(ErrorCode.INVALID_VALUE, "top_logprobs needs logprobs to be true", "top_logprobs")
+        return None
+    return top if asked is True else int(asked)

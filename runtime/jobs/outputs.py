@@ -1,0 +1,58 @@
+"""Where a job writes: OUT and the two names derived from it, checked before the job starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .refusals import OutputExists, OutputRefused
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPaths:
+    """`out` holds answered rows, `errors` the others; `partial` holds both when a job stops early."""
+
+    out: Path
+
+    @property
+    def errors(self) -> Path:
+        return self.out.with_suffix(".errors.jsonl")
+
+    @property
+    def partial(self) -> Path:
+        return self.out.with_suffix(".partial.jsonl")
+
+    def refuse_existing(self) -> None:
+        for path in (self.out, self.errors):
+            # A dangling link counts: renaming over it would destroy it.
+            if os.path.lexists(path):
+                raise OutputExists(f"{path} exists and is not overwritten; move it away or choose another output name")
+
+
+def claim_output(
+    out: str | os.PathLike[str],
+    input_path: str | os.PathLike[str],
+    model_path: str | os.PathLike[str] | None = None,
+) -> OutputPaths:
+    """Raises `OutputRefused` (`OutputExists` if something is there). Writes nothing."""
+    paths = OutputPaths(Path(out))
+    if paths.out.is_dir():
+        raise OutputRefused(f"{out} is a folder; give a file name in it, such as {paths.out / 'out.jsonl'}")
+    if paths.out.suffix == ".gz":
+        raise OutputRefused(f"{out}: output is not compressed; leave .gz away")
+    _check_folder(paths.out.parent, model_path)
+    for path in (paths.out, paths.errors, paths.partial):
+        if path.exists() and Path(input_path).exists() and path.samefile(input_path):
+            raise OutputRefused(f"{path} is the input, which would be overwritten; choose another output name")
+    paths.refuse_existing()
+    return paths
+
+
+def _check_folder(folder: Path, model_path: str | os.PathLike[str] | None) -> None:
+    if not folder.is_dir():
+        raise OutputRefused(f"the folder {folder} does not exist; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputRefused(f"the folder {folder} is not writable; choose another output name")
+    if model_path is not None and folder.resolve().is_relative_to(Path(model_path).resolve()):
+        raise OutputRefused(f"the folder {folder} belongs to the model; write the output elsewhere")

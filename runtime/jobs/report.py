@@ -1,0 +1,84 @@
+"""From a job's counters to its `RunSummary`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ...offload.memory import host_peak
+from ..load import LoadedEngine
+from ..metrics import Metrics, quantiles
+from ..planner import Plan
+from ..shape.model_shape import ModelShape
+from .run import JobCounts
+from .summary import (
+    KV,
+    Experts,
+    Latency,
+    Memory,
+    Passes,
+    Percentiles,
+    Rows,
+    RunSummary,
+    Seconds,
+    Throughput,
+    TierMemory,
+    Tokens,
+    Weights,
+)
+
+
+def summarise(
+    name: str, shape: ModelShape, plan: Plan, loaded: LoadedEngine, counts: JobCounts, seconds: Seconds
+) -> RunSummary:
+    metrics = loaded.engine.metrics
+    return RunSummary(
+        version=version("moedge"),
+        command="batch",
+        rows=Rows(counts.ok + counts.failed, counts.ok, counts.failed),
+        tokens=Tokens(metrics.prompt_tokens, metrics.generated_tokens),
+        model={
+            "name": name,
+            "type": shape.model_type,
+            "parameters": shape.parameters,
+            "active_parameters": shape.active_parameters,
+        },
+        plan=plan.as_dict(),
+        seconds=seconds,
+        throughput=_throughput(metrics, seconds.generate),
+        latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),
+        passes=_passes(metrics),
+        memory=Memory(host=TierMemory(budget=plan.available_nbytes, peak=host_peak())),
+        kv=_kv(plan, loaded),
+        experts=Experts(held=shape.num_experts, total=shape.num_experts),
+        weights=Weights(dict(loaded.census.requested), dict(loaded.census.packed)),
+    )
+
+
+def _throughput(metrics: Metrics, seconds: float | None) -> Throughput:
+    if not seconds:
+        return Throughput()
+    return Throughput(metrics.prompt_tokens / seconds, metrics.generated_tokens / seconds)
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    return Percentiles(*(quantiles(values) or ()))
+
+
+def _passes(metrics: Metrics) -> Passes:
+    if not metrics.passes:
+        return Passes(count=0)
+    return Passes(metrics.passes, metrics.pass_tokens / metrics.passes, metrics.pass_sequences / metrics.passes)
+
+
+def _kv(plan: Plan, loaded: LoadedEngine) -> KV:
+    scheduler = loaded.engine.scheduler
+    return KV(
+        format=plan.kv,
+        block=plan.kv_block,
+        blocks=plan.kv_blocks,
+        bytes_per_token=scheduler.cache.token_nbytes,
+        waste=loaded.engine.metrics.waste,
+        prefix_hit_tokens=0,
+        preemptions=scheduler.num_preemptions,
+    )

@@ -1,0 +1,118 @@
+"""One row of a job, read and checked: what to continue, how, and what its answer must carry.
+
+Knows no file, no JSON and no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ..sampling.params import SamplingParams
+from .codes import ErrorCode, Severity
+from .seeds import choice_seed
+
+
+class Endpoint(Enum):
+    """Which contract a row was written in; it decides the shape of the answer."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETION = "/v1/completions"
+    SHORT = "short"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is continued as it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids that are continued as they stand."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages that go through the model's chat template."""
+
+    messages: tuple[Message, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults(SamplingParams):
+    """What absent fields of a row become; `seed` is the job's, from which each row's own is derived.
+
+    `logprobs` has no default: only a row itself can ask for them.
+    """
+
+    max_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`index` counts rows from 0, `line` counts the file's lines from 1; blank lines make them differ."""
+
+    index: int
+    line: int
+    id: str
+    endpoint: Endpoint
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    num_samples: int = 1
+    model: str | None = None
+    return_token_ids: bool = False
+
+    @property
+    def short(self) -> bool:
+        return self.endpoint is Endpoint.SHORT
+
+    def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
+        """The row's sequences in the order of its answer: all samples of a prompt, then the next prompt."""
+        for choice in range(len(self.prompts) * self.num_samples):
+            seed = choice_seed(self.params.seed, choice)
+            yield self.prompts[choice // self.num_samples], replace(self.params, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """`param` is the field at fault, in the words of the row; `line` counts from 1, 0 is the whole file."""
+
+    code: ErrorCode
+    message: str
+    param: str | None
+    line: int
+
+    @property
+    def refuses_job(self) -> bool:
+        """Whether a strict job with such a row does not start."""
+        return self.code.severity is not Severity.ROW
+
+    def __str__(self) -> str:
+        where = f"line {self.line}" if self.line else "file"
+        return f"{where}: {self.code}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be run; `short` is the form that its error is answered in."""
+
+    index: int
+    line: int
+    id: str
+    short: bool
+    error: RowError

@@ -1,0 +1,36 @@
+"""How one layer group's keys and values lie in memory. Torch-free, so that a planner can size caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..shape.layouts import ITEM_NBYTES
+from ..shape.model_shape import KVGroup
+
+BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """One layer group in one format: a record is the keys, then the values, of `block` tokens in one layer."""
+
+    group: KVGroup
+    format: str
+    block: int = BLOCK_TOKENS
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return 2 * self.group.kv_heads * self.block * self.group.head_dim * ITEM_NBYTES[self.format]
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all layers of the group, which lie side by side: one copy moves it."""
+        return len(self.group.layers) * self.record_nbytes
+
+    @property
+    def token_nbytes(self) -> float:
+        return self.block_nbytes / self.block
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block)

@@ -1,0 +1,79 @@
+"""Seam 1: transformers calls this function in place of its attention; the pass arrives as a keyword of `model(...)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..attention.protocol import AttentionBackend, AttentionCall
+from ..batch import Batch
+from ..errors import UnsupportedModel
+
+_HONOURED = {"sliding_window", "softcap", "s_aux"}
+# What transformers passes that cannot change the result of a pass without gradients, outputs of routers and caches.
+_HARMLESS = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_router_logits",
+    "output_attentions",
+    "cache_position",
+    "is_causal",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPass:
+    """Handed to `model(..., packed=...)`; transformers hands it on to every layer's attention unchanged."""
+
+    batch: Batch
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """In place of a mask tensor: how many tokens a layer looks back, None for all."""
+
+    window: int | None
+
+
+def register_attention(name: str) -> None:
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, _visibility)
+
+
+def _visibility(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Visibility:
+    if use_vmap:
+        raise UnsupportedModel("the model adds its own mask function to causal attention, which moedge cannot apply")
+    return Visibility(local_size)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | None,
+    *,
+    packed: PackedPass,
+    scaling: float | None = None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] after rotary embedding -> ([1, T, Hq, D], None)."""
+    asked = {name for name, value in features.items() if value is not None}
+    if unknown := asked - _HONOURED - _HARMLESS:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks attention for {sorted(unknown)}, which moedge does not know"
+        )
+    call = AttentionCall(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=features.get("sliding_window") if attention_mask is None else attention_mask.window,
+        softcap=features.get("softcap"),
+        sinks=features.get("s_aux"),
+    )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed.attention.attend(call, q, k, v, packed.batch).unsqueeze(0), None

@@ -1,0 +1,45 @@
+"""Seam 2: transformers' experts modules call this function; routers, and so routing, stay transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from ...moe.expert import ExpertBody, ExpertSource, mix_experts
+from ...quant.linear import Compute
+
+
+class PackedExperts(nn.Module):
+    """A child that an experts module is given in place of its weight parameters."""
+
+    def __init__(self, source: ExpertSource, body: ExpertBody, compute: Compute) -> None:
+        super().__init__()
+        self.source = source
+        self.body = body
+        self.compute = compute
+
+    def forward(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
+
+
+def register_experts(name: str) -> None:
+    ExpertsInterface.register(name, _experts)
+
+
+def expert_body(module: nn.Module) -> ExpertBody:
+    """What the module does around its matrices, by the attributes that transformers' decorator sets."""
+    features: Any = module
+    activate: Callable[[torch.Tensor], torch.Tensor] = features._apply_gate if features.has_gate else features.act_fn
+    # The attribute is younger than the oldest transformers that is supported.
+    has_norm = getattr(features, "has_post_expert_norm", False)
+    return ExpertBody(activate, features.post_expert_norm if has_norm else None)
+
+
+def _experts(module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    packed: PackedExperts = module.packed  # type: ignore[assignment]
+    out: torch.Tensor = packed(hidden, expert_ids, weights)
+    return out

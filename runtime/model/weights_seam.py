@@ -1,0 +1,45 @@
+"""Seam 3: linear layers whose bytes are bound from outside, and a layer list that waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...quant.linear import Compute
+from ...quant.tensor import PackedTensor
+
+
+class PackedLinear(nn.Module):
+    """Stands where an nn.Linear stood; usable while `packed` is bound to bytes that are there."""
+
+    def __init__(self, packed: PackedTensor, bias: nn.Parameter | None, compute: Compute) -> None:
+        super().__init__()
+        self.packed = packed
+        self.bias = bias
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.compute.linear(x.reshape(-1, x.shape[-1]), self.packed, self.bias)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+class ArrivingLayers(nn.ModuleList):
+    """The decoder layers; iterating yields a layer when its bytes are there and frees them when asked for the next.
+
+    transformers' own `for layer in self.layers` drives the stream, so no hook is needed.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], arrivals: Callable[[], Iterator[int]]) -> None:
+        super().__init__(layers)
+        self._arrivals = arrivals
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for index in self._arrivals():
+            yield self._modules[str(index)]  # type: ignore[misc]
+
+    def __getitem__(self, index: Any) -> Any:
+        # transformers slices off layers that a config asks to leave out; moedge's configs never do.
+        return self if isinstance(index, slice) else super().__getitem__(index)

@@ -1,0 +1,98 @@
+"""ModelShape: everything that memory planning needs to know of a checkpoint. See docs/model-shape.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs."""
+
+    name: str
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The experts of one layer, all alike: `up` ([gate;] up, fused where the model has both) and `down`."""
+
+    count: int
+    per_token: int
+    up: Matrix
+    down: Matrix
+
+    @property
+    def numel(self) -> int:
+        """Elements of one expert."""
+        return self.up.numel + self.down.numel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One decoder layer: `dense` matrices and experts stream, `resident_numel` elements (norms, routers) stay."""
+
+    index: int
+    dense: tuple[Matrix, ...]
+    experts: ExpertsShape | None
+    resident_numel: int
+
+    @property
+    def streamed_numel(self) -> int:
+        experts = self.experts.count * self.experts.numel if self.experts else 0
+        return sum(matrix.numel for matrix in self.dense) + experts
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose cached keys and values look alike; `window` is how many tokens they look back, None for all."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding."""
+
+    model_type: str
+    dtype: str
+    hidden: int
+    vocab: int
+    context: int
+    layers: tuple[LayerShape, ...]
+    kv_groups: tuple[KVGroup, ...]
+    head: Matrix | None
+    resident_numel: int
+
+    @property
+    def embedding_numel(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all layers together."""
+        return sum(layer.experts.count for layer in self.layers if layer.experts)
+
+    @property
+    def parameters(self) -> int:
+        """All elements, tied ones once."""
+        layers = sum(layer.streamed_numel + layer.resident_numel for layer in self.layers)
+        return layers + self.embedding_numel + (self.head.numel if self.head else 0) + self.resident_numel
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements that one token is multiplied with: gathered embedding rows are not, a tied head is."""
+        idle = sum(
+            (layer.experts.count - layer.experts.per_token) * layer.experts.numel
+            for layer in self.layers
+            if layer.experts
+        )
+        return self.parameters - idle - (self.embedding_numel if self.head else 0)

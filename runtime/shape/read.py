@@ -1,0 +1,136 @@
+"""From config.json and safetensors headers to a ModelShape, by the names that checkpoints give their tensors."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from ...offload.header import TensorEntry
+from ..errors import UnsupportedModel
+from .config import ModelConfig
+from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
+_ROUTER = re.compile(r"(^|\.)(gate|router|router\.layer)\.weight$")
+_DOWN = re.compile(r"(^|\.)(down_proj|w2|output_linear)(\.weight)?$")
+_BITS_OF = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+
+
+def is_router(name: str) -> bool:
+    """Whether a weight scores experts; routers stay as they are, so that routing is exact."""
+    return _ROUTER.search(name) is not None
+
+
+def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelShape:
+    """Raises UnsupportedModel where names or shapes are not those of the config's family."""
+    layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
+    outside: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        match = _LAYER.search(name)
+        if match:
+            layers[int(match[1])][match[2]] = entry
+        else:
+            outside[name] = entry
+    num_layers = config.size("num_hidden_layers")
+    if sorted(layers) != list(range(num_layers)):
+        raise UnsupportedModel(f"config.json says {num_layers} layers, the files hold {_ranges(layers)}")
+    head = _find(outside, "lm_head.weight")
+    embedding = _find(outside, "embed_tokens.weight")
+    if embedding is None:
+        raise UnsupportedModel("the files hold no tensor *.embed_tokens.weight")
+    tied = bool(config.get("tie_word_embeddings")) or head is None
+    vocab, hidden = embedding.shape
+    return ModelShape(
+        model_type=config.family.model_type,
+        dtype=_dtype(entries.values()),
+        hidden=hidden,
+        vocab=vocab,
+        context=config.size("max_position_embeddings"),
+        layers=tuple(_layer(index, layers[index], config) for index in range(num_layers)),
+        kv_groups=kv_groups(config),
+        head=None if tied or head is None else Matrix("lm_head", *head.shape),
+        resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
+    )
+
+
+def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
+    """Layers grouped by what their cache must hold, in the order of their first layer."""
+    heads = config.size("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config.size("hidden_size") // heads
+    groups: dict[int | None, list[int]] = defaultdict(list)
+    for layer in range(config.size("num_hidden_layers")):
+        groups[_window(config, layer)].append(layer)
+    return tuple(KVGroup(tuple(layers), kv_heads, head_dim, window) for window, layers in groups.items())
+
+
+def _window(config: ModelConfig, layer: int) -> int | None:
+    window, kinds, rule = config.get("sliding_window"), config.get("layer_types"), config.family.window
+    if window is None or rule == "none" or config.get("use_sliding_window") is False:
+        return None
+    if kinds is not None:
+        slides = kinds[layer] == "sliding_attention"
+    elif rule == "alternate":
+        slides = layer % 2 == 0
+    elif rule == "five_of_six":
+        slides = (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
+    else:
+        slides = rule == "all" or layer >= config.size("max_window_layers")
+    return int(window) if slides else None
+
+
+def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:
+    experts, expert_names = _experts(tensors, config)
+    dense = {
+        name: entry
+        for name, entry in tensors.items()
+        if name not in expert_names and len(entry.shape) == 2 and name.endswith(".weight") and not is_router(name)
+    }
+    resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
+    matrices = tuple(Matrix(name.removesuffix(".weight"), *entry.shape) for name, entry in sorted(dense.items()))
+    return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
+
+
+def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:
+    """The layer's experts and the names of the tensors that they consist of."""
+    fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
+    single = {name: entry for name, entry in tensors.items() if _EXPERT.search(name)}
+    if not fused and not single:
+        return None, set()
+    if fused:
+        count = {entry.shape[0] for entry in fused.values()}
+        transposed = config.family.transposed_experts
+        shapes = [(name, entry.shape[:0:-1] if transposed else entry.shape[1:]) for name, entry in fused.items()]
+    else:
+        indices = {int(match[1]) for name in single if (match := _EXPERT.search(name))}
+        count = {len(indices)}
+        shapes = [(name, entry.shape) for name, entry in single.items() if f"experts.{min(indices)}." in name]
+    up = [shape for name, shape in shapes if not _DOWN.search(name)]
+    down = [shape for name, shape in shapes if _DOWN.search(name)]
+    if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
+        raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
+    matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
+    return ExpertsShape(count.pop(), config.size("num_experts_per_tok"), *matrices), set(fused) | set(single)
+
+
+def _find(tensors: Mapping[str, TensorEntry], suffix: str) -> TensorEntry | None:
+    found = [entry for name, entry in tensors.items() if name.endswith(suffix) and len(entry.shape) == 2]
+    return found[0] if len(found) == 1 else None
+
+
+def _dtype(entries: Iterable[TensorEntry]) -> str:
+    """The dtype that holds most bytes."""
+    nbytes: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        nbytes[entry.dtype] += entry.nbytes
+    dtype = max(nbytes, key=lambda name: nbytes[name])
+    if dtype not in _BITS_OF:
+        raise UnsupportedModel(f"weights are {dtype}, wanted one of {', '.join(_BITS_OF)}")
+    return _BITS_OF[dtype]
+
+
+def _ranges(layers: Iterable[int]) -> str:
+    found = sorted(layers)
+    return f"{len(found)} ({found[0]} to {found[-1]})" if found else "none"

@@ -1,0 +1,109 @@
+"""What a model folder says about text. The one file that names transformers; reads local files, runs no code."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from .errors import TokenizerError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MAX_JSON_NBYTES = 4 << 20
+_MAX_TEMPLATE_LENGTH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFolder:
+    """A tokenizer's parts; `template` is None for a model without chat format."""
+
+    backend: Tokenizer
+    template: str | None
+    special_tokens: dict[str, Any]
+    unknown_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_folder(folder: Path) -> TokenizerFolder:
+    """Raises `TokenizerError` when `folder` has no tokenizer, or one that only its own code or no fast one can read."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise TokenizerError(
+            f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed; fetch the checkpoint's "
+            "tokenizer files into it."
+        )
+    tokenizer = _load(folder)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TokenizerError(
+            f"{folder} has a tokenizer of class {type(tokenizer).__name__}, which the tokenizers library does not run; "
+            "use a checkpoint with a tokenizer.json."
+        )
+    # All three can be switched on by the checkpoint; each would change or cut texts without a word.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    return TokenizerFolder(
+        backend=backend,
+        template=_template(tokenizer, folder),
+        special_tokens=dict(tokenizer.special_tokens_map),
+        unknown_id=tokenizer.unk_token_id,
+        eos_token_ids=tuple(sorted({*_eos_ids(folder), *_as_ids(tokenizer.eos_token_id, folder)})),
+    )
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    # The parser of tokenizer.json raises bare exceptions.
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise TokenizerError(
+            f"transformers cannot read the tokenizer in {folder} ({type(error).__name__}: {str(error)[:300]}); "
+            "check that its files are complete."
+        ) from error
+
+
+def _template(tokenizer: Any, folder: Path) -> str | None:
+    template: str | dict[str, str] | None = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and len(template) > _MAX_TEMPLATE_LENGTH:
+        raise TokenizerError(
+            f"{folder} has a chat template of {len(template)} characters, at most {_MAX_TEMPLATE_LENGTH} are accepted; "
+            "use a checkpoint with another template."
+        )
+    return template
+
+
+def _eos_ids(folder: Path) -> Iterator[int]:
+    """What ends an answer: generation_config.json says it, config.json where that is missing, as in transformers."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            yield from _as_ids(_json(path).get("eos_token_id"), path)
+            return
+
+
+def _as_ids(value: Any, source: Path) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise TokenizerError(
+            f"{source} gives {value!r} as eos_token_id; a token id or a list of them is needed: fix it."
+        )
+    return ids
+
+
+def _json(path: Path) -> dict[str, Any]:
+    nbytes = path.stat().st_size
+    if nbytes > _MAX_JSON_NBYTES:
+        raise TokenizerError(f"{path} has {nbytes} bytes, at most {_MAX_JSON_NBYTES} are accepted; check the file.")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not JSON ({error}); fetch it again.") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} holds a {type(content).__name__}, an object is needed; fetch it again.")
+    return content

@@ -1,0 +1,98 @@
+"""The exactness contract, end to end: `moedge batch --deterministic` gives transformers' tokens, in any batch."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moedge.runtime.shape.families import SUPPORTED
+
+EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic", "-q")
+LIMITS = [(16, 3), (16, 64), (1024, 3), (1024, 64)]
+LENGTHS = (3, 40, 17, 70, 1, 33)
+NEW_TOKENS = 20
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def greedy_rows() -> list[dict[str, Any]]:
+    common = {"max_tokens": NEW_TOKENS, "return_token_ids": True}
+    return [{"id": f"greedy-{i}", "prompt": ids, **common} for i, ids in enumerate(prompts())]
+
+
+def sampled_rows() -> list[dict[str, Any]]:
+    common = {"max_tokens": NEW_TOKENS, "return_token_ids": True, "temperature": 0.9}
+    extras: list[dict[str, Any]] = [
+        {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02, "n": 3}, {"seed": 7, "repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.4}, {},
+    ]  # fmt: skip
+    return [
+        {"id": f"sampled-{i}", "prompt": ids, **common, **extra}
+        for i, (ids, extra) in enumerate(zip(prompts(), extras, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]) -> Callable[[str], list[list[int]]]:
+    """transformers' own greedy tokens, one prompt at a time."""
+
+    @functools.cache
+    def generate(family: str) -> list[list[int]]:
+        model = stock(checkpoint(family))
+        return [
+            model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+            for ids in prompts()
+        ]
+
+    return generate
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_tokens_are_those_of_transformers_in_any_batch(
+    family: str,
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], list[list[int]]],
+    cli: Callable[..., int],
+    rows_file: Callable[[Path, list[dict[str, Any]]], Path],
+    rows_of: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    rows = rows_file(tmp_path / "in.jsonl", greedy_rows() + sampled_rows())
+    answers, passes = [], set()
+    for tokens_per_pass, max_sequences in LIMITS:
+        out = tmp_path / f"{tokens_per_pass}-{max_sequences}.jsonl"
+        limits = ("--tokens-per-pass", tokens_per_pass, "--max-sequences", max_sequences)
+        assert cli("batch", checkpoint(family), rows, "-o", out, *EXACT, *limits, "--summary", tmp_path / "sum") == 0
+        answers.append(rows_of(out))
+        passes.add(json.loads((tmp_path / "sum").read_text())["passes"]["count"])
+    assert [row["token_ids"] for row in answers[0][: len(LENGTHS)]] == expected(family)
+    assert all(other == answers[0] for other in answers)
+    assert len(passes) == len(LIMITS), "the limits changed nothing, so equality shows nothing"
+    assert len({token for row in expected(family) for token in row}) > 20, "degenerate tokens show nothing"
+
+
+def test_sampled_rows_differ_from_greedy_ones_and_by_seed(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    rows_file: Callable[[Path, list[dict[str, Any]]], Path],
+    rows_of: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """Negative control: the settings of the sampled rows do something."""
+    rows = rows_file(tmp_path / "in.jsonl", greedy_rows()[:1] + sampled_rows()[:3])
+    texts = []
+    for seed in (0, 1):
+        out = tmp_path / f"{seed}.jsonl"
+        assert cli("batch", checkpoint("qwen3_moe"), rows, "-o", out, *EXACT, "--seed", seed) == 0
+        texts.append([json.dumps(row) for row in rows_of(out)])
+    assert texts[0][0] == texts[1][0]
+    assert all(a != b for a, b in zip(texts[0][1:], texts[1][1:], strict=True))
+    choices = rows_of(tmp_path / "0.jsonl")[3]["choices"]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == 3

@@ -1,0 +1,88 @@
+"""Grouping, computing and combining experts agrees with transformers' eager code, in any arrival order."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedge.moe.expert import ExpertBody, ExpertWeights, mix_experts
+from moedge.moe.groups import ExpertGroups, combine, group_by_expert
+from moedge.moe.held import HeldExperts
+from moedge.quant.linear import Compute
+from moedge.quant.tensor import pack
+from moedge.quant.workspace import Workspace
+
+T, A, E, D, INNER = 37, 3, 9, 24, 16
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(4, 12), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_groups_partition_the_assignments(tokens: int, per_token: int, experts: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    expert_ids = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
+    groups = group_by_expert(expert_ids, experts)
+    assert sorted(groups.order.tolist()) == list(range(tokens * per_token))
+    for expert in range(experts):
+        rows = groups.rows(expert)
+        assert (expert_ids.reshape(-1)[groups.order[rows]] == expert).all()
+        assert groups.token_ids[rows].tolist() == sorted(groups.token_ids[rows].tolist()), "the sort is stable"
+    assert groups.wanted == sorted(set(expert_ids.reshape(-1).tolist()))
+
+
+def test_combine_undoes_the_sort_and_weighs() -> None:
+    expert_ids = torch.tensor([[2, 0], [1, 2], [0, 1]])
+    weights = torch.tensor([[0.5, 2.0], [1.0, 3.0], [0.25, 4.0]])
+    groups = group_by_expert(expert_ids, 3)
+    rows = (expert_ids.reshape(-1)[groups.order].float() + 1).unsqueeze(1)
+    wanted = ((expert_ids.float() + 1) * weights).sum(1, keepdim=True)
+    assert torch.equal(combine(rows, groups, weights), wanted)
+
+
+class ShuffledExperts(HeldExperts):
+    """Experts that arrive in any order."""
+
+    def fetch(self, groups: ExpertGroups) -> Iterator[tuple[int, ExpertWeights]]:
+        wanted = groups.wanted
+        random.shuffle(wanted)
+        for expert_id in wanted:
+            yield expert_id, self.experts[expert_id]
+
+
+def make_experts() -> tuple[torch.Tensor, torch.Tensor, list[ExpertWeights]]:
+    torch.manual_seed(3)
+    up, down = torch.randn(E, 2 * INNER, D) * 0.2, torch.randn(E, D, INNER) * 0.2
+    return up, down, [ExpertWeights(pack(u, "none"), pack(d, "none")) for u, d in zip(up, down, strict=True)]
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("source", [HeldExperts, ShuffledExperts])
+def test_mixing_agrees_with_the_definition(source: type[HeldExperts]) -> None:
+    up, down, experts = make_experts()
+    hidden = torch.randn(T, D)
+    weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
+    out = mix_experts(hidden, expert_ids, weights, source(experts), ExpertBody(gated), Compute(Workspace(0)))
+    wanted = torch.zeros(T, D, dtype=torch.float64)
+    for token in range(T):
+        for place in range(A):
+            expert = int(expert_ids[token, place])
+            inner = gated(hidden[token].double() @ up[expert].double().T)
+            wanted[token] += weights[token, place].double() * (inner @ down[expert].double().T)
+    assert (out - wanted).norm() / wanted.norm() < 1e-6
+
+
+def test_the_arrival_order_leaves_no_trace() -> None:
+    _, _, experts = make_experts()
+    hidden = torch.randn(T, D)
+    weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
+    outs = [
+        mix_experts(hidden, expert_ids, weights, ShuffledExperts(experts), ExpertBody(gated), Compute(Workspace(0)))
+        for _ in range(5)
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs)

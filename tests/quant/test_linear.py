@@ -1,0 +1,137 @@
+import pytest
+import torch
+from torch import Tensor
+
+from moedge.quant import scratch
+from moedge.quant.format import ALIGNMENT, FORMATS, FormatError
+from moedge.quant.linear import INT8_KERNEL_ROWS, Compute
+from moedge.quant.scratch import TILE, scratch_nbytes
+from moedge.quant.tensor import PackedTensor, dtype_name, pack
+from moedge.quant.workspace import Workspace
+
+NAMES = sorted(FORMATS)
+# Relative L2 error of a product against float64 over the same packed matrix: a few roundings of the dtype.
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+DTYPES = list(TOLERANCES)
+
+
+def gaussian(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> Compute:
+    nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic)
+    return Compute(Workspace(nbytes), deterministic)
+
+
+def error_of(y: Tensor, x: Tensor, packed: PackedTensor) -> float:
+    exact = x.double() @ packed.dequantize(torch.empty(packed.shape)).double().t()
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_products_agree_with_float64_over_the_same_packed_matrix(
+    name: str, dtype: torch.dtype, deterministic: bool
+) -> None:
+    packed = pack(gaussian(100, 192, dtype), name)
+    compute = compute_for(packed, dtype, deterministic)
+    for num_rows in (1, INT8_KERNEL_ROWS, INT8_KERNEL_ROWS + 1, TILE, TILE + 1, 3 * TILE):
+        x = gaussian(num_rows, 192, dtype, seed=num_rows)
+        y = compute.linear(x, packed)
+        assert (y.dtype, y.shape) == (dtype, (num_rows, 100))
+        assert error_of(y, x, packed) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_strips_cover_the_matrix_once(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "STRIP_WEIGHTS", 7 * 64)
+    packed = pack(gaussian(31, 64, torch.float32), name)
+    x = gaussian(40, 64, torch.float32, seed=1)
+    y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
+    assert error_of(y, x, packed) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_may_have_another_dtype_than_the_matrix(name: str, deterministic: bool) -> None:
+    packed = pack(gaussian(20, 64, torch.bfloat16), name)
+    x = gaussian(5, 64, torch.float32, seed=1)
+    y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
+    assert error_of(y, x, packed) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("num_rows", [0, 2, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bias_is_added(name: str, num_rows: int, deterministic: bool) -> None:
+    packed = pack(gaussian(20, 64, torch.float32), name)
+    compute = compute_for(packed, torch.float32, deterministic)
+    x, bias = gaussian(num_rows, 64, torch.float32), gaussian(1, 20, torch.float32)[0]
+    torch.testing.assert_close(compute.linear(x, packed, bias), compute.linear(x, packed) + bias)
+
+
+def test_float16_products_do_not_overflow_where_bare_codes_would() -> None:
+    packed = pack(torch.full((1, 1024), 0.01, dtype=torch.float16), "int8")
+    x = torch.full((20, 1024), 10.0, dtype=torch.float16)
+    y = compute_for(packed, torch.float16, False).linear(x, packed)
+    torch.testing.assert_close(y, torch.full_like(y, 102.4), rtol=0.01, atol=0)
+
+
+def differing_draws(compute: Compute, packed: PackedTensor, x: Tensor, num_draws: int) -> int:
+    """How many random subsets of the rows of `x`, in random order, change the bits of some row's product."""
+    generator = torch.Generator().manual_seed(5)
+    alone = compute.linear(x, packed)
+    count = 0
+    for _ in range(num_draws):
+        num_rows = int(torch.randint(1, len(x), (1,), generator=generator))
+        rows = torch.randperm(len(x), generator=generator)[:num_rows]
+        count += not torch.equal(compute.linear(x[rows], packed), alone[rows])
+    return count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deterministic_row_depends_neither_on_its_neighbours_nor_on_its_place(name: str, dtype: torch.dtype) -> None:
+    for shape in ((192, 512), (100, 64)):
+        packed = pack(gaussian(*shape, dtype), name)
+        compute = compute_for(packed, dtype, deterministic=True)
+        assert differing_draws(compute, packed, gaussian(150, shape[1], dtype, seed=2), num_draws=30) == 0
+
+
+def test_plain_products_do_depend_on_the_number_of_rows() -> None:
+    """The control: without it, tiles might be useless and the test above blind."""
+    count = 0
+    for dtype in DTYPES:
+        packed = pack(gaussian(512, 1024, dtype), "none")
+        count += differing_draws(compute_for(packed, dtype, False), packed, gaussian(64, 1024, dtype, seed=2), 10)
+    if not count:
+        pytest.skip("on this machine plain products happen to be independent of the number of rows")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workspace_serves_matrices_of_many_shapes(name: str) -> None:
+    small, large = (pack(gaussian(rows, 64, torch.float32), name) for rows in (10, 50))
+    compute = compute_for(large, torch.float32, deterministic=True)
+    x = gaussian(40, 64, torch.float32)
+    for packed in (small, large, small):
+        assert error_of(compute.linear(x, packed), x, packed) < TOLERANCES[torch.float32]
+
+
+def test_a_workspace_that_is_too_small_is_refused_with_the_size_it_needs() -> None:
+    packed = pack(gaussian(64, 64, torch.float32), "nf4")
+    needed = scratch_nbytes(packed.layout, "float32", deterministic=True)
+    compute = Compute(Workspace(needed - ALIGNMENT), deterministic=True)
+    with pytest.raises(FormatError, match=f"workspace of {needed - ALIGNMENT} bytes.* wants {needed}"):
+        compute.linear(gaussian(1, 64, torch.float32), packed)
+
+
+def test_products_leave_the_packed_matrix_and_the_activations_as_they_were() -> None:
+    packed = pack(gaussian(64, 64, torch.bfloat16), "int8")
+    before = [plane.clone() for plane in packed.planes]
+    x = gaussian(40, 64, torch.bfloat16)
+    compute_for(packed, torch.bfloat16, True).linear(x, packed)
+    assert torch.equal(x, gaussian(40, 64, torch.bfloat16))
+    assert all(torch.equal(plane, was) for plane, was in zip(packed.planes, before, strict=True))

@@ -1,0 +1,154 @@
+"""What a job learns before it starts. Cases I1, I9 and I12 of the failure table."""
+
+import gzip
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedge.runtime.jobs import preflight as preflight_file
+from moedge.runtime.jobs.preflight import preflight
+from moedge.runtime.jobs.reader import read_rows
+from moedge.runtime.jobs.rows import BadRow, Defaults
+
+GOOD = b'{"prompt":"a"}'
+BODY = b'{"messages":[{"role":"user","content":"a"}]}'
+CHAT = b'{"custom_id":"c","method":"POST","url":"/v1/chat/completions","body":' + BODY + b"}"
+UNSUPPORTED = b'{"prompt":"a","tools":[1]}'
+MALFORMED = b'{"prompt":'
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def make(*lines: bytes) -> Path:
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(b"\n".join(lines))
+        return path
+
+    return make
+
+
+def test_rows_are_counted_by_kind_and_by_what_is_wrong_with_them(write: Callable[..., Path]) -> None:
+    path = write(GOOD, CHAT, b"", UNSUPPORTED, MALFORMED, CHAT)
+    report = preflight(path, Defaults())
+    assert report.rows == {"short": 1, "chat": 1}
+    assert (report.num_rows, report.num_duplicate_ids) == (5, 1)
+    assert [problems.total for problems in (report.file_problems, report.line_problems, report.row_problems)] == [
+        0,
+        2,
+        1,
+    ]
+    assert report.num_rows == len(list(read_rows(path, Defaults())))
+
+
+def test_i1_a_malformed_line_refuses_a_strict_job_and_names_its_line(write: Callable[..., Path]) -> None:
+    report = preflight(write(GOOD, b"", MALFORMED), Defaults())
+    assert report.refused()
+    assert not report.refused(lenient=True)
+    assert "line 3: invalid_json_line: " in report.report()
+    assert "--lenient" in report.report()
+    assert "--lenient" not in report.report(lenient=True)
+
+
+def test_i9_a_duplicate_id_refuses_a_strict_job(write: Callable[..., Path]) -> None:
+    report = preflight(write(CHAT, CHAT), Defaults())
+    assert report.refused()
+    assert report.num_duplicate_ids == 1
+
+
+def test_a_row_that_cannot_be_run_refuses_nothing(write: Callable[..., Path]) -> None:
+    report = preflight(write(GOOD, UNSUPPORTED), Defaults())
+    assert not report.refused()
+    assert "line 2: unsupported_parameter: tools " in report.report()
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\r\n \t\n", "{}".encode("utf-16")])
+def test_a_file_without_rows_is_refused_however_lenient(write: Callable[..., Path], data: bytes) -> None:
+    report = preflight(write(data), Defaults())
+    assert report.refused(lenient=True)
+    assert report.report().splitlines()[1].startswith("file: ")
+
+
+def test_the_first_problems_are_listed_and_the_others_counted(write: Callable[..., Path]) -> None:
+    report = preflight(write(*[UNSUPPORTED] * 30, *[MALFORMED] * 25), Defaults())
+    listed = report.report().splitlines()
+    assert len(listed) == 1 + 20 + 1 + 20 + 1 + 1
+    assert listed[1].startswith("line 31: ")
+    assert listed[21] == "... and 5 more"
+    assert listed[42] == "... and 10 more"
+
+
+@pytest.mark.parametrize(
+    "data", [GOOD, gzip.compress(GOOD * 100_000), gzip.compress(GOOD * 100)[:50], b"\xff\xfe" * 9999]
+)
+def test_i12_the_fingerprint_is_of_the_whole_file_as_stored(write: Callable[..., Path], data: bytes) -> None:
+    path = write(data)
+    found = preflight(path, Defaults()).fingerprint
+    assert (found.nbytes, found.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert found.mtime_ns == path.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("change", ["append", "edit", "replace", "touch"])
+def test_i12_a_changed_file_is_told_from_a_touched_one(write: Callable[..., Path], change: str) -> None:
+    path = write(GOOD, GOOD)
+    before = preflight(path, Defaults()).fingerprint
+    os.utime(path, ns=(before.mtime_ns + 1, before.mtime_ns + 1))
+    if change == "append":
+        path.write_bytes(path.read_bytes() + b"\n" + GOOD)
+    elif change == "edit":
+        path.write_bytes(path.read_bytes().replace(b"a", b"b"))
+        os.utime(path, ns=(before.mtime_ns, before.mtime_ns))
+    elif change == "replace":
+        path.unlink()
+        path.write_bytes(GOOD)
+    after = preflight(path, Defaults()).fingerprint
+    assert after != before
+    assert after.same_content(before) is (change == "touch")
+
+
+def test_i12_a_file_that_grows_while_it_is_read_is_refused(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(GOOD, GOOD)
+
+    def growing(*args: Any) -> Any:
+        yield from rows_from(*args)
+        path.write_bytes(path.read_bytes() + b"\n" + GOOD)
+
+    rows_from = preflight_file.rows_from
+    assert not preflight(path, Defaults()).refused()
+    monkeypatch.setattr(preflight_file, "rows_from", growing)
+    report = preflight(path, Defaults())
+    assert report.refused(lenient=True)
+    assert "input_changed" in report.report()
+
+
+def test_memory_is_a_few_hundred_bytes_per_row_whatever_the_rows_hold(tmp_path: Path) -> None:
+    """In a process of its own, because a peak never goes down again."""
+    num_rows = 100_000
+    path = tmp_path / "many.jsonl"
+    with path.open("w") as file:
+        for i in range(num_rows):
+            file.write(f'{{"id":"{i:0200d}","prompt":"{i:0500d}"}}\n')
+    code = (
+        "import resource, sys; from moedge.runtime.jobs.preflight import *\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak(); report = preflight(sys.argv[1], Defaults())\n"
+        "print(report.num_rows, report.refused(), (peak() - before) * 1024)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, check=True, text=True
+    ).stdout.split()
+    assert found[:2] == [str(num_rows), "False"]
+    assert 16 * num_rows < int(found[2]) < 250 * num_rows
+
+
+def test_lenient_rows_are_the_preflights_rows_and_later_duplicates_are_the_errors(write: Callable[..., Path]) -> None:
+    rows = list(read_rows(write(CHAT, MALFORMED, CHAT), Defaults()))
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, True]
+    assert [row.index for row in rows] == [0, 1, 2]

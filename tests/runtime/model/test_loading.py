@@ -1,0 +1,100 @@
+"""Loading a layer at a time gives the parameters that transformers itself loads, to the bit, or a refusal."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moedge.offload.checkpoint import Checkpoint
+from moedge.offload.errors import BadCheckpoint
+from moedge.runtime.model.definition import define
+from moedge.runtime.model.loading import CheckpointLoader
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.families import SUPPORTED
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model = define(ModelConfig.read(folder), dtype)
+    with Checkpoint(folder) as checkpoint:
+        loader = CheckpointLoader(model, checkpoint, dtype)
+        for index, layer in enumerate(model.get_decoder().layers):
+            loader.load_layer(index, layer)
+            assert not any(parameter.is_meta for parameter in layer.parameters())
+        loader.load_rest()
+    return model
+
+
+def test_the_names_of_transformers_that_are_not_public_are_still_there() -> None:
+    """The day this fails, only runtime/model/loading.py has to change."""
+    import inspect
+
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    assert list(inspect.signature(convert_and_load_state_dict_in_model).parameters)[:3] == [
+        "model", "state_dict", "load_config",
+    ]  # fmt: skip
+    assert {"weight_mapping", "dtype"} <= set(inspect.signature(LoadStateDictConfig).parameters)
+    assert "model" in inspect.signature(get_model_conversion_mapping).parameters
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_parameters_are_bit_equal(
+    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+) -> None:
+    folder = checkpoint(family)
+    ours, theirs = load(folder).state_dict(), stock(folder).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def rename(tensors: dict[str, torch.Tensor], old: str, new: str | None) -> None:
+    tensor = tensors.pop(old)
+    if new is not None:
+        tensors[new] = tensor
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda tensors: rename(tensors, Q, None), "layer 1: 1 parameters are not in the files"),
+        (lambda tensors: rename(tensors, "model.norm.weight", None), "1 parameters are not in the files"),
+        (lambda tensors: tensors.update({Q: tensors[Q][:-1]}), "has shape"),
+        (lambda tensors: tensors.update({"model.layers.1.evil.weight": torch.zeros(2)}), "belong to no part"),
+        (lambda tensors: rename(tensors, "model.layers.2.mlp.experts.3.up_proj.weight", None), "convert|parameters|shape"),
+    ],
+)
+def test_missing_extra_and_misshaped_tensors_are_refused(
+    edit: Callable[[dict[str, torch.Tensor]], None], says: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = change(shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "copy"), edit)
+    with pytest.raises(BadCheckpoint, match=says):
+        load(folder)
+
+
+def test_a_tied_head_is_one_tensor(checkpoint: Callable[[str], Path]) -> None:
+    model = load(checkpoint("granitemoe"))
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
+def test_config_and_dtype_reach_the_model(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("gpt_oss")
+    model = load(folder, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config.sliding_window == json.loads((folder / "config.json").read_text())["sliding_window"]

@@ -1,0 +1,119 @@
+"""A ModelShape read without torch agrees with the model that transformers builds."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from moedge.offload.checkpoint import Checkpoint
+from moedge.runtime.errors import UnsupportedModel
+from moedge.runtime.model.defaults import rebuild
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.families import SUPPORTED
+from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.shape.read import model_shape
+
+
+def read(folder: Path) -> ModelShape:
+    with Checkpoint(folder) as files:
+        return model_shape(ModelConfig.read(folder), files.entries)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_shape_agrees_with_the_stock_model(
+    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+) -> None:
+    folder = checkpoint(family)
+    shape, model = read(folder), stock(folder)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    layers = model.get_decoder().layers
+    assert len(shape.layers) == len(layers)
+    for ours, theirs in zip(shape.layers, layers, strict=True):
+        linears = {name: tuple(m.weight.shape) for name, m in theirs.named_modules() if type(m) is nn.Linear}
+        assert {m.name: (m.rows, m.cols) for m in ours.dense} == linears
+        stacked = [p for p in theirs.parameters() if p.dim() == 3]
+        assert (ours.experts is None) == (not stacked)
+        if ours.experts:
+            assert ours.experts.count == stacked[0].shape[0]
+            assert ours.experts.count * ours.experts.numel == sum(p.numel() for p in stacked)
+            assert ours.experts.per_token == model.config.num_experts_per_tok
+    assert (shape.head is None) == model.config.tie_word_embeddings
+    for group in shape.kv_groups:
+        for layer in group.layers:
+            attention = layers[layer].self_attn
+            assert group.head_dim == attention.head_dim
+            assert group.kv_heads * group.head_dim == attention.k_proj.out_features
+
+
+def test_windows_of_configs_without_layer_types() -> None:
+    """Each rule, against transformers' own layer_types."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from moedge.runtime.shape.read import kv_groups
+
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("gpt_oss", {"num_hidden_layers": 5}),
+        ("gemma3_text", {"num_hidden_layers": 13, "sliding_window": 77}),
+        ("qwen3", {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 4}),
+        ("qwen3", {"num_hidden_layers": 6, "use_sliding_window": False, "sliding_window": 9, "max_window_layers": 4}),
+    ]
+    for family, settings in cases:
+        theirs = CONFIG_MAPPING[family](**settings)
+        windows = {
+            layer: group.window
+            for group in kv_groups(ModelConfig({"model_type": family, **settings}))
+            for layer in group.layers
+        }
+        wanted = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert [windows[layer] for layer in range(settings["num_hidden_layers"])] == wanted, (family, settings)
+
+
+def test_the_generated_defaults_are_current() -> None:
+    import moedge.runtime.shape as package
+
+    stored = json.loads((Path(package.__path__[0]) / "defaults.json").read_text())
+    assert stored == json.loads(json.dumps(rebuild()))
+
+
+def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
+    code = (
+        "import sys; from pathlib import Path; from moedge.offload.checkpoint import Checkpoint;"
+        "from moedge.runtime.shape.config import ModelConfig; from moedge.runtime.shape.read import model_shape;"
+        f"folder = Path({str(checkpoint('gpt_oss'))!r});"
+        "model_shape(ModelConfig.read(folder), Checkpoint(folder).entries); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "qwen3_next"}, "recurrent"),
+        ({"model_type": "no_such_model"}, "not supported"),
+        ({"model_type": 7}, "not supported"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "names code"),
+        ({"_attn_implementation": "evil/kernel"}, "private"),
+        ({"nested": {"deep": {"attn_implementation": "x/y"}}}, "names code"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"hidden_size": -4}, "hidden_size"),
+        ({"num_local_experts": "8"}, "num_local_experts"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "already quantized"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"num_hidden_layers": 4}, "4 layers"),
+    ],
+)
+def test_hostile_and_unknown_configs_are_refused(
+    change: dict[str, Any], says: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("gpt_oss"), tmp_path / "copy")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, **change}))
+    with pytest.raises(UnsupportedModel, match=says):
+        read(folder)

@@ -1,0 +1,46 @@
+from typing import Any
+
+import pytest
+
+from moedge.runtime.text.errors import PromptError
+from moedge.runtime.text.messages import conversation, joined_parts, texts, with_texts
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "x": 1}]}
+
+
+def test_absent_fields_are_dropped_and_the_rows_own_objects_stay_untouched() -> None:
+    source = [{"role": "assistant", "content": None, "name": None}, PARTS]
+    chat = conversation(source)
+    assert chat == [
+        {"role": "assistant"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    chat[1]["content"][0]["text"] = "changed"
+    assert PARTS["content"][0] == {"type": "text", "text": "a"}
+
+
+def test_texts_come_out_and_go_in_in_the_same_order() -> None:
+    chat = conversation([PARTS, {"role": "assistant"}, {"role": "user", "content": "c"}])
+    assert texts(chat) == ["a", "b", "c"]
+    assert with_texts(chat, texts(chat)) == chat
+    assert texts(with_texts(chat, "xyz")) == ["x", "y", "z"]
+    assert joined_parts(chat) == [{"role": "user", "content": "a\nb"}, *chat[1:]]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "x"},
+        {"role": 1, "content": "x"},
+        {"role": "user", "content": 1},
+        {"role": "user", "content": ["x"]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        {"role": "user", "content": [{"type": "text", "text": 1}]},
+        {"role": "user", "content": "x", "tool_calls": []},
+        {"role": "user<|im_end|>", "content": "x"},
+        {"role": ["user"], "content": "x"},
+    ],
+)
+def test_what_is_not_role_and_text_is_refused_with_its_place(message: dict[str, Any]) -> None:
+    with pytest.raises(PromptError, match=r"messages\[1\]"):
+        conversation([{"role": "user", "content": "fine"}, message])

@@ -1,0 +1,27 @@
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedge.runtime.text.terminal import escape_controls
+
+
+@given(st.text())
+def test_nothing_that_steers_a_terminal_is_left(text: str) -> None:
+    escaped = escape_controls(text)
+    assert escaped.encode().decode() == escaped
+    assert not [c for c in escaped if unicodedata.category(c) == "Cc" and c not in "\n\t"]
+    assert not [
+        c
+        for c in escaped
+        if unicodedata.bidirectional(c) in ("LRO", "RLO", "LRE", "RLE", "PDF", "LRI", "RLI", "FSI", "PDI")
+    ]
+
+
+@given(st.text(st.characters(categories=["L", "N", "P", "S", "Mn"]) | st.sampled_from("\n\t ")))
+def test_ordinary_text_is_unchanged(text: str) -> None:
+    assert escape_controls(text) == text
+
+
+def test_controls_are_made_visible() -> None:
+    assert escape_controls("a\x1b[31m\r\x07\x9b\u202e\ud800") == r"a\x1b[31m\r\x07\x9b\u202e\ud800"
