@@ -15,6 +15,7 @@ from .demo import demo
 from .exit_codes import ExitCode, exit_code
 from .models import app as models
 from .run import run
+from .threads import wait_without_spinning
 
 app = typer.Typer(
     name="moedge",
@@ -46,6 +47,7 @@ def _root(
 
 def main() -> None:
     """Runs the command line; a refusal prints one message and exits with its code, a bug saves its traceback."""
+    wait_without_spinning()
     try:
         app()
     except Exception as error:

@@ -56,6 +56,6 @@ def show(
     table.add_row("context", f"{description.context:,} tokens")
     for name, nbytes in description.weights.items():
         table.add_row(f"weights {name}", gib(nbytes))
-    for name, nbytes in description.kv_per_token.items():
-        table.add_row(f"KV cache {name}", f"{nbytes / 1024:,.1f} KiB per token")
+    for name, token_nbytes in description.kv_per_token.items():
+        table.add_row(f"KV cache {name}", f"{token_nbytes / 1024:,.1f} KiB per token")
     Console().print(table)

@@ -40,7 +40,8 @@ class ExpertBody:
 class ExpertSource(Protocol):
     """Where a layer's experts come from."""
 
-    num_experts: int
+    @property
+    def num_experts(self) -> int: ...
 
     def fetch(self, groups: ExpertGroups) -> Iterator[tuple[int, ExpertWeights]]:
         """Yields the wanted experts as they become usable, each usable only until the next is asked for."""

@@ -26,8 +26,14 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> No
     if codes.is_cpu and out.is_cpu:
         # The operator has no `out` on a CPU. What it allocates is mapped anew and page-faulted every time once it
         # exceeds malloc's threshold of 32 MiB: 6 to 10 times slower for 4096 x 4096.
-        pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, absmax, out))
-        _cpu_kernel(out.dtype)(*pointers, c_longlong(block), c_longlong(num_rows), c_longlong(num_columns))
+        _cpu_kernel(out.dtype)(
+            c_void_p(codes.data_ptr()),
+            c_void_p(absmax.data_ptr()),
+            c_void_p(out.data_ptr()),
+            c_longlong(block),
+            c_longlong(num_rows),
+            c_longlong(num_columns),
+        )
     else:
         load()
         torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, "nf4", out.shape, out.dtype, out=out)
@@ -45,12 +51,12 @@ def _cpu_kernel(dtype: torch.dtype) -> Callable[..., None]:
 def load() -> None:
     """Imports bitsandbytes, so that its operators exist under torch.ops."""
     if "bitsandbytes" not in sys.modules:
-        with _no_hub():
+        with no_hub():
             import_module("bitsandbytes")
 
 
 @contextmanager
-def _no_hub() -> Iterator[None]:
+def no_hub() -> Iterator[None]:
     """While inside, `import kernels` fails as if it were not installed, and bitsandbytes does not complain of it.
 
     Its CPU backend calls kernels.get_kernel when imported, which downloads code and runs it.

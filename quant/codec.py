@@ -12,7 +12,7 @@ from . import int8, nf4, plain
 class Codec(Protocol):
     """Turns matrices [N, K] into planes and back. `planes` come in the order of the format's rules.
 
-    `wide` is float32 scratch of at least N * K / 64 items, for scales.
+    `wide` is float32 scratch [at least N, K/64 rounded up], for scales.
     """
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:

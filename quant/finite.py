@@ -6,12 +6,12 @@ from torch import Tensor
 from .format import FormatError
 
 
-def refuse_nonfinite(weight: Tensor, absmax: Tensor) -> None:
-    """Raises FormatError if `absmax`, maxima of |weight|, shows that weights are NaN or infinite.
+def refuse_nonfinite(weight: Tensor, extremes: Tensor) -> None:
+    """Raises FormatError if `extremes` of (parts of) `weight` show that it holds NaN or infinity.
 
-    The maxima are enough, since they inherit both, and there are far fewer of them.
+    They are enough, since a maximum inherits both, and far fewer than the weights.
     """
-    if not torch.isfinite(absmax).all():
+    if not torch.isfinite(extremes).all():
         count = weight.numel() - int(torch.isfinite(weight).sum())
         raise FormatError(
             f"{count} NaN or infinite weights were found in a matrix {list(weight.shape)}; finite ones are wanted."

@@ -18,11 +18,12 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     """Rounds `weight` [N, K] to the nearest code, half to even: off by at most half a scale."""
     codes, scales = planes
     rows = max(1, CHUNK // weight.shape[1])
-    scratch = torch.empty(min(rows, len(weight)), weight.shape[1], device=weight.device)
+    scratch = torch.empty(2, min(rows, len(weight)), weight.shape[1], device=weight.device)
     parts = zip(*(torch.split(tensor, rows) for tensor in (weight, codes, scales)), strict=True)
     for part, part_codes, part_scales in parts:
-        values = scratch[: len(part)].copy_(part)
-        torch.linalg.vector_norm(values, torch.inf, dim=1, out=part_scales)
+        values, magnitudes = scratch[:, : len(part)]
+        # Not vector_norm, which takes sixteen times as long for the same maxima.
+        torch.amax(torch.abs(values.copy_(part), out=magnitudes), 1, out=part_scales)
         refuse_nonfinite(weight, part_scales)
         part_scales.clamp_(min=SMALLEST_ABSMAX).div_(127)
         part_codes.copy_(values.div_(part_scales[:, None]).round_())

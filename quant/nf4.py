@@ -22,7 +22,7 @@ LEVELS = (
 # A weight on a midpoint takes the lower level, as in bitsandbytes.
 MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
 # Weights converted at a time: three float32 copies of them stay in cache, and threads get enough to share.
-CHUNK = 1 << 18
+CHUNK = 1 << 17
 # bitsandbytes' guard against dividing a block of zeros by its absmax; any other value would change codes.
 SMALLEST_ABSMAX = 1e-38
 # Largest bfloat16 numbers that a block's largest weight, written in the matrix's dtype, survives.
@@ -41,7 +41,7 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     parts = zip(*(torch.split(tensor, rows) for tensor in (weight, *planes)), strict=True)
     for part, codes, absmax in parts:
         values, counts, above = scratch[:, : len(part)]
-        wide = _absmax(values.copy_(part), counts)
+        wide = torch.abs(values.copy_(part), out=counts).view(-1, BLOCK).amax(1)
         refuse_nonfinite(weight, wide)
         absmax.view(-1).copy_(wide.clamp(max=LARGEST_ABSMAX[weight.dtype]))
         values.view(-1, BLOCK).mul_(wide.clamp_(min=SMALLEST_ABSMAX).reciprocal_()[:, None])
@@ -49,11 +49,6 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
         # Through int16, as float32 to uint8 is several times slower.
         first, second = counts.to(torch.int16).view(len(part), -1, 2).unbind(-1)
         torch.add(second, first, alpha=16, out=codes)
-
-
-def _absmax(values: Tensor, scratch: Tensor) -> Tensor:
-    """float32 [blocks]. Not vector_norm, which is several times slower over runs as short as a block."""
-    return torch.abs(values, out=scratch).view(-1, BLOCK).amax(1)
 
 
 def _count_midpoints_below(values: Tensor, counts: Tensor, above: Tensor) -> None:
@@ -68,10 +63,9 @@ def _count_midpoints_below(values: Tensor, counts: Tensor, above: Tensor) -> Non
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-    """Writes levels times absmax into `out` [N, K]. `wide` is float32 scratch of at least N * K / 64."""
+    """Writes levels times absmax into `out` [N, K]. `wide` is float32 scratch [at least N, K/64]."""
     codes, absmax = planes
-    wide = wide[: absmax.numel()].view(absmax.shape).copy_(absmax)
-    bitsandbytes_kernels.dequantize_nf4(codes, wide, BLOCK, out)
+    bitsandbytes_kernels.dequantize_nf4(codes, wide[: len(absmax)].copy_(absmax), BLOCK, out)
 
 
 # No factor is left out.

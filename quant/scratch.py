@@ -36,7 +36,7 @@ def scratch_planes(layout: Layout, dtype: str, deterministic: bool) -> tuple[Pla
     return lay_out(
         [
             ("weight", dtype, (widened, num_columns)),
-            ("wide", "float32", (-(-widened * num_columns // 64),)),
+            ("wide", "float32", (widened, -(-num_columns // 64))),
             ("x", dtype, (tile, num_columns)),
             ("y", dtype, (tile, rows)),
         ]

@@ -55,7 +55,7 @@ class PackedTensor:
                 f"An output {list(out.shape)} of {out.dtype}, strides {out.stride()}, was found; dequantizing wants"
                 f" a contiguous {list(self.shape)} of {', '.join(WEIGHT_DTYPES)}."
             )
-        wide = out.new_empty(-(-out.numel() // 64), dtype=torch.float32)
+        wide = out.new_empty(len(out), -(-out.shape[1] // 64), dtype=torch.float32)
         CODECS[self.layout.format].unpack(self.planes, out, wide)
         return out
 

@@ -33,8 +33,8 @@ def attend_fresh(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch
 
     Only for calls without window (or one that reaches back to the first token), softcap and sinks.
     """
-    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=call.scale, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -48,8 +48,8 @@ def _softmax_sum(
 ) -> torch.Tensor:
     """q [Hkv, m, D], keys, values [Hkv, L, D], mask [m, L], sinks [Hkv, m] -> [Hkv, m, D]."""
     if call.softcap is None and sinks is None:
-        batched = (x.unsqueeze(0) for x in (q, keys, values))
-        return F.scaled_dot_product_attention(*batched, attn_mask=mask, scale=call.scale).squeeze(0)
+        q, keys, values = (x.unsqueeze(0) for x in (q, keys, values))
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=call.scale).squeeze(0)
     scores = torch.matmul(q, keys.transpose(1, 2)).float() * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap

@@ -1,4 +1,4 @@
-"""A job's contracts: rows in, rows out, and the summary of a run.
+"""Jobs: rows in, rows out in input order, the run between them, and its summary.
 
-Knows JSON lines and files; knows no tokenizer, no model and no engine, and imports neither torch nor transformers.
+Rows, answers, files and the summary know no tokenizer and no engine, and import neither torch nor transformers.
 """

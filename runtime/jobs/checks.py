@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..sampling.limits import Limit
 from .codes import ErrorCode, RowFault
 
 MAX_STOP = 16
@@ -20,33 +21,27 @@ class Check(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A float from `low` to `high`; `above` leaves `low` itself out."""
-
-    low: float
-    high: float
-    above: bool = False
+    limit: Limit
 
     def __call__(self, value: Any, param: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(value, param, "a number")
-        if not self.low <= value <= self.high or (self.above and value == self.low):
-            bound = f"above {self.low:g} and at most {self.high:g}"
-            raise wrong_value(value, param, bound if self.above else f"from {self.low:g} to {self.high:g}")
+        if value not in self.limit:
+            raise wrong_value(value, param, str(self.limit))
         return float(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """A whole number from `low` to `high`; 3.0 is one too, because tables of numbers are often written so."""
+    """A whole number; 3.0 is one too, because tables of numbers are often written so."""
 
-    low: int
-    high: int
+    limit: Limit
 
     def __call__(self, value: Any, param: str) -> int:
         if isinstance(value, bool) or not (isinstance(value, int) or _whole(value)):
             raise wrong_type(value, param, "a whole number")
-        if not self.low <= value <= self.high:
-            raise wrong_value(value, param, f"from {self.low} to {self.high}")
+        if value not in self.limit:
+            raise wrong_value(value, param, str(self.limit))
         return int(value)
 
 

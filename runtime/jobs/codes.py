@@ -38,6 +38,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    NUMERICAL_ERROR = "numerical_error"
 
     @property
     def severity(self) -> Severity:
@@ -59,6 +60,7 @@ _ROW = {
     ErrorCode.UNKNOWN_PARAMETER,
     ErrorCode.UNSUPPORTED_PARAMETER,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    ErrorCode.NUMERICAL_ERROR,
 }
 
 

@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from ..sampling.limits import LIMITS, Limit
 from .checks import Check, Integer, Number, flag, stop_strings, text, token_ids
 from .codes import ErrorCode, RowFault
 from .messages import messages
 from .prompts import prompts
 from .rows import Endpoint
 
-MAX_INT = (1 << 31) - 1
 CHAT, COMPLETION, SHORT = Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.SHORT
+NUM_SAMPLES = Limit(1, 128)
+# Rows say -1 or 0 for "off", the sampler 0.
+TOP_K = Limit(-1, LIMITS["top_k"].high)
 
 
 def _everywhere(check: Check) -> Mapping[Endpoint, Check]:
@@ -27,22 +30,22 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "messages": {CHAT: messages, SHORT: messages},
     "prompt": {COMPLETION: prompts, SHORT: prompts},
     "model": {CHAT: text, COMPLETION: text},
-    "max_tokens": _everywhere(Integer(1, MAX_INT)),
-    "max_completion_tokens": {CHAT: Integer(1, MAX_INT)},
-    "temperature": _everywhere(Number(0, 100)),
-    "top_p": _everywhere(Number(0, 1, above=True)),
-    "top_k": _everywhere(Integer(-1, MAX_INT)),
-    "min_p": _everywhere(Number(0, 1)),
-    "repetition_penalty": _everywhere(Number(0, 100, above=True)),
-    "presence_penalty": _everywhere(Number(-2, 2)),
-    "frequency_penalty": _everywhere(Number(-2, 2)),
-    "seed": _everywhere(Integer(-(1 << 63), (1 << 63) - 1)),
+    "max_tokens": _everywhere(Integer(LIMITS["max_tokens"])),
+    "max_completion_tokens": {CHAT: Integer(LIMITS["max_tokens"])},
+    "temperature": _everywhere(Number(LIMITS["temperature"])),
+    "top_p": _everywhere(Number(LIMITS["top_p"])),
+    "top_k": _everywhere(Integer(TOP_K)),
+    "min_p": _everywhere(Number(LIMITS["min_p"])),
+    "repetition_penalty": _everywhere(Number(LIMITS["repetition_penalty"])),
+    "presence_penalty": _everywhere(Number(LIMITS["presence_penalty"])),
+    "frequency_penalty": _everywhere(Number(LIMITS["frequency_penalty"])),
+    "seed": _everywhere(Integer(LIMITS["seed"])),
     "stop": _everywhere(stop_strings),
     "stop_token_ids": _everywhere(token_ids),
     "ignore_eos": _everywhere(flag),
-    "n": _everywhere(Integer(1, 128)),
-    "logprobs": {CHAT: flag, COMPLETION: Integer(0, 20)},
-    "top_logprobs": {CHAT: Integer(0, 20)},
+    "n": _everywhere(Integer(NUM_SAMPLES)),
+    "logprobs": {CHAT: flag, COMPLETION: Integer(LIMITS["logprobs"])},
+    "top_logprobs": {CHAT: Integer(LIMITS["logprobs"])},
     "return_token_ids": _everywhere(flag),
 }
 

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
+from .codes import ErrorCode
 from .completion import Completion, TokenLogprob, usage
 from .rows import Endpoint, Row, RowError
 
 # JSON has no -inf; OpenAI and vLLM write this for "practically never".
 MIN_LOGPROB = -9999.0
+# What a row gets though nothing is wrong with it.
+_NOT_THE_ROWS = {ErrorCode.NUMERICAL_ERROR}
 
 
 def openai_answer(row: Row, completions: Sequence[Completion], model: str, created: int) -> dict[str, Any]:
@@ -31,13 +34,9 @@ def openai_answer(row: Row, completions: Sequence[Completion], model: str, creat
 
 def openai_failure(row_id: str, error: RowError) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
-    content = {
-        "message": error.message,
-        "type": "invalid_request_error",
-        "param": error.param,
-        "code": error.code,
-    }
-    return _line(row_id, 400, {"error": content})
+    status_code, kind = (500, "server_error") if error.code in _NOT_THE_ROWS else (400, "invalid_request_error")
+    content = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return _line(row_id, status_code, {"error": content})
 
 
 def _line(row_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:

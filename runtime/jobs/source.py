@@ -20,7 +20,7 @@ _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     """The raw bytes of `path`, or of standard input for "-"."""
-    if path == STDIN:
+    if os.fspath(path) == STDIN:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     try:
         return Path(path).open("rb")
@@ -30,7 +30,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """As `open_input`, for readers that come back: a pipe would be empty, or hang, the second time."""
-    if path == STDIN or (Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())):
+    if os.fspath(path) == STDIN or (Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())):
         raise InputUnreadable(f"{path} is a stream, and a job reads its input more than once; save it to a file first")
     return open_input(path)
 

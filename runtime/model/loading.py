@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
 
 from ...offload.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
@@ -78,7 +79,7 @@ class _StoredTensor:
             raise BadCheckpoint(f"tensor {self._name} is {entry.dtype}, wanted one of {', '.join(_DTYPES)}")
         tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
         if entry.nbytes:
-            self._checkpoint.read_into(self._name, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data)
         return tensor[index]
 
 

@@ -38,7 +38,7 @@ class ArrivingLayers(nn.ModuleList):
 
     def __iter__(self) -> Iterator[nn.Module]:
         for index in self._arrivals():
-            yield self._modules[str(index)]  # type: ignore[misc]
+            yield self._modules[str(index)]
 
     def __getitem__(self, index: Any) -> Any:
         # transformers slices off layers that a config asks to leave out; moedge's configs never do.

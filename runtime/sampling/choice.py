@@ -73,9 +73,10 @@ def _look(keys: Tensor, mass: Tensor, settings: Settings, vocab_size: int) -> tu
     cumulative = each.masked_fill_(~allowed, 0.0).cumsum(dim=-1)
     ends_here = ~allowed[:, -1:] | (num_places == vocab_size)
     mass = torch.where(ends_here, cumulative[:, -1:], mass)
+    # The nucleus is the shortest prefix that holds top_p of the mass; rounding must not shorten it where top-p is off.
     nucleus_end = torch.searchsorted(cumulative, settings.top_p * mass)
     nucleus = cumulative.gather(-1, nucleus_end.clamp(max=num_places - 1))
-    whole = settings.top_p >= 1.0
+    whole = settings.top_p == 1.0
     # uniform * mass < mass also after rounding, since mass <= 2**53: the last place can be drawn, none behind it.
     level = settings.uniform * torch.where(whole, mass, nucleus)
     place = torch.searchsorted(cumulative, level, right=True)

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 from moedge.runtime.jobs.answers import Answers
 from moedge.runtime.jobs.codes import ErrorCode
 from moedge.runtime.jobs.completion import Completion, FinishReason, TokenLogprob
-from moedge.runtime.jobs.rows import BadRow, Row, RowError
+from moedge.runtime.jobs.rows import BadRow, RowError
 
 Make = Callable[..., Any]
 ANSWERS = Answers("some/model", 1_750_000_000)
@@ -173,8 +173,16 @@ def test_a_row_has_as_many_completions_as_choices(chat: Make) -> None:
         ANSWERS.answer(chat(n=2), [completion()])
 
 
-def test_a_row_that_fails_while_running_is_answered_like_any_other(chat: Make) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        (ErrorCode.CONTEXT_LENGTH_EXCEEDED, 400, "invalid_request_error"),
+        (ErrorCode.NUMERICAL_ERROR, 500, "server_error"),
+    ],
+)
+def test_a_row_that_fails_while_running_is_not_blamed_for_the_models_fault(
+    chat: Make, code: ErrorCode, status: int, kind: str
+) -> None:
     row = chat()
-    assert isinstance(row, Row)
-    error = RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long", None, row.line)
-    assert json.loads(ANSWERS.failure(row, error))["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    response = json.loads(ANSWERS.failure(row, RowError(code, "why", None, row.line)))["response"]
+    assert (response["status_code"], response["body"]["error"]["type"]) == (status, kind)

@@ -18,15 +18,15 @@ from moedge.runtime.sampling.params import SamplingParams
 Make = Callable[..., Any]
 # The least and the most of every number, and a value just outside on each side.
 EDGES = {
-    "max_tokens": (1, 2**31 - 1, 0, 2**31),
-    "temperature": (0, 100, -1e-9, 100.1),
+    "max_tokens": (1, 2**63 - 1, 0, 2**63),
+    "temperature": (0, 1.7e308, -1e-9, 10**309),
     "top_p": (1e-9, 1, 0, 1.001),
-    "top_k": (-1, 2**31 - 1, -2, 2**31),
+    "top_k": (-1, 2**63 - 1, -2, 2**63),
     "min_p": (0, 1, -1e-9, 1.001),
-    "repetition_penalty": (1e-9, 100, 0, 100.1),
+    "repetition_penalty": (1e-9, 1.7e308, 0, 10**309),
     "presence_penalty": (-2, 2, -2.1, 2.1),
     "frequency_penalty": (-2, 2, -2.1, 2.1),
-    "seed": (-(2**63), 2**63 - 1, -(2**63) - 1, 2**63),
+    "seed": (0, 2**63 - 1, -1, 2**63),
     "n": (1, 128, 0, 129),
 }
 
@@ -51,6 +51,12 @@ def test_i11_numbers_are_accepted_up_to_their_limits_and_no_further(short: Make,
 def test_i11_a_number_is_nothing_else(short: Make, name: str, value: Any) -> None:
     error = short(prompt="a", **{name: value}).error
     assert (error.code, error.param) == (ErrorCode.INVALID_TYPE, name)
+
+
+@pytest.mark.parametrize("value", [1, [], {}, True])
+def test_i11_the_model_is_a_string_and_kept(chat: Make, value: Any) -> None:
+    assert chat(model=value).error.code is ErrorCode.INVALID_TYPE
+    assert chat(model="some/model").model == "some/model"
 
 
 def test_whole_numbers_may_be_written_as_floats(short: Make) -> None:

@@ -19,11 +19,11 @@ LINE = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"
 def test_a_chat_line_with_every_field_becomes_one_row(chat: Make) -> None:
     row = chat(
         model="any", max_completion_tokens=9, temperature=1, top_p=0.5, top_k=-1, min_p=0.1, stop="\n",
-        stop_token_ids=[3, 4], seed=-5, n=2, logprobs=True, top_logprobs=3, presence_penalty=1,
+        stop_token_ids=[3, 4], seed=5, n=2, logprobs=True, top_logprobs=3, presence_penalty=1,
         frequency_penalty=-1, repetition_penalty=1.5, ignore_eos=True, return_token_ids=True,
     )  # fmt: skip
     params = SamplingParams(
-        max_tokens=9, temperature=1.0, top_p=0.5, top_k=0, min_p=0.1, stop=("\n",), stop_token_ids=(3, 4), seed=-5,
+        max_tokens=9, temperature=1.0, top_p=0.5, top_k=0, min_p=0.1, stop=("\n",), stop_token_ids=(3, 4), seed=5,
         logprobs=3, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, ignore_eos=True,
     )  # fmt: skip
     prompt = ChatPrompt((Message("user", "Hi"),))

@@ -88,6 +88,6 @@ def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
 
 def test_what_can_be_read_once_only_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "-", "/dev/null"):
+    for path in (tmp_path / "pipe", "-", Path("-"), "/dev/null"):
         with pytest.raises(InputUnreadable, match="save it to a file"):
             preflight(path, Defaults())

@@ -3,7 +3,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def chatml() -> Iterator[TemplateRenderer]:
 def test_a_hostile_render_is_one_rows_error_and_the_next_row_renders(name: str) -> None:
     hostile = (ESCAPES | BOMBS)[name]
     source = "{% if messages[0].content == 'evil' %}" + hostile + "{% endif %}fine {{ messages[0].content }}"
-    with renderer(source, limit_s=0.5) as made:
+    with renderer(source, limit_s=0.8) as made:
         with pytest.raises(TemplateError):
             made.render(EVIL)
         assert made.render(GOOD) == "fine good"
@@ -159,9 +159,10 @@ def test_the_reply_to_an_interrupted_render_reaches_no_other_row(
         raise KeyboardInterrupt
 
     chatml.render(GOOD)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Child, "receive", interrupted)
-        chatml.render(EVIL)
+        with pytest.raises(KeyboardInterrupt):
+            chatml.render(EVIL)
     assert chatml.render(GOOD) == "<user>good!"
 
 
@@ -184,26 +185,41 @@ def test_a_worker_that_cannot_start_is_no_fault_of_the_row(monkeypatch: pytest.M
 
 
 def test_starting_does_not_count_against_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import time; time.sleep(0.6); from moedge.runtime.text.template_worker import main; main()"
+    code = "import time; time.sleep(1.2); from moedge.runtime.text.template_worker import main; main()"
     monkeypatch.setattr(template_module, "_COMMAND", (sys.executable, "-c", code))
-    with renderer("fine", limit_s=0.5) as made:
+    with renderer("fine", limit_s=1.0) as made:
         assert made.render(GOOD) == "fine"
 
 
-def test_an_endless_render_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    loop = BOMBS["nested loops"]
+def test_an_endless_render_does_not_outlive_a_killed_parent() -> None:
     code = f"""
+import time
 from datetime import datetime
+from moedge.runtime.text.frames import pack
 from moedge.runtime.text.template import TemplateRenderer
-TemplateRenderer({loop!r}, {{}}, datetime.now(), 1.0).render([])
+worker = TemplateRenderer({BOMBS["nested loops"]!r}, {{}}, datetime.now(), limit_s=0.5)._start()
+worker.send(pack([]), time.monotonic() + 60)
+print(flush=True)
+time.sleep(600)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    while not (workers := children(parent.pid)):
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        (worker,) = children(parent.pid)
+        parent.kill()
+    try:
+        wait_for(lambda: not alive(worker))
+    finally:
+        if alive(worker):
+            os.kill(worker, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    for _ in range(3_000):
+        if condition():
+            return
         time.sleep(0.01)
-    parent.kill()
-    parent.wait()
-    while alive(workers[0]):
-        time.sleep(0.01)
+    pytest.fail("it did not happen in time")
 
 
 def children(pid: int) -> list[int]:

@@ -1,11 +1,14 @@
 import unicodedata
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moedge.runtime.text.terminal import escape_controls
 
+quiet = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@quiet
 @given(st.text())
 def test_nothing_that_steers_a_terminal_is_left(text: str) -> None:
     escaped = escape_controls(text)
@@ -18,6 +21,7 @@ def test_nothing_that_steers_a_terminal_is_left(text: str) -> None:
     ]
 
 
+@quiet
 @given(st.text(st.characters(categories=["L", "N", "P", "S", "Mn"]) | st.sampled_from("\n\t ")))
 def test_ordinary_text_is_unchanged(text: str) -> None:
     assert escape_controls(text) == text

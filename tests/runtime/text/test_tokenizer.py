@@ -20,7 +20,9 @@ ADVERSARIAL = [
     for seed in range(200)
 ]
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.characters(codec="utf-8"), max_size=20).map("".join)
-quiet = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quiet = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def ask(*contents: Any) -> list[dict[str, Any]]:
