@@ -77,4 +77,4 @@ class JobView:
         return code
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)

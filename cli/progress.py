@@ -47,7 +47,7 @@ class PlainProgress(NoProgress):
         now = time.monotonic()
         if now - self._printed >= PLAIN_INTERVAL_S:
             self._printed = now
-            self._console.print(f"{pace.done:,}/{pace.total:,} rows  {rates(pace)}", markup=False)
+            self._console.print(f"{pace.done:,}/{pace.total:,} rows  {rates(pace)}", markup=False, soft_wrap=True)
 
 
 class BarProgress:

@@ -22,7 +22,9 @@ def run(
     quant: options.QUANT = options.Quant.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
     deterministic: options.DETERMINISTIC = False,
-    max_tokens: options.MAX_TOKENS = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to generate at most; 512 where the context has room for them.")
+    ] = None,
     temperature: options.TEMPERATURE = 0.0,
     seed: options.SEED = 0,
 ) -> None:
@@ -31,17 +33,19 @@ def run(
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
     from ..runtime.hub import find_model
-    from ..runtime.one_prompt import answer
+    from ..runtime.one_prompt import Wish, answer
     from ..runtime.planner import Settings
-    from ..runtime.sampling.params import SamplingParams
+    from ..runtime.text.errors import PromptError
     from ..runtime.text.terminal import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():
             typer.echo("Type the prompt, then Ctrl-D:", err=True)
         prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise PromptError("the prompt is empty; give some text as an argument or on stdin")
     settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic)
-    params = SamplingParams(max_tokens, temperature=temperature, seed=seed)
-    for piece in answer(find_model(model), prompt, settings, params, raw):
+    wish = Wish(max_tokens, temperature, seed, raw)
+    for piece in answer(find_model(model), prompt, settings, wish):
         print(escape_controls(piece), end="", flush=True)
     print()

@@ -47,7 +47,9 @@ def expected(checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]) ->
     def generate(family: str) -> list[list[int]]:
         model = stock(checkpoint(family))
         return [
-            model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+            model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[
+                0, len(ids) :
+            ].tolist()
             for ids in prompts()
         ]
 

@@ -1,0 +1,216 @@
+"""What a person types: every refusal has its code and one sentence, every answer its file."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+Rows = list[dict[str, Any]]
+CODE = "import sys; from moedge.cli.main import main; main()"
+
+
+@pytest.fixture
+def good(rows_file: Callable[[Path, Rows], Path], tmp_path: Path) -> Path:
+    return rows_file(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Hello", "max_tokens": 4}])
+
+
+def test_help_imports_no_torch() -> None:
+    for command in ([], ["batch"], ["run"], ["demo"], ["models"], ["models", "show"]):
+        check = "import atexit; atexit.register(lambda: 'torch' in sys.modules and os._exit(99));"
+        code = f"import os, sys; {check} sys.argv = ['moedge', *{command!r}, '--help']; " + CODE
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0, command
+
+
+def test_a_batch_answers_rows_of_every_form(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    rows_file: Callable[[Path, Rows], Path],
+    rows_of: Callable[[Path], Rows],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
+    rows = [
+        {"id": "short", "prompt": "Hello", "max_tokens": 4},
+        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {
+            "custom_id": "text",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": ["a", "b"], "max_tokens": 3},
+        },
+        {"id": "long", "prompt": "x" * 600},
+        {"id": "odd", "prompt": "x", "tools": [{"type": "function"}]},
+        {"id": "messages", "messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 3, "temperature": 1},
+    ]
+    out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
+    source = rows_file(tmp_path / "in.jsonl", rows)
+    assert cli("batch", checkpoint("qwen3_moe"), source, "-o", out, "--summary", summary) == 3
+    answered, failed = rows_of(out), rows_of(tmp_path / "out.errors.jsonl")
+    assert [row.get("id") if "custom_id" not in row else row["custom_id"] for row in answered] == [
+        "short", "chat", "text", "messages",
+    ]  # fmt: skip
+    assert [(row["id"], row["error"]["code"]) for row in failed] == [
+        ("long", "context_length_exceeded"),
+        ("odd", "unsupported_parameter"),
+    ]
+    assert len(answered[1]["response"]["body"]["choices"][0]["logprobs"]["content"]) == 5
+    assert len(answered[2]["response"]["body"]["choices"]) == 2
+    assert len(answered[3]["choices"]) == 2
+    numbers = json.loads(summary.read_text())
+    schema = Path(__file__).parents[2] / "runtime" / "jobs" / "run.schema.json"
+    jsonschema.validate(numbers, json.loads(schema.read_text()))
+    assert numbers["rows"] == {"total": 6, "ok": 4, "failed": 2}
+    assert numbers["tokens"]["generated"] == 4 + 5 + 6 + 6
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "1 rows are longer than the context" in printed.err
+
+
+@pytest.mark.parametrize("quant", ["none", "int8", "nf4"])
+def test_packed_bytes_are_reported_beside_those_asked_for(
+    quant: str, checkpoint: Callable[[str], Path], cli: Callable[..., int], good: Path, tmp_path: Path
+) -> None:
+    """No format is applied by halves without a word: the census says what became what."""
+    summary = tmp_path / "summary.json"
+    arguments = ("--quant", quant, "--summary", summary, "-q")
+    assert cli("batch", checkpoint("qwen3_moe"), good, "-o", tmp_path / "out.jsonl", *arguments) == 0
+    numbers = json.loads(summary.read_text())
+    weights = numbers["weights"]
+    assert list(weights["requested"]) == [quant]
+    assert list(weights["packed"]) == [quant]
+    share = weights["packed"][quant] / weights["requested"][quant]
+    assert share == pytest.approx({"none": 1.0, "int8": 0.25, "nf4": 4.25 / 32}[quant], rel=0.08)
+    assert numbers["plan"]["quant"] == quant
+
+
+def broken_model(folder: Path) -> Path:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    return folder
+
+
+REFUSALS: dict[str, tuple[int, str]] = {
+    "no model": (5, "neither a folder nor a hub id"),
+    "broken model": (5, "download it again"),
+    "no input": (7, "cannot be read"),
+    "bad line": (7, "line 2: invalid_json_line"),
+    "duplicate": (7, "duplicate_id"),
+    "output exists": (2, "exists and is not overwritten"),
+    "output is input": (2, "is the input"),
+    "bad option": (2, "Invalid value"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_have_their_code_and_one_sentence(
+    case: str,
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    good: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, source, out, extra = checkpoint("llama"), good, tmp_path / "out.jsonl", []
+    if case == "no model":
+        model = tmp_path / "nothing"
+    elif case == "broken model":
+        model = broken_model(Path(shutil.copytree(model, tmp_path / "model")))
+    elif case == "no input":
+        source = tmp_path / "nothing.jsonl"
+    elif case == "bad line":
+        source.write_text(source.read_text() + "{oops\n")
+    elif case == "duplicate":
+        source.write_text(source.read_text() * 2)
+    elif case == "output exists":
+        out.write_text("precious")
+    elif case == "output is input":
+        out = source
+    else:
+        extra = ["--quant", "int3"]
+    code, sentence = REFUSALS[case]
+    assert cli("batch", model, source, "-o", out, *extra) == code
+    printed = capsys.readouterr()
+    assert sentence in " ".join(printed.err.split())
+    assert "Traceback" not in printed.err
+    assert case != "output exists" or out.read_text() == "precious"
+
+
+def test_lenient_turns_bad_lines_into_error_rows(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    good: Path,
+    rows_of: Callable[[Path], Rows],
+    tmp_path: Path,
+) -> None:
+    good.write_text("{oops\n" + good.read_text())
+    out = tmp_path / "out.jsonl"
+    assert cli("batch", checkpoint("llama"), good, "-o", out, "--lenient", "-q") == 3
+    assert [row["id"] for row in rows_of(out)] == ["a"]
+    assert rows_of(tmp_path / "out.errors.jsonl")[0]["response"]["body"]["error"]["code"] == "invalid_json_line"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly_with_what_is_finished(
+    number: signal.Signals,
+    code: int,
+    checkpoint: Callable[[str], Path],
+    rows_file: Callable[[Path, Rows], Path],
+    tmp_path: Path,
+) -> None:
+    rows = [{"id": str(i), "prompt": "x", "max_tokens": 1 + i * i, "ignore_eos": True} for i in range(22)]
+    source, out = rows_file(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "moedge.cli", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
+    limits = ["--max-sequences", "4"]
+    with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("loaded"):
+                break
+        time.sleep(1.0)
+        os.kill(process.pid, number)
+        rest = process.stderr.read()
+    assert process.returncode == code, rest
+    assert not out.exists()
+    partial = [json.loads(line)["id"] for line in (tmp_path / "out.partial.jsonl").read_text().splitlines()]
+    assert partial == [row["id"] for row in rows][: len(partial)]
+    assert 0 < len(partial) < len(rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.partial.jsonl"]
+
+
+def test_run_answers_on_stdout(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoint("qwen3_moe")
+    assert cli("run", folder, "Hello", "--max-tokens", 6) == 0
+    asked = capsys.readouterr()
+    assert asked.out.endswith("\n")
+    assert cli("run", folder, "Hello", "--max-tokens", 6, "--raw") == 0
+    assert capsys.readouterr().out != asked.out, "--raw leaves the chat template away"
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    assert cli("run", folder) == 7
+    assert cli("run", folder, "x", "--max-tokens", 100_000) == 4
+
+
+def test_models_shows_a_shape(
+    checkpoint: Callable[[str], Path], cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("models", "show", checkpoint("mixtral"), "--json") == 0
+    shape = json.loads(capsys.readouterr().out)
+    assert (shape["layers"], shape["experts"]) == (3, 12)
+    assert shape["active_parameters"] < shape["parameters"]
+    assert cli("models", "show", checkpoint("mixtral")) == 0
+    assert "12 experts in all" in capsys.readouterr().out
+    assert cli("models", "families") == 0
+    assert "gpt_oss" in capsys.readouterr().out.split()

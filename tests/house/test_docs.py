@@ -1,0 +1,37 @@
+"""What the docs say of the contracts is what the code does."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from moedge.cli.exit_codes import OF_ERROR, ExitCode
+from moedge.runtime.shape.model_shape import ModelShape
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def table_rows(page: str) -> list[list[str]]:
+    lines = (DOCS / page).read_text().splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if not set(row[0]) <= {"-"}]
+
+
+def test_every_exit_code_is_documented() -> None:
+    documented = {(row[0], row[1]) for row in table_rows("exit-codes.md")[1:]}
+    assert documented == {(str(code.value), code.name) for code in ExitCode}
+
+
+def test_a_refusal_is_never_ok_a_bug_or_a_partial_success() -> None:
+    assert not {ExitCode.OK, ExitCode.BUG, ExitCode.SOME_ROWS_FAILED} & set(OF_ERROR.values())
+
+
+def test_every_field_of_the_shape_is_documented() -> None:
+    documented = [row[0] for row in table_rows("model-shape.md")[1:]]
+    assert documented == [field.name for field in dataclasses.fields(ModelShape)]
+
+
+def test_nothing_in_the_repository_names_a_path_of_one_machine() -> None:
+    pattern = re.compile(r"(?<![\w.])/(work|home/\w+|root)/")
+    root = DOCS.parent
+    for path in [*root.glob("*.md"), *DOCS.rglob("*.md"), *(root / "bench").rglob("*.py"), root / "pyproject.toml"]:
+        assert not pattern.search(path.read_text()), path
