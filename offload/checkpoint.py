@@ -40,12 +40,14 @@ class Checkpoint:
             self.close()
             raise
 
-    def read_into(self, name: str, target: memoryview) -> None:
-        """Fills `target`, of exactly the tensor's size in bytes."""
+    def read_into(self, name: str, target: memoryview, begin: int = 0) -> None:
+        """Fills `target` with the tensor's bytes from byte `begin` of it on."""
         entry, file = self.entries[name], self._file_of[name]
+        if begin + len(target) > entry.nbytes:
+            raise ValueError(f"{begin + len(target)} bytes were asked of {name!r}, which has {entry.nbytes}")
         position = 0
-        while position < entry.nbytes:
-            read = os.preadv(self._descriptors[file], [target[position:]], entry.begin + position)
+        while position < len(target):
+            read = os.preadv(self._descriptors[file], [target[position:]], entry.begin + begin + position)
             if read <= 0:
                 raise BadCheckpoint(f"{file}: ends inside tensor {name!r}; it changed while it was read")
             position += read

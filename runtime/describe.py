@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .kv.spec import KVSpec
 from .shape.folder import read_shape
-from .shape.layouts import FORMATS, ITEM_NBYTES, weights_nbytes
+from .shape.layouts import FORMATS, ITEM_NBYTES
+from .shape.shards import weights_nbytes
 
 
 @dataclass(frozen=True, slots=True)

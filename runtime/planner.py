@@ -7,8 +7,9 @@ from typing import Any
 
 from .errors import DoesNotFit, SettingError
 from .kv.spec import BLOCK_TOKENS, KVSpec
-from .shape.layouts import FORMATS, weights_nbytes
+from .shape.layouts import FORMATS
 from .shape.model_shape import ModelShape
+from .shape.shards import weights_nbytes
 
 GIB = 1 << 30
 # torch, transformers and bitsandbytes imported, before any model: measured 0.39 GiB.

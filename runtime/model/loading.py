@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.utils import logging
 
 from ...offload.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
+from ..shape.read import expert_index, is_expert
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _DTYPES = {
@@ -28,7 +30,7 @@ _DTYPES = {
 
 
 class CheckpointLoader:
-    """Loads one layer's parameters, or those outside all layers; memory peaks at what one call loads."""
+    """Loads a layer's parts, or what is outside all layers; memory peaks at what one call loads."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self._model = model
@@ -36,26 +38,58 @@ class CheckpointLoader:
         # A bar for every layer would bury the progress of the job.
         logging.disable_progress_bar()
         self._config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model), dtype=dtype)
-        self._names: dict[int | None, list[str]] = defaultdict(list)
-        for name in checkpoint.entries:
+        self._dense: dict[int | None, list[str]] = defaultdict(list)
+        self._experts: dict[int, list[str]] = defaultdict(list)
+        for name, entry in checkpoint.entries.items():
             match = _LAYER.search(name)
-            self._names[int(match[1]) if match else None].append(name)
+            if match and is_expert(name, entry):
+                self._experts[int(match[1])].append(name)
+            else:
+                self._dense[int(match[1]) if match else None].append(name)
 
-    def load_layer(self, index: int, layer: nn.Module) -> None:
-        self._load(index)
-        if missing := [name for name, parameter in layer.named_parameters() if parameter.is_meta]:
+    def load_dense(self, index: int, layer: nn.Module) -> None:
+        """All of a layer but its experts' matrices."""
+        self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[index]})
+        parameters = layer.named_parameters()
+        missing = [name for name, parameter in parameters if parameter.is_meta and parameter.dim() != 3]
+        if missing:
             raise BadCheckpoint(f"layer {index}: {len(missing)} parameters are not in the files, first {missing[:3]}")
+
+    def load_experts(self, index: int, experts: Any, up_name: str, window: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """The up and down matrices [len(window), N, K] of some of a layer's experts, for packing.
+
+        transformers converts what it is given: with the module's parameters narrowed to the window, it stacks the
+        experts of the window alone, so a layer larger than memory goes through a few experts at a time.
+        """
+        whole = {name: getattr(experts, name) for name in (up_name, "down_proj")}
+        for name, parameter in whole.items():
+            narrow = torch.empty(len(window), *parameter.shape[1:], dtype=parameter.dtype, device="meta")
+            setattr(experts, name, nn.Parameter(narrow, requires_grad=False))
+        self._load(dict(self._expert_tensors(index, window)))
+        up, down = (getattr(experts, name).detach() for name in whole)
+        for name, parameter in whole.items():
+            setattr(experts, name, parameter)
+        if up.is_meta or down.is_meta:
+            raise BadCheckpoint(f"layer {index}: matrices of experts {window.start} to {window.stop - 1} are missing")
+        return (up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (up, down)
 
     def load_rest(self) -> None:
         """Everything that is not of a layer: embedding, last norm, output head."""
-        self._load(None)
+        self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[None]})
         self._model.tie_weights()
         meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
         if outside := [name for name in meta if not _LAYER.search(name)]:
             raise BadCheckpoint(f"{len(outside)} parameters are not in the files, first {outside[:3]}")
 
-    def _load(self, index: int | None) -> None:
-        tensors = {name: _StoredTensor(self._checkpoint, name) for name in self._names[index]}
+    def _expert_tensors(self, index: int, window: range) -> Iterator[tuple[str, _StoredTensor]]:
+        for name in self._experts[index]:
+            single = expert_index(name)
+            if single is None:
+                yield name, _StoredTensor(self._checkpoint, name, window)
+            elif single in window:
+                yield name, _StoredTensor(self._checkpoint, name)
+
+    def _load(self, tensors: dict[str, _StoredTensor]) -> None:
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, self._config, None)
         if found.conversion_errors or found.error_msgs:
             raise BadCheckpoint(f"tensors could not be converted: {found.conversion_errors or found.error_msgs}"[:600])
@@ -67,19 +101,23 @@ class CheckpointLoader:
 
 
 class _StoredTensor:
-    """What transformers' loader indexes with `[...]` when it wants the tensor's bytes."""
+    """What transformers' loader indexes with `[...]` when it wants a tensor's bytes; `rows` of the first dimension."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: range | None = None) -> None:
         self._checkpoint = checkpoint
         self._name = name
+        self._rows = rows
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         entry = self._checkpoint.entries[self._name]
         if entry.dtype not in _DTYPES:
             raise BadCheckpoint(f"tensor {self._name} is {entry.dtype}, wanted one of {', '.join(_DTYPES)}")
-        tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-        if entry.nbytes:
-            self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data)
+        rows = self._rows or range(entry.shape[0] if entry.shape else 1)
+        shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
+        tensor = torch.empty(shape, dtype=_DTYPES[entry.dtype])
+        if tensor.numel():
+            begin = entry.nbytes // max(1, entry.shape[0]) * rows.start if entry.shape else 0
+            self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data, begin)
         return tensor[index]
 
 

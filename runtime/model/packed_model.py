@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import torch
 from transformers import PreTrainedModel
 
-from ...offload.checkpoint import Checkpoint
-from ...quant.linear import Compute
 from ..attention.protocol import AttentionBackend
 from ..batch import Batch
-from ..shape.config import ModelConfig
 from .attention_seam import PackedPass
-from .definition import define
-from .loading import CheckpointLoader
-from .packing import Packer, WeightCensus
-from .weights_seam import ArrivingLayers
 
 
 class PackedModel:
     """`forward` runs a pass; `attention` must be set before the first one, once the cache has been sized."""
 
-    def __init__(self, model: PreTrainedModel, census: WeightCensus) -> None:
-        self._model = model
-        self.census = census
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model.requires_grad_(False)
         self.attention: AttentionBackend | None = None
 
     @torch.inference_mode()
@@ -42,28 +31,3 @@ class PackedModel:
         )
         logits: torch.Tensor = out.logits
         return logits.squeeze(0).float()
-
-
-def load_model(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, format_name: str, compute: Compute
-) -> PackedModel:
-    """Loads and packs layer by layer: memory peaks at the packed model and one layer of the checkpoint."""
-    model = define(config, dtype)
-    packer = Packer(format_name, compute)
-    decoder = model.get_decoder()
-    with Checkpoint(folder) as checkpoint:
-        loader = CheckpointLoader(model, checkpoint, dtype)
-        for index, layer in enumerate(decoder.layers):
-            loader.load_layer(index, layer)
-            packer.pack_layer(layer)
-        loader.load_rest()
-    head = model.get_output_embeddings()
-    tied = head.weight is model.get_input_embeddings().weight
-    model.set_output_embeddings(packer.pack_head(head, tied))
-    decoder.layers = ArrivingLayers(decoder.layers, lambda: _all_resident(len(decoder.layers)))
-    return PackedModel(model.requires_grad_(False), packer.census)
-
-
-def _all_resident(num_layers: int) -> Iterator[int]:
-    """The order in which layers arrive when all of them are in memory."""
-    yield from range(num_layers)

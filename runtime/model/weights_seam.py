@@ -15,9 +15,10 @@ from ...quant.tensor import PackedTensor
 class PackedLinear(nn.Module):
     """Stands where an nn.Linear stood; usable while `packed` is bound to bytes that are there."""
 
-    def __init__(self, packed: PackedTensor, bias: nn.Parameter | None, compute: Compute) -> None:
+    packed: PackedTensor
+
+    def __init__(self, bias: nn.Parameter | None, compute: Compute) -> None:
         super().__init__()
-        self.packed = packed
         self.bias = bias
         self.compute = compute
 

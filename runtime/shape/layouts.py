@@ -22,30 +22,28 @@ def layout_for(shape: tuple[int, int], format_name: str, dtype: str) -> Layout:
         return get_format("int8").layout(shape, dtype)
 
 
-def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
-    """Bytes of all weights with matrices packed in a format, the rest in `dtype` (bf16, fp16 or fp32)."""
-    resident = shape.embedding_numel + shape.resident_numel + sum(layer.resident_numel for layer in shape.layers)
-    packed = sum(count * _layout(matrix, format_name, dtype).nbytes for matrix, count in _matrices(shape))
-    return resident * ITEM_NBYTES[dtype] + packed
+def resident_nbytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of what is always in memory: embedding, norms, routers, biases."""
+    numel = shape.embedding_numel + shape.resident_numel + sum(layer.resident_numel for layer in shape.layers)
+    return numel * ITEM_NBYTES[dtype]
 
 
 def workspace_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic: bool) -> int:
     """Scratch that products with any of the model's matrices need."""
     tied = Matrix("tied head", shape.vocab, shape.hidden)
-    layouts = [_layout(matrix, format_name, dtype) for matrix, _ in _matrices(shape)]
+    layouts = [_layout(matrix, format_name, dtype) for matrix in _matrices(shape)]
     layouts.append(_layout(tied, "none", dtype))
     return max(scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts)
 
 
-def _matrices(shape: ModelShape) -> Iterator[tuple[Matrix, int]]:
-    """Every packed matrix and how often it occurs in that shape."""
+def _matrices(shape: ModelShape) -> Iterator[Matrix]:
+    """Every kind of packed matrix."""
     if shape.head:
-        yield shape.head, 1
+        yield shape.head
     for layer in shape.layers:
-        yield from ((matrix, 1) for matrix in layer.dense)
+        yield from layer.dense
         if layer.experts:
-            yield layer.experts.up, layer.experts.count
-            yield layer.experts.down, layer.experts.count
+            yield from (layer.experts.up, layer.experts.down)
 
 
 def _layout(matrix: Matrix, format_name: str, dtype: str) -> Layout:

@@ -23,6 +23,17 @@ def is_router(name: str) -> bool:
     return _ROUTER.search(name) is not None
 
 
+def expert_index(name: str) -> int | None:
+    """Which expert a tensor belongs to, where a checkpoint keeps its experts apart."""
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None
+
+
+def is_expert(name: str, entry: TensorEntry) -> bool:
+    """Whether a layer's tensor holds matrices of experts, one expert's or all of them stacked."""
+    return expert_index(name) is not None or len(entry.shape) == 3
+
+
 def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelShape:
     """Raises UnsupportedModel where names or shapes are not those of the config's family."""
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
@@ -96,7 +107,7 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) 
 def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:
     """The layer's experts and the names of the tensors that they consist of."""
     fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
-    single = {name: entry for name, entry in tensors.items() if _EXPERT.search(name)}
+    single = {name: entry for name, entry in tensors.items() if expert_index(name) is not None}
     if not fused and not single:
         return None, set()
     if fused:
@@ -104,7 +115,7 @@ def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[E
         transposed = config.family.transposed_experts
         shapes = [(name, entry.shape[:0:-1] if transposed else entry.shape[1:]) for name, entry in fused.items()]
     else:
-        indices = {int(match[1]) for name in single if (match := _EXPERT.search(name))}
+        indices = {index for name in single if (index := expert_index(name)) is not None}
         count = {len(indices)}
         shapes = [(name, entry.shape) for name, entry in single.items() if f"experts.{min(indices)}." in name]
     up = [shape for name, shape in shapes if not _DOWN.search(name)]

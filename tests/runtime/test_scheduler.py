@@ -62,7 +62,9 @@ def alone(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-jobs = st.lists(st.tuples(st.lists(st.integers(0, 49), min_size=1, max_size=20), st.integers(1, 12)), min_size=1, max_size=12)
+jobs = st.lists(
+    st.tuples(st.lists(st.integers(0, 49), min_size=1, max_size=20), st.integers(1, 12)), min_size=1, max_size=12
+)
 
 
 @given(jobs, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([1, 8]))

@@ -18,15 +18,30 @@ from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import SUPPORTED
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(folder: Path, dtype: torch.dtype = torch.float32, window: int = 3) -> Any:
+    """The stock model filled by our loader: dense parts, then `window` experts at a time."""
     model = define(ModelConfig.read(folder), dtype)
     with Checkpoint(folder) as checkpoint:
         loader = CheckpointLoader(model, checkpoint, dtype)
         for index, layer in enumerate(model.get_decoder().layers):
-            loader.load_layer(index, layer)
+            loader.load_dense(index, layer)
+            for module in [module for module in layer.modules() if hasattr(module, "is_transposed")]:
+                load_experts(loader, index, module, window)
             assert not any(parameter.is_meta for parameter in layer.parameters())
         loader.load_rest()
     return model
+
+
+def load_experts(loader: CheckpointLoader, index: int, module: Any, window: int) -> None:
+    count, parts = module.num_experts, []
+    for begin in range(0, count, window):
+        experts = range(begin, min(begin + window, count))
+        parts.append(loader.load_experts(index, module, "gate_up_proj", experts))
+        assert len(parts[-1][0]) == len(experts)
+        assert module.down_proj.is_meta, "the whole layer's experts must not be held"
+    for name, tensors in zip(("gate_up_proj", "down_proj"), zip(*parts, strict=True), strict=True):
+        whole = torch.cat(tensors)
+        setattr(module, name, torch.nn.Parameter(whole.transpose(1, 2) if module.is_transposed else whole))
 
 
 def test_the_names_of_transformers_that_are_not_public_are_still_there() -> None:
@@ -45,9 +60,7 @@ def test_the_names_of_transformers_that_are_not_public_are_still_there() -> None
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_parameters_are_bit_equal(
-    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
-) -> None:
+def test_parameters_are_bit_equal(family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]) -> None:
     folder = checkpoint(family)
     ours, theirs = load(folder).state_dict(), stock(folder).state_dict()
     assert ours.keys() == theirs.keys()
@@ -77,7 +90,10 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda tensors: rename(tensors, "model.norm.weight", None), "1 parameters are not in the files"),
         (lambda tensors: tensors.update({Q: tensors[Q][:-1]}), "has shape"),
         (lambda tensors: tensors.update({"model.layers.1.evil.weight": torch.zeros(2)}), "belong to no part"),
-        (lambda tensors: rename(tensors, "model.layers.2.mlp.experts.3.up_proj.weight", None), "convert|parameters|shape"),
+        (
+            lambda tensors: rename(tensors, "model.layers.2.mlp.experts.3.up_proj.weight", None),
+            "convert|parameters|shape",
+        ),
     ],
 )
 def test_missing_extra_and_misshaped_tensors_are_refused(

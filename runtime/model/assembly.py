@@ -1,0 +1,95 @@
+"""Puts packed modules where a layer's own stood, and binds them to the bytes of shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...moe.expert import ExpertSource, ExpertWeights
+from ...quant.linear import Compute
+from ...quant.tensor import PackedTensor
+from ..errors import UnsupportedModel
+from ..shape.read import is_router
+from ..shape.shards import LayerShards, PlacedMatrix, ShardLayout
+from .experts_seam import PackedExperts, expert_body
+from .weights_seam import PackedLinear
+
+
+class LayerAssembly:
+    """One layer: its linears and experts by the names of its shards. `install` once, `bind_dense` for every arrival."""
+
+    def __init__(self, layer: nn.Module, shards: LayerShards, compute: Compute) -> None:
+        self.shards = shards
+        self._layer = layer
+        self._compute = compute
+        self.linears: dict[str, nn.Linear] = {
+            name: module
+            for name, module in layer.named_modules()
+            if type(module) is nn.Linear and not is_router(f"{name}.weight")
+        }
+        self.experts: Any = next((module for module in layer.modules() if hasattr(module, "is_transposed")), None)
+        self._packed: list[tuple[PackedLinear, PlacedMatrix]] = []
+        self._check()
+
+    @property
+    def up_name(self) -> str:
+        """The parameter that holds the experts' first matrices."""
+        return "gate_up_proj" if self.experts.has_gate else "up_proj"
+
+    def install(self) -> None:
+        """Replaces linears and expert parameters by packed modules without bytes; biases stay."""
+        for placed in self.shards.dense.matrices:
+            linear = PackedLinear(self.linears[placed.name].bias, self._compute)
+            self._layer.set_submodule(placed.name, linear)
+            self._packed.append((linear, placed))
+        self.linears.clear()
+        if self.experts is not None:
+            delattr(self.experts, self.up_name)
+            del self.experts.down_proj
+
+    def bind_dense(self, shard: torch.Tensor) -> None:
+        """Lets the linears read `shard`, the uint8 bytes of the dense shard."""
+        for linear, placed in self._packed:
+            linear.packed = PackedTensor.bind(placed.layout, shard[placed.offset : placed.end])
+
+    def bind_expert(self, index: int, shard: torch.Tensor) -> ExpertWeights:
+        """Expert `index` over `shard`, the uint8 bytes of its shard."""
+        assert self.shards.expert is not None
+        up, down = (
+            PackedTensor.bind(placed.layout, shard[placed.offset : placed.end])
+            for placed in self.shards.expert.matrices
+        )
+        if not self.experts.has_bias:
+            return ExpertWeights(up, down)
+        up_bias = getattr(self.experts, f"{self.up_name}_bias")[index]
+        return ExpertWeights(up, down, up_bias.detach(), self.experts.down_proj_bias[index].detach())
+
+    def set_experts(self, source: ExpertSource) -> None:
+        """Where the layer's experts come from during passes."""
+        self.experts.packed = PackedExperts(source, expert_body(self.experts), self._compute)
+
+    def _check(self) -> None:
+        """The shards were read from headers; the module is transformers' own. Both must mean the same model."""
+        wanted = {placed.name: placed.layout.shape for placed in self.shards.dense.matrices}
+        found = {name: tuple(linear.weight.shape) for name, linear in self.linears.items()}
+        count = self.experts.num_experts if self.experts is not None else 0
+        if wanted != found or count != self.shards.num_experts:
+            different = sorted(set(wanted.items()) ^ set(found.items()))[:4]
+            raise UnsupportedModel(
+                f"the checkpoint's tensors and transformers' model differ: {different}, "
+                f"{self.shards.num_experts} and {count} experts"
+            )
+
+
+def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: Compute) -> None:
+    """Lets the output head read its own shard or, where it is tied (no layout), the embedding [V, D] where it lies."""
+    head = model.get_output_embeddings()
+    linear = PackedLinear(head.bias, compute)
+    if layout is None or shard is None:
+        linear.packed = PackedTensor.wrap(model.get_input_embeddings().weight.detach())
+    else:
+        (placed,) = layout.matrices
+        linear.packed = PackedTensor.bind(placed.layout, shard[: placed.end])
+    model.set_output_embeddings(linear)

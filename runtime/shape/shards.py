@@ -1,0 +1,88 @@
+"""A model as shards: runs of bytes that move as one. Torch-free, so a planner counts exactly what will be allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...quant.format import Layout
+from .layouts import FLOAT_NAMES, layout_for, resident_nbytes
+from .model_shape import LayerShape, Matrix, ModelShape
+
+# Shards start and end at multiples of this: direct reads from a disk want it, vector loads and pages like it.
+SHARD_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMatrix:
+    """A packed matrix inside a shard; `name` is its module's path in the layer."""
+
+    name: str
+    layout: Layout
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.layout.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """What lies where in one shard; `nbytes` is a multiple of SHARD_ALIGNMENT."""
+
+    matrices: tuple[PlacedMatrix, ...]
+
+    @property
+    def nbytes(self) -> int:
+        used = self.matrices[-1].end if self.matrices else 0
+        return -(-used // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShards:
+    """A layer's dense shard, and what each of its experts looks like: all alike, so a run of them is one copy."""
+
+    dense: ShardLayout
+    expert: ShardLayout | None
+    num_experts: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.dense.nbytes + (self.num_experts * self.expert.nbytes if self.expert else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShards:
+    """All that is packed; `head` is None where it is tied to the embedding."""
+
+    layers: tuple[LayerShards, ...]
+    head: ShardLayout | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
+
+
+def model_shards(shape: ModelShape, format_name: str, dtype: str) -> ModelShards:
+    """The shards of a model packed in a format, with arithmetic in `dtype` (bf16, fp16 or fp32)."""
+    layers = tuple(_layer_shards(layer, format_name, dtype) for layer in shape.layers)
+    return ModelShards(layers, _shard((shape.head,), format_name, dtype) if shape.head else None)
+
+
+def _layer_shards(layer: LayerShape, format_name: str, dtype: str) -> LayerShards:
+    dense, experts = _shard(layer.dense, format_name, dtype), layer.experts
+    if experts is None:
+        return LayerShards(dense, None, 0)
+    return LayerShards(dense, _shard((experts.up, experts.down), format_name, dtype), experts.count)
+
+
+def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardLayout:
+    placed: list[PlacedMatrix] = []
+    for matrix in matrices:
+        layout = layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
+        placed.append(PlacedMatrix(matrix.name, layout, placed[-1].end if placed else 0))
+    return ShardLayout(tuple(placed))
+
+
+def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
+    """Bytes of all weights with matrices packed in a format, the rest in `dtype`."""
+    return resident_nbytes(shape, dtype) + model_shards(shape, format_name, dtype).nbytes
