@@ -25,6 +25,9 @@ def batch(
     max_tokens: options.MAX_TOKENS = 256,
     temperature: options.TEMPERATURE = 0.0,
     seed: options.SEED = 0,
+    ram: options.RAM = "auto",
+    disk: options.DISK = "auto",
+    disk_dir: options.DISK_DIR = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Malformed lines become error rows.")] = False,
     summary: Annotated[Path | None, typer.Option("--summary", help="Write the run's numbers here, as JSON.")] = None,
     progress: Annotated[
@@ -36,19 +39,19 @@ def batch(
 
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl.
     """
-    from ..runtime.hub import find_model
+    from ..runtime.budgets import Budgets
     from ..runtime.jobs.batch_run import BatchRequest
     from ..runtime.jobs.rows import Defaults
     from ..runtime.planner import Settings
     from .job_view import JobView
 
     request = BatchRequest(
-        model=find_model(model),
-        name=model,
+        model=model,
         input=input_file,
         output=output,
         settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
+        budgets=Budgets(ram, disk, disk_dir),
         lenient=lenient,
     )
     raise typer.Exit(JobView(progress, quiet).run(request, summary))

@@ -20,7 +20,7 @@ def demo() -> None:
 
     with as_file(files("moedge.demo")) as bundle, tempfile.TemporaryDirectory() as folder:
         prompts, output = bundle / "prompts.jsonl", Path(folder, "answers.jsonl")
-        request = BatchRequest(bundle / "model", "tiny_moe", prompts, output, defaults=Defaults(max_tokens=120))
+        request = BatchRequest(str(bundle / "model"), prompts, output, defaults=Defaults(max_tokens=120))
         code = JobView(options.Progress.AUTO, quiet=False).run(request, None)
         _print_answers(prompts, output)
     raise typer.Exit(code)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from ..offload.budget import BadSize
 from ..offload.errors import BadCheckpoint, OutOfBudget
+from ..offload.lane import StreamBroken
+from ..offload.store_errors import BadStore, DiskFull, StoreInUse
 from ..quant.format import FormatError
 from ..runtime.errors import DoesNotFit, ModelNotFound, SettingError, UnsupportedModel
 from ..runtime.jobs.refusals import InputRefused, InputUnreadable, OutputRefused
@@ -28,16 +31,21 @@ class ExitCode(IntEnum):
 
 OF_ERROR: dict[type[Exception], ExitCode] = {
     BadCheckpoint: ExitCode.MODEL,
+    BadSize: ExitCode.USAGE,
+    BadStore: ExitCode.MODEL,
+    DiskFull: ExitCode.GAVE_OUT,
     DoesNotFit: ExitCode.DOES_NOT_FIT,
     FormatError: ExitCode.DOES_NOT_FIT,
     InputRefused: ExitCode.INPUT,
     InputUnreadable: ExitCode.INPUT,
     MemoryError: ExitCode.GAVE_OUT,
     ModelNotFound: ExitCode.MODEL,
-    OutOfBudget: ExitCode.GAVE_OUT,
+    OutOfBudget: ExitCode.DOES_NOT_FIT,
     OutputRefused: ExitCode.USAGE,
     PromptError: ExitCode.INPUT,
     SettingError: ExitCode.DOES_NOT_FIT,
+    StoreInUse: ExitCode.ENVIRONMENT,
+    StreamBroken: ExitCode.GAVE_OUT,
     TokenizerError: ExitCode.MODEL,
     UnsupportedModel: ExitCode.MODEL,
 }

@@ -40,12 +40,17 @@ class JobView:
         size = run.measure()
         self._say(f"{size.prompt_tokens:,} prompt tokens, at most {size.max_generated_tokens:,} to generate")
         if size.too_long:
-            self._say(f"{size.too_long:,} rows are longer than the context of {run.shape.context:,} tokens: error rows")
+            self._say(
+                f"{size.too_long:,} rows are longer than the context of {run.source.shape.context:,} tokens: error rows"
+            )
         plan = run.plan()
         self._say(
             f"weights {plan.quant} {gib(plan.weights_nbytes)}, KV cache {plan.kv} {gib(plan.kv_nbytes)} for "
-            f"{plan.kv_tokens:,} tokens, of {gib(plan.available_nbytes)} free; arithmetic {plan.dtype}"
+            f"{plan.kv_tokens:,} tokens, within {gib(plan.budget_nbytes)} of host memory; arithmetic {plan.dtype}"
         )
+        if plan.streams:
+            streamed = plan.weights_nbytes - plan.held_nbytes
+            self._say(f"{gib(plan.held_nbytes)} of weights are held, {gib(streamed)} are read from disk in every pass")
         run.load()
         self._say(f"loaded in {duration(run.seconds.load or 0)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,4 +40,13 @@ SEED = Annotated[int, typer.Option("--seed", min=0, help="Seed of rows that have
 DETERMINISTIC = Annotated[
     bool,
     typer.Option("--deterministic", help="A row's tokens depend on nothing but the row: same bits in any batch."),
+]
+RAM = Annotated[
+    str, typer.Option("--ram", metavar="SIZE", help="Most host memory to use: 7GiB, 80%, auto. Kept as a ceiling.")
+]
+DISK = Annotated[
+    str, typer.Option("--disk", metavar="SIZE", help="Most disk that all stores may take: 60GiB, auto, or 0 for none.")
+]
+DISK_DIR = Annotated[
+    Path | None, typer.Option("--disk-dir", help="Where stores of packed weights lie; the user's cache by default.")
 ]

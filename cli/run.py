@@ -27,12 +27,15 @@ def run(
     ] = None,
     temperature: options.TEMPERATURE = 0.0,
     seed: options.SEED = 0,
+    ram: options.RAM = "auto",
+    disk: options.DISK = "auto",
+    disk_dir: options.DISK_DIR = None,
 ) -> None:
     """Answer one prompt on the terminal.
 
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
-    from ..runtime.hub import find_model
+    from ..runtime.budgets import Budgets
     from ..runtime.one_prompt import Wish, answer
     from ..runtime.planner import Settings
     from ..runtime.text.errors import PromptError
@@ -46,6 +49,6 @@ def run(
         raise PromptError("the prompt is empty; give some text as an argument or on stdin")
     settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic)
     wish = Wish(max_tokens, temperature, seed, raw)
-    for piece in answer(find_model(model), prompt, settings, wish):
+    for piece in answer(model, prompt, settings, Budgets(ram, disk, disk_dir), wish):
         print(escape_controls(piece), end="", flush=True)
     print()

@@ -1,27 +1,29 @@
-"""From a checkpoint folder and a plan to an engine that is ready for its first pass."""
+"""From a model source and a plan to an engine that is ready for its first pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from transformers import PreTrainedModel
 
 from ..offload.checkpoint import Checkpoint
+from ..offload.store import Store
 from ..quant.linear import Compute
 from ..quant.scratch import TILE
 from ..quant.workspace import Workspace
 from .attention.torch_backend import TorchAttention
+from .dtypes import DTYPES
 from .engine import Engine
 from .in_memory import MemorySink
 from .kv.cache import KVCache
 from .kv.pool import NativePool
 from .kv.spec import KVSpec
-from .model.assembly import install_head
+from .model.assembly import LayerAssembly, install_head
 from .model.definition import define
 from .model.packed_model import PackedModel
-from .model.packing import Packer, WeightCensus
 from .model.weights_seam import ArrivingLayers
+from .model_source import ModelSource
 from .planner import Plan
 from .prepare import Preparation
 from .sampling.sampler import Sampler
@@ -29,45 +31,67 @@ from .scheduler import PassLimits, Scheduler
 from .shape.config import ModelConfig
 from .shape.layouts import workspace_nbytes
 from .shape.model_shape import ModelShape
-from .shape.shards import model_shards
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from .shape.shards import ModelShards, model_shards
+from .stored import read_resident
+from .streaming import StreamedWeights
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """The engine, and what became of the weights on the way."""
+    """The engine, what its weights are packed as, and where they stream from, if they do."""
 
     engine: Engine
-    census: WeightCensus
+    shards: ModelShards
+    streamed: StreamedWeights | None = None
+
+    def close(self) -> None:
+        if self.streamed is not None:
+            self.streamed.close()
 
 
-def load_engine(folder: Path, shape: ModelShape, plan: Plan) -> LoadedEngine:
-    """Loads and packs the weights, allocates the cache; memory peaks at the plan's bytes and a window of experts."""
-    dtype = DTYPES[plan.dtype]
+def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> LoadedEngine:
+    """Weights come from `store` where there is one, else from the source's checkpoint, all into memory."""
+    shape, shards = source.shape, model_shards(source.shape, plan.quant, plan.dtype)
     scratch = Workspace(workspace_nbytes(shape, plan.quant, plan.dtype, plan.deterministic))
-    packer = Packer(plan.quant)
-    model = _load_in_memory(folder, shape, plan, packer, Compute(scratch, plan.deterministic))
-    cache = KVCache(
-        [NativePool(KVSpec(group, plan.kv, plan.kv_block), plan.kv_blocks) for group in shape.kv_groups],
-        plan.kv_blocks,
-    )
-    model.attention = TorchAttention(cache, dtype, tiled=plan.deterministic)
+    compute = Compute(scratch, plan.deterministic)
+    model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
+    if store is None:
+        _load_all(model, source.folder, shards, compute)
+        return LoadedEngine(_engine(PackedModel(model), shape, plan), shards)
+    streamed = _open_store(model, Store.open(store), shards, plan, compute)
+    return LoadedEngine(_engine(PackedModel(model), shape, plan), shards, streamed)
+
+
+def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
+    pools = [NativePool(KVSpec(group, plan.kv, plan.kv_block), plan.kv_blocks) for group in shape.kv_groups]
+    cache = KVCache(pools, plan.kv_blocks)
+    model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic)
     limits = PassLimits(plan.tokens_per_pass, plan.max_sequences, TILE if plan.deterministic else 1)
-    return LoadedEngine(Engine(model, Scheduler(limits, cache), Sampler()), packer.census)
+    return Engine(model, Scheduler(limits, cache), Sampler())
 
 
-def _load_in_memory(folder: Path, shape: ModelShape, plan: Plan, packer: Packer, compute: Compute) -> PackedModel:
-    model = define(ModelConfig.read(folder), DTYPES[plan.dtype])
-    shards = model_shards(shape, plan.quant, plan.dtype)
+def _load_all(model: PreTrainedModel, folder: Path, shards: ModelShards, compute: Compute) -> None:
     sink = MemorySink()
     with Checkpoint(folder) as checkpoint:
-        preparation = Preparation(model, checkpoint, packer, compute)
+        preparation = Preparation(model, checkpoint, compute)
         preparation.run(shards, sink)
-    for index, layer in enumerate(preparation.layers):
-        sink.bind(index, layer)
+    for layer, layer_bytes in zip(preparation.layers, sink.layers, strict=True):
+        layer_bytes.bind(layer)
     install_head(model, shards.head, sink.head_shard, compute)
+    num_layers = len(preparation.layers)
     decoder = model.get_decoder()
-    num_layers = len(decoder.layers)
     decoder.layers = ArrivingLayers(decoder.layers, lambda: iter(range(num_layers)))
-    return PackedModel(model)
+
+
+def _open_store(
+    model: PreTrainedModel, store: Store, shards: ModelShards, plan: Plan, compute: Compute
+) -> StreamedWeights:
+    decoder = model.get_decoder()
+    layers = [LayerAssembly(*pair, compute) for pair in zip(decoder.layers, shards.layers, strict=True)]
+    for layer in layers:
+        layer.install()
+    read_resident(store, model)
+    streamed = StreamedWeights(store, shards, plan.placement, layers)
+    install_head(model, shards.head, streamed.head_shard, compute)
+    decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
+    return streamed

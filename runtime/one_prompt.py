@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..offload.memory import host_available
+from .budgets import Budgets
 from .errors import DoesNotFit
 from .load import load_engine
-from .planner import Settings, make_plan
+from .model_source import open_source
+from .planner import JobShape, Settings, make_plan
+from .preparing import store_for
 from .sampling.params import SamplingParams
 from .sequence import Sequence
-from .shape.folder import read_shape
 from .text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 512
@@ -28,24 +29,21 @@ class Wish:
     raw: bool = False
 
 
-def answer(folder: Path, prompt: str, settings: Settings, wish: Wish) -> Iterator[str]:
+def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: Wish) -> Iterator[str]:
     """Yields text that will not change any more. Raises DoesNotFit where the context is too short for the wish."""
-    shape = read_shape(folder)
-    with Tokenizer.load(folder) as tokenizer:
+    with open_source(model) as source, Tokenizer.load(source.folder) as tokenizer:
         prompt_ids = _encode(tokenizer, prompt, wish.raw)
-        params = SamplingParams(
-            _max_tokens(len(prompt_ids), shape.context, wish.max_tokens),
-            temperature=wish.temperature,
-            seed=wish.seed,
-        )
+        max_tokens = _max_tokens(len(prompt_ids), source.shape.context, wish.max_tokens)
+        params = SamplingParams(max_tokens, temperature=wish.temperature, seed=wish.seed)
         text = tokenizer.stream()
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
-        plan = make_plan(shape, settings, host_available(), sequence.max_tokens)
-        engine = load_engine(folder, shape, plan).engine
-        engine.add(sequence)
-        while engine.busy:
-            engine.step()
-            yield text.take()
+        job = JobShape(1, sequence.max_tokens)
+        plan = make_plan(source.shape, source.settle(settings), budgets.host_nbytes(), job)
+        with closing(load_engine(source, plan, store_for(source, plan, budgets))) as loaded:
+            loaded.engine.add(sequence)
+            while loaded.engine.busy:
+                loaded.engine.step()
+                yield text.take()
         text.finish()
         yield text.take()
 

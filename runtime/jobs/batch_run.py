@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ...offload.memory import host_available
+from ..budgets import Budgets
 from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
-from ..planner import Plan, Settings, make_plan
-from ..shape.folder import read_shape
+from ..model_source import open_source
+from ..planner import JobShape, Plan, Settings, make_plan
+from ..preparing import store_for
 from ..text.tokenizer import Tokenizer
 from .answers import Answers
 from .encode import RowEncoder
@@ -31,21 +32,21 @@ from .writer import OrderedWriter
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What the user asked for; `model` is a checkpoint folder, `name` what the user called it."""
+    """What the user asked for; `model` is a folder, a store or a hub id."""
 
-    model: Path
-    name: str
+    model: str
     input: Path
     output: Path
     settings: Settings = field(default_factory=Settings)
     defaults: Defaults = field(default_factory=Defaults)
+    budgets: Budgets = field(default_factory=Budgets)
     lenient: bool = False
 
 
 class BatchRun:
     """Phases in order: construct (files are checked), `measure`, `plan`, `load`, `passes`, then `finish` or `stop`.
 
-    Use as a context manager: leaving it ends the tokenizer's process and discards what was not published.
+    Use as a context manager: leaving it ends every process and thread, and discards what was not published.
     """
 
     def __init__(self, request: BatchRequest) -> None:
@@ -53,26 +54,33 @@ class BatchRun:
         self.counts = JobCounts()
         self.seconds = Seconds()
         self._started = time.time()
-        self._resources = ExitStack()
-        self.paths = claim_output(request.output, request.input, request.model)
-        self.shape = read_shape(request.model)
-        self.preflight = preflight(request.input, request.defaults)
-        if self.preflight.refused(request.lenient):
-            raise InputRefused(self.preflight.report(request.lenient))
+        with ExitStack() as resources:
+            self.source = resources.enter_context(open_source(request.model))
+            self.paths = claim_output(request.output, request.input, self.source.folder)
+            self.preflight = preflight(request.input, request.defaults)
+            if self.preflight.refused(request.lenient):
+                raise InputRefused(self.preflight.report(request.lenient))
+            self._resources = resources.pop_all()
 
     def measure(self) -> JobSize:
         """Tokenizes every row once: what is too long is known before a weight is loaded."""
-        self._tokenizer = self._resources.enter_context(Tokenizer.load(self.request.model))
-        self.size = measure(self._rows(), RowEncoder(self._tokenizer, self.shape.vocab, self.shape.context))
+        shape = self.source.shape
+        self._tokenizer = self._resources.enter_context(Tokenizer.load(self.source.folder))
+        self.size = measure(self._rows(), RowEncoder(self._tokenizer, shape.vocab, shape.context))
         return self.size
 
     def plan(self) -> Plan:
-        self._plan = make_plan(self.shape, self.request.settings, host_available(), self.size.longest)
+        job = JobShape(max(1, self.size.sequences), max(1, self.size.longest))
+        settings = self.source.settle(self.request.settings)
+        self._plan = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), job)
         return self._plan
 
     def load(self) -> LoadedEngine:
+        """Weights into memory, from a store where they do not fit; the store is made first where it is missing."""
         begun = time.perf_counter()
-        self._loaded = load_engine(self.request.model, self.shape, self._plan)
+        store = store_for(self.source, self._plan, self.request.budgets)
+        self._loaded = load_engine(self.source, self._plan, store)
+        self._resources.callback(self._loaded.close)
         self.seconds.load = time.perf_counter() - begun
         self._writer = self._resources.enter_context(OrderedWriter(self.paths))
         return self._loaded
@@ -83,9 +91,9 @@ class BatchRun:
 
     def passes(self) -> Iterator[JobCounts]:
         """Runs the job, a pass per iteration."""
-        begun = time.perf_counter()
-        encoder = RowEncoder(self._tokenizer, self.shape.vocab, self.shape.context, self._plan.kv_tokens)
-        job = Job(self._loaded.engine, encoder, Answers(self.request.name, int(self._started)), self._writer)
+        begun, shape = time.perf_counter(), self.source.shape
+        encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self._plan.kv_tokens)
+        job = Job(self._loaded.engine, encoder, Answers(self.request.model, int(self._started)), self._writer)
         self.counts = job.counts
         for counts in job.run(self._rows()):
             self.seconds.generate = time.perf_counter() - begun
@@ -112,4 +120,4 @@ class BatchRun:
 
     def _sum_up(self) -> RunSummary:
         self.seconds.total = time.time() - self._started
-        return summarise(self.request.name, self.shape, self._plan, self._loaded, self.counts, self.seconds)
+        return summarise(self.source, self._plan, self._loaded, self.counts, self.seconds)

@@ -8,14 +8,16 @@ from importlib.metadata import version
 from ...offload.memory import host_peak
 from ..load import LoadedEngine
 from ..metrics import Metrics, quantiles
+from ..model_source import ModelSource
 from ..planner import Plan
-from ..shape.model_shape import ModelShape
+from ..shape.layouts import ITEM_NBYTES
 from .run import JobCounts
 from .summary import (
     KV,
     Experts,
     Latency,
     Memory,
+    Moved,
     Passes,
     Percentiles,
     Rows,
@@ -28,17 +30,15 @@ from .summary import (
 )
 
 
-def summarise(
-    name: str, shape: ModelShape, plan: Plan, loaded: LoadedEngine, counts: JobCounts, seconds: Seconds
-) -> RunSummary:
-    metrics = loaded.engine.metrics
+def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: JobCounts, seconds: Seconds) -> RunSummary:
+    metrics, shape, streamed = loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
         command="batch",
         rows=Rows(counts.ok + counts.failed, counts.ok, counts.failed),
         tokens=Tokens(metrics.prompt_tokens, metrics.generated_tokens),
         model={
-            "name": name,
+            "name": source.name,
             "type": shape.model_type,
             "parameters": shape.parameters,
             "active_parameters": shape.active_parameters,
@@ -48,10 +48,11 @@ def summarise(
         throughput=_throughput(metrics, seconds.generate),
         latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),
         passes=_passes(metrics),
-        memory=Memory(host=TierMemory(budget=plan.available_nbytes, peak=host_peak())),
+        bytes=Moved(disk_to_host=streamed.nbytes_streamed if streamed else 0),
+        memory=Memory(host=TierMemory(budget=plan.budget_nbytes, peak=host_peak())),
         kv=_kv(plan, loaded),
-        experts=Experts(held=shape.num_experts, total=shape.num_experts),
-        weights=Weights(dict(loaded.census.requested), dict(loaded.census.packed)),
+        experts=Experts(held=sum(plan.placement.held_experts), total=shape.num_experts),
+        weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 
 

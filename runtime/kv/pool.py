@@ -6,9 +6,8 @@ from typing import Protocol
 
 import torch
 
+from ..dtypes import DTYPES
 from .spec import KVSpec
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class KVPool(Protocol):

@@ -5,6 +5,7 @@ Run as `python -m moedge.runtime.model.defaults`; a test rebuilds the table and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 from ..shape.families import SUPPORTED
 
 _FIELDS = (
-    "head_dim", "hidden_size", "max_position_embeddings", "max_window_layers", "num_attention_heads", "num_experts",
-    "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts", "sliding_window",
-    "sliding_window_pattern", "tie_word_embeddings", "use_sliding_window", "vocab_size",
+    "attention_bias", "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "max_window_layers", "mlp_bias", "mlp_only_layers", "moe_intermediate_size", "num_attention_heads", "num_experts",
+    "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts", "pad_token_id",
+    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "use_sliding_window", "vocab_size",
 )  # fmt: skip
 
 
@@ -26,7 +28,8 @@ def rebuild() -> dict[str, Any]:
     table = {}
     for model_type in SUPPORTED:
         config_class = CONFIG_MAPPING[model_type]
-        values = config_class().to_dict()
+        # The class's own defaults: an instance has replaced some by what follows from the others, such as head_dim.
+        values = {field.name: field.default for field in dataclasses.fields(config_class)}
         table[model_type] = {
             "architecture": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type],
             "defaults": {name: values[name] for name in _FIELDS if name in values},

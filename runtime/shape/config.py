@@ -6,32 +6,21 @@ code before, whatever the trust flag said (CVE-2026-4372, CVE-2026-22807).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ...offload.folder_file import read_inside
+from ...offload.json_object import described, load_object
 from ..errors import UnsupportedModel
+from .config_fields import FIELDS, LISTS, check_fields, out_of_range
 from .families import Family, family
+from .rope import ROPE_FIELDS, check_rope
 
+CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 4 << 20
 MAX_DEPTH = 32
-# The largest value of each size that decides an allocation; the smallest is 1 unless it says 0.
-_RANGES: dict[str, tuple[int, int]] = {
-    "num_hidden_layers": (1, 512),
-    "hidden_size": (1, 65_536),
-    "intermediate_size": (0, 1 << 20),
-    "moe_intermediate_size": (0, 1 << 20),
-    "num_attention_heads": (1, 1_024),
-    "num_key_value_heads": (1, 1_024),
-    "head_dim": (1, 1_024),
-    "num_experts": (0, 1_024),
-    "num_local_experts": (0, 1_024),
-    "num_experts_per_tok": (0, 1_024),
-    "vocab_size": (1, 1 << 20),
-    "max_position_embeddings": (1, 1 << 28),
-    "sliding_window": (1, 1 << 28),
-}
 _NAMES_CODE = ("auto_map", "custom_pipelines", "kernel", "trust_remote_code", "_implementation")
+_KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS}
 
 
 class ModelConfig:
@@ -39,27 +28,24 @@ class ModelConfig:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.family: Family = family(values.get("model_type"))
-        self.values = {key: value for key, value in values.items() if not key.startswith("transformers_")}
-        _refuse_code(self.values, "config.json")
-        _refuse_quantized(self.values)
-        for name, (least, most) in _RANGES.items():
-            _check_range(name, self.values.get(name), least, most)
+        _refuse_code(values, CONFIG)
+        _refuse_quantized(values)
+        self.values = {key: value for key, value in values.items() if key in _KNOWN}
+        check_fields(self.values)
+        check_rope(self.values, by_layer_kind=self.family.window == "five_of_six")
+        self._check_heads()
         self._check_layer_types()
+        self._check_experts()
 
     @classmethod
     def read(cls, folder: Path) -> ModelConfig:
-        path = folder / "config.json"
-        if not path.is_file():
+        path = folder / CONFIG
+        if not path.exists():
             raise UnsupportedModel(f"{path} is missing; {folder} is not the folder of a transformers checkpoint")
-        if (nbytes := path.stat().st_size) > MAX_CONFIG_NBYTES:
-            raise UnsupportedModel(f"{path}: {nbytes} bytes, at most {MAX_CONFIG_NBYTES} are read")
         try:
-            values = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise UnsupportedModel(f"{path}: not JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise UnsupportedModel(f"{path}: a JSON object was wanted, found {type(values).__name__}")
-        return cls(values)
+            return cls(load_object(read_inside(folder, CONFIG, MAX_CONFIG_NBYTES)))
+        except ValueError as error:
+            raise UnsupportedModel(f"{path}: not the JSON of a configuration ({error})") from None
 
     def get(self, name: str) -> Any:
         """A field under its own name or the family's alias; None where neither file nor defaults have it."""
@@ -75,23 +61,46 @@ class ModelConfig:
         """A field that must be a number."""
         value = self.get(name)
         if type(value) is not int:
-            raise UnsupportedModel(f"config.json: {name} is {value!r:.40}, a number was wanted")
+            raise out_of_range(name, value, "a number")
         return value
 
+    @property
+    def num_experts(self) -> int | None:
+        """Experts of a layer, under whichever name; None for a dense family."""
+        count: int | None = self.get("num_experts") or self.get("num_local_experts")
+        return count
+
+    def _check_heads(self) -> None:
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        kv_heads = self.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise out_of_range("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
+        if hidden % heads and (self.get("head_dim") is None or self.family.model_type in _WHOLE_HEADS):
+            raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
+        if (self.get("head_dim") or hidden // heads) % 2:
+            raise out_of_range("head_dim", self.get("head_dim") or hidden // heads, "an even number")
+        if (pad := self.get("pad_token_id")) is not None and pad >= self.size("vocab_size"):
+            raise out_of_range("pad_token_id", pad, f"less than vocab_size {self.size('vocab_size')}")
+
     def _check_layer_types(self) -> None:
-        kinds, num_layers = self.get("layer_types"), self.size("num_hidden_layers")
-        known = {"full_attention", "sliding_attention"}
-        if kinds is not None and (
-            not isinstance(kinds, list) or len(kinds) != num_layers or not set(map(str, kinds)) <= known
-        ):
-            raise UnsupportedModel(
-                f"config.json: layer_types {str(kinds)[:60]} is not one of {sorted(known)} x {num_layers} layers"
-            )
+        kinds, num_layers, rule = self.get("layer_types"), self.size("num_hidden_layers"), self.family.window
+        if kinds is not None and len(kinds) != num_layers:
+            raise out_of_range("layer_types", kinds, f"a kind for each of {num_layers} layers")
+        slides = "sliding_attention" in kinds if kinds else rule in {"alternate", "five_of_six"}
+        if slides and self.get("sliding_window") is None:
+            raise out_of_range("sliding_window", None, "a number, because layers slide")
+
+    def _check_experts(self) -> None:
+        given = {name: self.values[name] for name in ("num_experts", "num_local_experts") if name in self.values}
+        if len(set(given.values())) > 1:
+            raise out_of_range("num_local_experts", given["num_local_experts"], f"num_experts {given['num_experts']}")
+        count, per_token = self.num_experts, self.get("num_experts_per_tok")
+        if count is not None and per_token is not None and per_token > count:
+            raise out_of_range("num_experts_per_tok", per_token, f"at most num_experts {count}")
 
 
-def _check_range(name: str, value: Any, least: int, most: int) -> None:
-    if value is not None and (type(value) is not int or not least <= value <= most):
-        raise UnsupportedModel(f"config.json: {name} is {value!r:.40}, wanted a number from {least} to {most}")
+# Families whose own class wants it although head_dim is given.
+_WHOLE_HEADS = {"gemma3_text", "llama"}
 
 
 def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
@@ -108,7 +117,7 @@ def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
         private = key.startswith("_") and key != "_name_or_path" and not isinstance(item, int | float)
         if item is not None and (private or any(name in key for name in _NAMES_CODE)):
             raise UnsupportedModel(
-                f"{where}: {key!r:.60} names code or is private; moedge runs no code of a checkpoint"
+                f"{where}: {described(key)} names code or is private; moedge runs no code of a checkpoint"
             )
         _refuse_code(item, f"{where}.{key}"[:200], depth + 1)
 
@@ -118,5 +127,5 @@ def _refuse_quantized(values: dict[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModel(
-            f"config.json: the checkpoint is already quantized ({method!r:.40}); use its bf16 or fp16 original"
+            f"config.json: the checkpoint is already quantized ({described(method)}); use its bf16 or fp16 original"
         )

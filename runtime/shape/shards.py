@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...quant.format import Layout
@@ -60,6 +62,27 @@ class ModelShards:
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
+
+    def packed_nbytes(self) -> dict[str, int]:
+        """Bytes of matrices by the format that each really has."""
+        nbytes: Counter[str] = Counter()
+        for layout, count in self._counted():
+            for placed in layout.matrices:
+                nbytes[placed.layout.format] += count * placed.layout.nbytes
+        return dict(nbytes)
+
+    def numel(self) -> int:
+        """Elements of all packed matrices."""
+        shapes = ((placed.layout.shape, count) for layout, count in self._counted() for placed in layout.matrices)
+        return sum(rows * cols * count for (rows, cols), count in shapes)
+
+    def _counted(self) -> Iterator[tuple[ShardLayout, int]]:
+        for layer in self.layers:
+            yield layer.dense, 1
+            if layer.expert:
+                yield layer.expert, layer.num_experts
+        if self.head:
+            yield self.head, 1
 
 
 def model_shards(shape: ModelShape, format_name: str, dtype: str) -> ModelShards:

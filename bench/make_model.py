@@ -1,0 +1,127 @@
+"""Writes a checkpoint with random weights in a real shape, layer by layer: speed is real, the text is not.
+
+    python bench/make_model.py --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
+    python bench/make_model.py --shape s --out models/s       # 0.48 GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    vocab_size: int = 32000
+    max_position_embeddings: int = 4096
+
+
+SHAPES = {
+    "s": Shape(512, 8, 8, 2, 64, 32, 4, 512),
+    "m": Shape(2048, 16, 16, 4, 128, 64, 8, 512),
+}
+
+
+class Weights:
+    """Random matrices in bf16 whose products keep the scale of their inputs."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, rows: int, cols: int, scale: float = 1.0) -> torch.Tensor:
+        spread = scale * cols**-0.5
+        return torch.empty(rows, cols, dtype=torch.bfloat16).normal_(0, spread, generator=self._generator)
+
+    def router(self, shape: Shape) -> torch.Tensor:
+        """Rows of unequal length, log-normal, so that experts are not equally popular."""
+        lengths = torch.empty(shape.num_experts, 1).log_normal_(0, 0.4, generator=self._generator)
+        return (self.matrix(shape.num_experts, shape.hidden_size).float() * lengths).bfloat16()
+
+
+def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch.Tensor]:
+    prefix, hidden, inner = f"model.layers.{index}.", shape.hidden_size, shape.moe_intermediate_size
+    heads, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    tensors = {
+        "self_attn.q_proj.weight": weights.matrix(heads, hidden),
+        "self_attn.k_proj.weight": weights.matrix(kv, hidden),
+        "self_attn.v_proj.weight": weights.matrix(kv, hidden),
+        "self_attn.o_proj.weight": weights.matrix(hidden, heads),
+        "mlp.gate.weight": weights.router(shape),
+    }
+    for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
+        tensors[f"{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    for name in ("self_attn.q_norm", "self_attn.k_norm"):
+        tensors[f"{name}.weight"] = torch.ones(shape.head_dim, dtype=torch.bfloat16)
+    for expert in range(shape.num_experts):
+        tensors[f"mlp.experts.{expert}.gate_proj.weight"] = weights.matrix(inner, hidden)
+        tensors[f"mlp.experts.{expert}.up_proj.weight"] = weights.matrix(inner, hidden)
+        tensors[f"mlp.experts.{expert}.down_proj.weight"] = weights.matrix(hidden, inner)
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def write_weights(shape: Shape, out: Path, seed: int) -> None:
+    weights, weight_map, total = Weights(seed), {}, 0
+    count = shape.num_hidden_layers + 1
+    for index in range(count):
+        if index < shape.num_hidden_layers:
+            tensors = layer_tensors(shape, index, weights)
+        else:
+            tensors = {
+                "model.embed_tokens.weight": weights.matrix(shape.vocab_size, shape.hidden_size, 32.0),
+                "lm_head.weight": weights.matrix(shape.vocab_size, shape.hidden_size),
+                "model.norm.weight": torch.ones(shape.hidden_size, dtype=torch.bfloat16),
+            }
+        file = f"model-{index + 1:05}-of-{count:05}.safetensors"
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index_json))
+    print(f"{total / 1e9:.2f} GB in {count} files")
+
+
+def write_tokenizer(vocab_size: int, out: Path) -> None:
+    """Bytes, and words nobody writes: every token id decodes."""
+    vocab = {token: index for index, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab |= {f"Ġw{index}": index for index in range(len(vocab), vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="m")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1234)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True)
+    shape = SHAPES[options.shape]
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "eos_token_id": 1,
+        "norm_topk_prob": True, "intermediate_size": shape.moe_intermediate_size, **asdict(shape),
+    }  # fmt: skip
+    (options.out / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(shape.vocab_size, options.out)
+    write_weights(shape, options.out, options.seed)
+
+
+if __name__ == "__main__":
+    main()

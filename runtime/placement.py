@@ -1,0 +1,108 @@
+"""Which shards are held in memory and how much room the streamed ones pass through. Closed form, torch-free.
+
+KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
+every pass, than as a held expert (docs/design.md); so this divides what KV and scratch have left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .shape.shards import ModelShards
+
+# Room for streamed experts: enough in flight that the disk never waits for compute, a small part of any budget.
+RING_EXPERTS = 24
+MIN_RING_EXPERTS = 3
+# A layer computes while the next one's dense shard arrives.
+RING_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`held_dense` is how many leading layers keep their dense shard, `held_experts` how many experts each layer keeps.
+
+    Rings are bytes that the other shards pass through, 0 where none do.
+    """
+
+    held_dense: int
+    held_experts: tuple[int, ...]
+    dense_ring: int
+    expert_ring: int
+
+    def held_nbytes(self, shards: ModelShards) -> int:
+        dense = sum(layer.dense.nbytes for layer in shards.layers[: self.held_dense])
+        experts = sum(
+            count * layer.expert.nbytes
+            for layer, count in zip(shards.layers, self.held_experts, strict=True)
+            if layer.expert
+        )
+        return dense + experts + (shards.head.nbytes if shards.head else 0)
+
+    def nbytes(self, shards: ModelShards) -> int:
+        """Host memory that weights take: held, and in flight."""
+        return self.held_nbytes(shards) + self.dense_ring + self.expert_ring
+
+    def streamed_nbytes(self, shards: ModelShards) -> int:
+        """Bytes that every pass reads."""
+        return shards.nbytes - self.held_nbytes(shards)
+
+
+def place(shards: ModelShards, room: int) -> Placement | None:
+    """The placement that holds most in `room` bytes; None where not even the rings fit."""
+    if shards.nbytes <= room:
+        return everything(shards)
+    smallest = minimum(shards)
+    if smallest.nbytes(shards) > room:
+        return None
+    dense = _hold_dense(shards, smallest, room)
+    ring = _largest_ring(shards, dense, room)
+    return _hold_experts(shards, Placement(dense.held_dense, dense.held_experts, dense.dense_ring, ring), room)
+
+
+def everything(shards: ModelShards) -> Placement:
+    """All shards held."""
+    return Placement(len(shards.layers), tuple(layer.num_experts for layer in shards.layers), 0, 0)
+
+
+def minimum(shards: ModelShards) -> Placement:
+    """As little as a pass can do with: the head, and the smallest rings."""
+    dense_ring = RING_LAYERS * max(layer.dense.nbytes for layer in shards.layers)
+    return Placement(0, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * _largest_expert(shards))
+
+
+def _hold_dense(shards: ModelShards, smallest: Placement, room: int) -> Placement:
+    """Every token needs the dense shards, so they are held before any expert; all of them save their ring, too."""
+    all_dense = Placement(len(shards.layers), smallest.held_experts, 0, smallest.expert_ring)
+    if all_dense.nbytes(shards) <= room:
+        return all_dense
+    free, held = room - smallest.nbytes(shards), 0
+    for layer in shards.layers:
+        free -= layer.dense.nbytes
+        if free < 0:
+            break
+        held += 1
+    return Placement(held, smallest.held_experts, smallest.dense_ring, smallest.expert_ring)
+
+
+def _largest_ring(shards: ModelShards, placement: Placement, room: int) -> int:
+    expert = _largest_expert(shards)
+    free = room - placement.nbytes(shards)
+    return placement.expert_ring + min((RING_EXPERTS - MIN_RING_EXPERTS) * expert, free // max(expert, 1) * expert)
+
+
+def _hold_experts(shards: ModelShards, placement: Placement, room: int) -> Placement:
+    """The same number of experts in every layer, and one more in the first layers as far as it goes."""
+    free, held = room - placement.nbytes(shards), list(placement.held_experts)
+    progress = True
+    while progress:
+        progress = False
+        for index, layer in enumerate(shards.layers):
+            if layer.expert and held[index] < layer.num_experts and layer.expert.nbytes <= free:
+                held[index] += 1
+                free -= layer.expert.nbytes
+                progress = True
+    return Placement(placement.held_dense, tuple(held), placement.dense_ring, placement.expert_ring)
+
+
+def _largest_expert(shards: ModelShards) -> int:
+    return max((layer.expert.nbytes for layer in shards.layers if layer.expert), default=0)

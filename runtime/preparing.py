@@ -1,0 +1,62 @@
+"""Makes the store of a checkpoint, or finds the one that was made before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..offload.checkpoint import Checkpoint
+from ..offload.disk_budget import disk_budget
+from ..offload.store_writer import StoreWriter
+from ..offload.stores import default_root, store_folder
+from ..quant.linear import Compute
+from ..quant.workspace import Workspace
+from .budgets import Budgets
+from .dtypes import DTYPES
+from .fingerprint import model_fingerprint
+from .model.definition import define
+from .model_source import ModelSource
+from .planner import Plan
+from .prepare import Preparation
+from .shape.as_json import shape_to_json
+from .shape.config import ModelConfig
+from .shape.shards import model_shards, weights_nbytes
+from .stored import StoreSink, write_resident
+
+
+def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
+    """Everything beside the checkpoint that decides the bytes of a store."""
+    return {"quant": quant, "dtype": dtype}
+
+
+def place_for(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
+    """Where the store of this checkpoint in this format lies, or would."""
+    return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
+
+
+def prepare(source: ModelSource, target: Path, quant: str, dtype: str, disk: int | None = None) -> None:
+    """Writes the store at `target`, or completes one that was begun; memory peaks at a window of experts.
+
+    Raises OutOfBudget where it does not fit `disk` bytes (None: what is free less a reserve).
+    """
+    folder, shape = source.folder, source.shape
+    disk_budget(target, weights_nbytes(shape, quant, dtype), disk)
+    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
+        if writer.complete:
+            return
+        model = define(ModelConfig.read(folder), DTYPES[dtype])
+        with Checkpoint(folder) as checkpoint:
+            preparation = Preparation(model, checkpoint, Compute(Workspace(0)))
+            preparation.run(model_shards(shape, quant, dtype), StoreSink(writer))
+        write_resident(writer, model, folder)
+        writer.finish({"shape": shape_to_json(shape), "name": source.name})
+
+
+def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:
+    """The store that a plan reads its weights from, made now where it is missing; None where none is needed."""
+    if source.store is not None or not plan.streams:
+        return source.store
+    target = place_for(source, plan.quant, plan.dtype, budgets.disk_dir)
+    prepare(source, target, plan.quant, plan.dtype, budgets.disk_nbytes())
+    return target

@@ -1,0 +1,110 @@
+"""Streaming never shows in the tokens: all in memory, half, or next to nothing, and the counters prove which it was."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedge.runtime.load import LoadedEngine, load_engine
+from moedge.runtime.model_source import ModelSource, open_source
+from moedge.runtime.planner import JobShape, Plan, Settings, budget_range, make_plan
+from moedge.runtime.preparing import prepare
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sequence import Sequence
+
+LENGTHS, NEW_TOKENS = (3, 40, 17), 10
+JOB = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+
+
+def settings(quant: str) -> Settings:
+    return Settings("fp32", quant, "fp32", tokens_per_pass=64, max_sequences=3, deterministic=True)
+
+
+def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
+    """(tokens of every sequence, passes, bytes that came from the disk)."""
+    with closing(load_engine(source, plan, store)) as loaded:
+        generator = torch.Generator().manual_seed(1)
+        prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+        sequences = [Sequence(prompt, SamplingParams(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
+        for sequence in sequences:
+            loaded.engine.add(sequence)
+        list(loaded.engine.run())
+        return [sequence.output_ids for sequence in sequences], loaded.engine.metrics.passes, moved(loaded)
+
+
+def moved(loaded: LoadedEngine) -> int:
+    return loaded.streamed.nbytes_streamed if loaded.streamed else 0
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [("qwen3_moe", "none"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("granitemoe", "none"), ("llama", "none")],
+)
+def test_tokens_are_the_same_at_every_budget(
+    family: str, quant: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with open_source(str(checkpoint(family))) as source:
+        smallest, whole = budget_range(source.shape, settings(quant), JOB)
+        plans = [make_plan(source.shape, settings(quant), budget, JOB) for budget in
+                 (whole + (1 << 28), (smallest + whole) // 2, smallest)]  # fmt: skip
+        prepare(source, tmp_path / "store", quant, "fp32")
+        wanted, _, nothing = generate(source, plans[0], None)
+        assert nothing == 0
+        results = [generate(source, plan, tmp_path / "store") for plan in plans]
+    assert [tokens for tokens, _, _ in results] == [wanted] * 3
+    for plan, (_, passes, nbytes) in zip(plans, results, strict=True):
+        assert nbytes == passes * (plan.weights_nbytes - plan.held_nbytes)
+    assert results[0][2] == 0 < results[1][2] < results[2][2]
+
+
+def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Negative control: the streamed bytes are the ones that are computed with."""
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        smallest, _ = budget_range(source.shape, settings("none"), JOB)
+        plan = make_plan(source.shape, settings("none"), smallest, JOB)
+        prepare(source, tmp_path / "store", "none", "fp32")
+        wanted, _, _ = generate(source, plan, tmp_path / "store")
+        file = tmp_path / "store" / "layer-0001.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5000:-1000] = bytes(4000)
+        file.write_bytes(data)
+        with pytest.raises(Exception, match="layer-0001") as broken:
+            generate(source, plan, tmp_path / "store")
+    assert type(broken.value).__name__ == "StreamBroken"
+    assert wanted
+
+
+def test_a_store_opens_without_its_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(checkpoint("gemma3_text"), tmp_path / "model"))
+    with open_source(str(copy)) as source:
+        prepare(source, tmp_path / "store", "int8", "fp32")
+        plan = make_plan(source.shape, settings("int8"), 1 << 40, JOB)
+        wanted, _, _ = generate(source, plan, None)
+        shape = source.shape
+    shutil.rmtree(copy)
+    with open_source(str(tmp_path / "store")) as source:
+        assert source.shape == shape
+        assert generate(source, plan, source.store)[0] == wanted
+        for option in ({"quant": "nf4"}, {"dtype": "bf16"}):
+            with pytest.raises(Exception, match="was prepared with"):
+                source.settle(Settings(**option))  # type: ignore[arg-type]
+
+
+def test_budgets_between_smallest_and_whole_all_work_and_never_hold_less(checkpoint: Callable[[str], Path]) -> None:
+    from moedge.runtime.errors import DoesNotFit
+
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        smallest, whole = budget_range(source.shape, settings("none"), JOB)
+        with pytest.raises(DoesNotFit, match="the smallest that works"):
+            make_plan(source.shape, settings("none"), smallest - 1, JOB)
+        held = []
+        for budget in range(smallest, whole + 1, max(1, (whole - smallest) // 50)):
+            plan = make_plan(source.shape, settings("none"), budget, JOB)
+            weights = plan.held_nbytes + plan.placement.dense_ring + plan.placement.expert_ring
+            assert weights + plan.kv_nbytes + plan.scratch_nbytes < budget
+            held.append(plan.kv_nbytes + weights)
+        assert held == sorted(held)
