@@ -75,6 +75,7 @@ def int8_error(weight: Tensor, scale_dtype: torch.dtype) -> float:
 def print_errors() -> None:
     print(f"\n{'relative L2 error':32}" + "".join(f"{name:>10}" for name, _ in COLUMNS))
     normal = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
     # Student's t with 5 degrees of freedom: outliers as trained weights have them.
     heavy = torch.distributions.StudentT(5.0).sample(SHAPE)
     kinds = {"N(0, 0.02)": normal * 0.02, "Student t5 * 0.02": heavy * 0.02, "N(0, 1e-6)": normal * 1e-6}

@@ -10,19 +10,20 @@ from . import int8, nf4, plain
 
 
 class Codec(Protocol):
-    """Turns matrices [N, K] into planes and back. `planes` come in the order of the format's rules.
+    """Turns runs of n rows of a matrix [N, K] into the same rows of its planes, and back.
 
-    `wide` is float32 scratch [at least N, K/64 rounded up], for scales.
+    `planes` come in the order of the format's rules. `wide` is float32 scratch for scales
+    [at least n, K/64 rounded up].
     """
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-        """Fills the planes. Raises FormatError if weights are NaN or infinite."""
+        """Fills the planes from `weight` [n, K], finite, any strides."""
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-        """Writes the matrix into `out` [N, K], contiguous, of any weight dtype."""
+        """Writes the rows into `out` [n, K], contiguous, of any weight dtype."""
 
     def factor(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> Tensor | None:
-        """Writes into `out` what is cheapest to multiply by, and returns the factors [N] per row left out of it."""
+        """Writes into `out` what is cheapest to multiply by, and returns the factors [n] per row left out of it."""
 
 
 CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "nf4": nf4})

@@ -9,9 +9,9 @@ from .scratch import TILE, is_direct, strip_rows
 from .tensor import PackedTensor, dtype_name
 from .workspace import Scratch, Workspace
 
-# torch's int8 kernel does four rows about as fast as one, but then its time grows with every row, while converting
-# the codes first costs the same for any number; they meet between 12 and 16 (bench/linear.py).
-INT8_KERNEL_ROWS = 8
+# Beyond four rows the time of torch's int8 kernel grows with every row, while converting the codes first costs the
+# same for any number: the two meet at about 16 (bench/linear.py).
+INT8_KERNEL_ROWS = 12
 
 
 class Compute:

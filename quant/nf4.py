@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import bitsandbytes_kernels
-from .finite import refuse_nonfinite
 
 BLOCK = 64
 LEVELS = (
@@ -21,8 +20,6 @@ LEVELS = (
 )  # fmt: skip
 # A weight on a midpoint takes the lower level, as in bitsandbytes.
 MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
-# Weights converted at a time: three float32 copies of them stay in cache, and threads get enough to share.
-CHUNK = 1 << 17
 # bitsandbytes' guard against dividing a block of zeros by its absmax; any other value would change codes.
 SMALLEST_ABSMAX = 1e-38
 # Largest bfloat16 numbers that a block's largest weight, written in the matrix's dtype, survives.
@@ -34,36 +31,32 @@ LARGEST_ABSMAX = {
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-    """Gives each weight of `weight` [N, K] the level nearest to weight / absmax of its block."""
-    num_rows, num_columns = weight.shape
-    rows = min(num_rows, max(1, CHUNK // num_columns))
-    scratch = torch.empty(3, rows, num_columns, device=weight.device)
-    parts = zip(*(torch.split(tensor, rows) for tensor in (weight, *planes)), strict=True)
-    for part, codes, absmax in parts:
-        values, counts, above = scratch[:, : len(part)]
-        wide = torch.abs(values.copy_(part), out=counts).view(-1, BLOCK).amax(1)
-        refuse_nonfinite(weight, wide)
-        absmax.view(-1).copy_(wide.clamp(max=LARGEST_ABSMAX[weight.dtype]))
-        values.view(-1, BLOCK).mul_(wide.clamp_(min=SMALLEST_ABSMAX).reciprocal_()[:, None])
-        _count_midpoints_below(values, counts, above)
-        # Through int16, as float32 to uint8 is several times slower.
-        first, second = counts.to(torch.int16).view(len(part), -1, 2).unbind(-1)
-        torch.add(second, first, alpha=16, out=codes)
+    """Gives each of `weight` [n, K], finite, the level nearest to weight / absmax of its block."""
+    codes, absmax = planes
+    blocks = weight.float().reshape(-1, BLOCK)
+    scaled = blocks.abs()
+    wide = scaled.amax(1)
+    absmax.view(-1).copy_(wide.clamp(max=LARGEST_ABSMAX[weight.dtype]))
+    torch.mul(blocks, wide.clamp_(min=SMALLEST_ABSMAX).reciprocal_()[:, None], out=scaled)
+    # Through int16, as float32 to uint8 is several times slower.
+    first, second = _nearest_levels(scaled).to(torch.int16).view(len(codes), -1, 2).unbind(-1)
+    torch.add(second, first, alpha=16, out=codes)
 
 
-def _count_midpoints_below(values: Tensor, counts: Tensor, above: Tensor) -> None:
-    """Fills `counts` with the codes of `values` in [-1, 1], as float32.
+def _nearest_levels(scaled: Tensor) -> Tensor:
+    """Indices into LEVELS for numbers in [-1, 1], as float32: how many midpoints lie below each.
 
-    Fifteen vectorized comparisons beat the binary search of torch.bucketize four times over. `above` is float32 as
-    comparisons that write bool are not vectorized.
+    Fifteen vectorized comparisons beat the binary search of torch.bucketize four times over. They write float32
+    because comparisons that write bool are not vectorized.
     """
-    counts.zero_()
+    counts, above = torch.zeros_like(scaled), torch.empty_like(scaled)
     for midpoint in MIDPOINTS:
-        counts.add_(torch.gt(values, midpoint, out=above))
+        counts.add_(torch.gt(scaled, midpoint, out=above))
+    return counts
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-    """Writes levels times absmax into `out` [N, K]. `wide` is float32 scratch [at least N, K/64]."""
+    """Writes levels times absmax into `out` [n, K]. `wide` is float32 scratch [at least n, K/64]."""
     codes, absmax = planes
     bitsandbytes_kernels.dequantize_nf4(codes, wide[: len(absmax)].copy_(absmax), BLOCK, out)
 

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .chunks import row_chunks
 from .codec import CODECS
 from .format import ALIGNMENT, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
 
@@ -29,6 +30,12 @@ class PackedTensor:
                 f" {layout.format} {list(layout.shape)} wants uint8 [{layout.nbytes}] at a multiple of {ALIGNMENT}."
             )
         return cls(layout, tuple([view(buffer, plane) for plane in layout.planes]))
+
+    @classmethod
+    def wrap(cls, weight: Tensor) -> Self:
+        """A contiguous float matrix [N, K] where it lies, in format `none`; as of an embedding that is also a head."""
+        layout = get_format("none").layout((weight.shape[0], weight.shape[1]), dtype_name(weight.dtype))
+        return cls(layout, (weight,))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,17 +70,26 @@ class PackedTensor:
 def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
     """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums agree.
 
-    Raises FormatError if weight, layout and buffer do not match or weights are NaN or infinite.
+    Works in the calling thread, whatever the number of torch's threads. Raises FormatError if weight, layout
+    and buffer do not match or weights are NaN or infinite.
     """
     if tuple(weight.shape) != layout.shape or weight.dtype != torch_dtype(layout.dtype):
         raise FormatError(
             f"A weight {list(weight.shape)} of {weight.dtype} was found; this layout wants {list(layout.shape)} of"
             f" {layout.dtype}. Convert the weight, or make its own layout."
         )
+    if not torch.stack(torch.aminmax(weight)).isfinite().all():
+        count = weight.numel() - int(weight.isfinite().sum())
+        raise FormatError(
+            f"{count} NaN or infinite weights were found in a matrix {list(weight.shape)}; finite ones are wanted."
+            " The checkpoint is damaged or was saved from a diverged run: get it anew."
+        )
     packed = PackedTensor.bind(layout, buffer)
     for plane, following in zip(layout.planes, (*layout.planes[1:], None), strict=True):
         buffer[plane.offset + plane.nbytes : following.offset if following else None].zero_()
-    CODECS[layout.format].pack(weight, packed.planes)
+    codec = CODECS[layout.format]
+    for rows in row_chunks(layout.shape):
+        codec.pack(weight[rows], tuple([plane[rows] for plane in packed.planes]))
     return packed
 
 

@@ -29,7 +29,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The chunks of a pass and their T tokens as tensors; rows from `num_tokens` to T are padding.
+    """The chunks of a pass and their T tokens as tensors.
 
     Shapes: token_ids [1, T], positions [1, T], logit_rows [R] (rows of T, in the order of the sampling chunks).
     """
@@ -48,8 +48,8 @@ class Batch:
         return [chunk.sequence for chunk in self.chunks if chunk.samples]
 
 
-def pack(sequences: list[tuple[Sequence, int]], multiple: int = 1) -> Batch:
-    """Packs (sequence, number of its pending tokens); T is padded to a multiple of `multiple`."""
+def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
+    """Packs (sequence, number of its pending tokens)."""
     chunks: list[Chunk] = []
     token_ids: list[int] = []
     positions: list[int] = []
@@ -58,10 +58,9 @@ def pack(sequences: list[tuple[Sequence, int]], multiple: int = 1) -> Batch:
         chunks.append(Chunk(sequence, len(token_ids), past, count, samples=count == sequence.num_pending))
         token_ids += sequence.pending(count)
         positions += range(past, past + count)
-    padding = [0] * (-len(token_ids) % multiple)
     return Batch(
         tuple(chunks),
-        torch.tensor([token_ids + padding]),
-        torch.tensor([positions + padding]),
+        torch.tensor([token_ids]),
+        torch.tensor([positions]),
         torch.tensor([chunk.end - 1 for chunk in chunks if chunk.samples], dtype=torch.long),
     )

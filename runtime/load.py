@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from ..offload.checkpoint import Checkpoint
 from ..offload.store import Store
 from ..quant.linear import Compute
-from ..quant.scratch import TILE
 from ..quant.workspace import Workspace
 from .attention.torch_backend import TorchAttention
 from .dtypes import DTYPES
@@ -66,7 +65,7 @@ def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
     pools = [NativePool(KVSpec(group, plan.kv, plan.kv_block), plan.kv_blocks) for group in shape.kv_groups]
     cache = KVCache(pools, plan.kv_blocks)
     model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic)
-    limits = PassLimits(plan.tokens_per_pass, plan.max_sequences, TILE if plan.deterministic else 1)
+    limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
     return Engine(model, Scheduler(limits, cache), Sampler())
 
 
@@ -78,6 +77,7 @@ def _load_all(model: PreTrainedModel, folder: Path, shards: ModelShards, compute
     for layer, layer_bytes in zip(preparation.layers, sink.layers, strict=True):
         layer_bytes.bind(layer)
     install_head(model, shards.head, sink.head_shard, compute)
+    _tile_routers(preparation.layers, compute)
     num_layers = len(preparation.layers)
     decoder = model.get_decoder()
     decoder.layers = ArrivingLayers(decoder.layers, lambda: iter(range(num_layers)))
@@ -93,5 +93,13 @@ def _open_store(
     read_resident(store, model)
     streamed = StreamedWeights(store, shards, plan.placement, layers)
     install_head(model, shards.head, streamed.head_shard, compute)
+    _tile_routers(layers, compute)
     decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
     return streamed
+
+
+def _tile_routers(layers: list[LayerAssembly], compute: Compute) -> None:
+    """Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are."""
+    if compute.deterministic:
+        for layer in layers:
+            layer.tile_routers()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..offload.checkpoint import Checkpoint
 from ..quant.linear import Compute
 from .model.assembly import LayerAssembly
+from .model.finite import refuse_nonfinite
 from .model.loading import CheckpointLoader
 from .model.packing import pack_shard
 from .shape.shards import LayerShards, ModelShards, ShardLayout
@@ -57,6 +58,7 @@ class Preparation:
             assembly.install()
             self.layers.append(assembly)
         self._loader.load_rest()
+        refuse_nonfinite(self._model)
         if shards.head is not None:
             self._pack_head(shards.head, sink)
 

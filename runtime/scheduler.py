@@ -17,11 +17,10 @@ from .sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Most tokens and sequences of a pass; T is padded to a multiple of `pad_to`."""
+    """Most tokens and sequences of a pass."""
 
     tokens_per_pass: int
     max_sequences: int
-    pad_to: int = 1
 
     @property
     def live(self) -> int:
@@ -66,7 +65,7 @@ class Scheduler:
                 chosen[sequence] = count
         if self.num_preemptions == preemptions:
             self._admit(chosen)
-        return pack(list(chosen.items()), self.limits.pad_to)
+        return pack(list(chosen.items()))
 
     def commit(self, batch: Batch, samples: Sampled) -> list[Sequence]:
         """Books the pass: tokens stored, tokens sampled; returns the sequences that it finished."""

@@ -28,7 +28,7 @@ def score(engine: Engine, token_ids: list[int]) -> torch.Tensor:
             past = sequence.table.num_tokens
             if not scheduler.cache.grow(sequence.table, past + count):
                 raise DoesNotFit(f"{len(token_ids)} tokens are more than the KV cache holds; score shorter texts")
-            batch = replace(pack([(sequence, count)], scheduler.limits.pad_to), logit_rows=torch.arange(count))
+            batch = replace(pack([(sequence, count)]), logit_rows=torch.arange(count))
             logprobs = engine.model.forward(batch).double().log_softmax(-1)
             following = torch.tensor(token_ids[past + 1 : past + count + 1])
             scored.append(logprobs[: len(following)].gather(1, following.unsqueeze(1)).squeeze(1))

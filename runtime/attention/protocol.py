@@ -29,8 +29,5 @@ class AttentionBackend(Protocol):
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Stores the pass's k, v [T, Hkv, D] and returns what q [T, Hq, D] reads of them and the past: [T, Hq, D].
-
-        Rows that belong to no chunk (padding) are neither stored nor computed; they return zeros.
-        """
+        """Stores the pass's k, v [T, Hkv, D] and returns what q [T, Hq, D] reads of them and the past: [T, Hq, D]."""
         ...

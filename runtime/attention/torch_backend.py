@@ -39,10 +39,9 @@ class TorchAttention:
     ) -> torch.Tensor:
         place = self.cache.places[call.layer]
         pool = self.cache.pools[place.group]
-        num_tokens = batch.num_tokens
         block_ids, offsets = self._places(batch, place.group)
-        pool.write(place.index, block_ids, offsets, k[:num_tokens], v[:num_tokens])
-        out = torch.zeros_like(q)
+        pool.write(place.index, block_ids, offsets, k, v)
+        out = torch.empty_like(q)
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
             if self._is_fresh(call, chunk):

@@ -14,7 +14,7 @@ from ..errors import UnsupportedModel
 from ..shape.read import is_router
 from ..shape.shards import LayerShards, PlacedMatrix, ShardLayout
 from .experts_seam import PackedExperts, expert_body
-from .weights_seam import PackedLinear
+from .weights_seam import PackedLinear, TiledRows
 
 
 class LayerAssembly:
@@ -65,6 +65,12 @@ class LayerAssembly:
             return ExpertWeights(up, down)
         up_bias = getattr(self.experts, f"{self.up_name}_bias")[index]
         return ExpertWeights(up, down, up_bias.detach(), self.experts.down_proj_bias[index].detach())
+
+    def tile_routers(self) -> None:
+        """Lets routers see a fixed number of rows at a time."""
+        for name, module in list(self._layer.named_modules()):
+            if is_router(f"{name}.weight") and isinstance(getattr(module, "weight", None), nn.Parameter):
+                self._layer.set_submodule(name, TiledRows(module))
 
     def set_experts(self, source: ExpertSource) -> None:
         """Where the layer's experts come from during passes."""

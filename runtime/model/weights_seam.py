@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...quant.linear import Compute
+from ...quant.scratch import TILE
 from ...quant.tensor import PackedTensor
 
 
@@ -25,6 +26,33 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.compute.linear(x.reshape(-1, x.shape[-1]), self.packed, self.bias)
         return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+class TiledRows(nn.Module):
+    """Runs a module that treats rows [T, D] alike on TILE of them at a time, the last ones padded with zeros.
+
+    A product of as many rows, in the same place, has the same bits for a row whatever the others are; products of 32
+    and of 300 rows do not, even in multiples of a tile.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        outputs = [self._tile(rows[begin : begin + TILE]) for begin in range(0, len(rows), TILE)]
+        if isinstance(outputs[0], torch.Tensor):
+            return torch.cat(outputs)
+        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+    def _tile(self, rows: torch.Tensor) -> Any:
+        tile = rows.new_zeros(TILE, rows.shape[1])
+        tile[: len(rows)] = rows
+        out = self.inner(tile)
+        if isinstance(out, torch.Tensor):
+            return out[: len(rows)]
+        return tuple(part[: len(rows)] for part in out)
 
 
 class ArrivingLayers(nn.ModuleList):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant import int8
+from moedge.quant import chunks, int8
 from moedge.quant.format import FormatError
 from moedge.quant.tensor import pack
 
@@ -61,7 +61,7 @@ def test_zeros_come_back_as_zeros() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 33, generator=torch.Generator().manual_seed(1))
     whole = pack(weight, "int8")
-    monkeypatch.setattr(int8, "CHUNK", 7 * 33)
+    monkeypatch.setattr(chunks, "CHUNK", 7 * 33)
     chunked = pack(weight, "int8")
     assert all(torch.equal(one, other) for one, other in zip(whole.planes, chunked.planes, strict=True))
 
@@ -73,3 +73,12 @@ def test_weights_that_are_not_finite_are_refused_and_counted(bad: float, format_
     weight[1, 3] = weight[2, 7] = bad
     with pytest.raises(FormatError, match=r"^2 NaN or infinite weights.*\[4, 33\]"):
         pack(weight, format_name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_rounded_to_nearest_and_half_to_even(dtype: torch.dtype) -> None:
+    halves = torch.arange(-127, 127.5, 0.5).to(dtype)
+    weight = torch.cat([halves[None], torch.randn(9, len(halves)).to(dtype)])
+    codes, scales = pack(weight, "int8").planes
+    assert torch.equal(codes, torch.round(weight.float() / scales[:, None]).to(torch.int8))
+    assert torch.equal(codes[0], torch.round(halves.float()).to(torch.int8))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant import bitsandbytes_kernels, nf4
+from moedge.quant import bitsandbytes_kernels, chunks, nf4
 from moedge.quant.format import FormatError
 from moedge.quant.tensor import PackedTensor, pack
 
@@ -70,7 +70,7 @@ def test_zeros_come_back_as_zeros(zero: float) -> None:
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nf4, "CHUNK", 7 * 192)
+    monkeypatch.setattr(chunks, "CHUNK", 7 * 192)
     assert_codes_are_those_of_bitsandbytes(torch.randn(100, 192, generator=torch.Generator().manual_seed(1)))
 
 

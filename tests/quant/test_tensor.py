@@ -112,3 +112,11 @@ def test_formats_stand_in_order_of_their_error_on_gaussian_weights() -> None:
 
 def test_the_error_of_zeros_is_zero() -> None:
     assert relative_error(torch.zeros(2, 64), pack(torch.zeros(2, 64), "nf4")) == 0
+
+
+def test_wrapping_copies_nothing_and_equals_packing_as_none() -> None:
+    weight = gaussian(6, 64)
+    wrapped = PackedTensor.wrap(weight)
+    assert wrapped.planes[0].data_ptr() == weight.data_ptr()
+    assert wrapped.layout == pack(weight, "none").layout
+    assert torch.equal(wrapped.dequantize(), weight)
