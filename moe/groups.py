@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+
+from .limits import COMBINE_TOKENS, ROW_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Assignments sorted by expert: expert e owns rows offsets[e] to offsets[e + 1] of the sorted order.
+    """Assignments laid out by expert: expert e owns rows offsets[e] to offsets[e + 1], the last of them padding.
 
-    `order` [S] holds the place t * A + a of each sorted row; `token_ids` [S] its token t.
+    `token_ids` [P] holds each row's token, padding rows repeat token 0; `places` [S] the row of assignment t * A + a.
     """
 
-    order: torch.Tensor
     token_ids: torch.Tensor
+    places: torch.Tensor
     offsets: tuple[int, ...]
 
     @property
@@ -31,19 +34,28 @@ def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     """One stable sort and one copy of E counts to the host; expert_ids [T, A]."""
     flat = expert_ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
-    offsets = (0, *torch.cumsum(counts, 0).tolist())
-    return ExpertGroups(order, order // expert_ids.shape[1], offsets)
+    counts = torch.bincount(flat, minlength=num_experts).tolist()
+    padded = (-(-count // ROW_MULTIPLE) * ROW_MULTIPLE for count in counts)
+    offsets = tuple(accumulate(padded, initial=0))
+    # How far padding has moved each expert's first row.
+    shifts = torch.tensor([begin - first for begin, first in zip(offsets, accumulate(counts, initial=0), strict=True)])
+    rows = torch.arange(len(flat)) + shifts[flat[order]]
+    token_ids = torch.zeros(offsets[-1], dtype=torch.long)
+    token_ids[rows] = order // expert_ids.shape[1]
+    places = torch.empty_like(order)
+    places[order] = rows
+    return ExpertGroups(token_ids, places, offsets)
 
 
 def combine(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
-    """Each token's experts, weighted and summed: rows [S, D] in sorted order, weights [T, A] -> [T, D].
+    """Each token's experts, weighted and summed: rows [P, D] by expert, weights [T, A] -> [T, D].
 
     The sum runs over a token's experts in the router's order, so it does not depend on the order in which experts
     were computed; there is nothing to add atomically.
     """
-    num_tokens, experts_per_token = weights.shape
-    by_token = torch.empty_like(rows)
-    by_token[groups.order] = rows
-    weighted = by_token.view(num_tokens, experts_per_token, -1) * weights.unsqueeze(-1)
-    return weighted.sum(dim=1).to(rows.dtype)
+    out = rows.new_empty(len(weights), rows.shape[1])
+    places = groups.places.view(weights.shape)
+    for begin in range(0, len(weights), COMBINE_TOKENS):
+        part = slice(begin, begin + COMBINE_TOKENS)
+        out[part] = (rows[places[part]] * weights[part].unsqueeze(-1)).sum(dim=1)
+    return out

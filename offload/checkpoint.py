@@ -6,21 +6,18 @@ truncated, and shows edits made under it. Pickle files are refused, there is no 
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from .errors import BadCheckpoint
-from .header import TensorEntry, header_nbytes, parse_header
+from .folder_file import open_inside
+from .header import MAX_TENSORS, TensorEntry, header_nbytes, parse_header
+from .index import check_index, read_index
+from .json_object import described
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_MAX_INDEX_NBYTES = 256 << 20
 
 
 class Checkpoint:
@@ -34,23 +31,32 @@ class Checkpoint:
         self.entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, str] = {}
         self._descriptors: dict[str, int] = {}
+        self._opened: dict[str, os.stat_result] = {}
         try:
             self._open_all()
         except BaseException:
             self.close()
             raise
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds a tensor."""
+        return self._file_of[name]
+
     def read_into(self, name: str, target: memoryview, begin: int = 0) -> None:
-        """Fills `target` with the tensor's bytes from byte `begin` of it on."""
+        """Fills `target` from byte `begin` of the tensor on."""
         entry, file = self.entries[name], self._file_of[name]
-        if begin + len(target) > entry.nbytes:
-            raise ValueError(f"{begin + len(target)} bytes were asked of {name!r}, which has {entry.nbytes}")
+        if begin < 0 or begin + len(target) > entry.nbytes:
+            raise ValueError(f"{len(target)} bytes from {begin} on of {name!r}, which has {entry.nbytes}")
         position = 0
         while position < len(target):
             read = os.preadv(self._descriptors[file], [target[position:]], entry.begin + begin + position)
             if read <= 0:
                 raise BadCheckpoint(f"{file}: ends inside tensor {name!r}; it changed while it was read")
             position += read
+
+    def unchanged(self) -> bool:
+        """Whether every file is still the one that was opened, with the size and the time of change that it had."""
+        return all(self._is_unchanged(file) for file in self._descriptors)
 
     def close(self) -> None:
         while self._descriptors:
@@ -64,57 +70,47 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _is_unchanged(self, file: str) -> bool:
+        opened = self._opened[file]
+        try:
+            current = os.stat(self.folder / file)
+        except OSError:
+            return False
+        return all(
+            (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+            == (opened.st_dev, opened.st_ino, opened.st_size, opened.st_mtime_ns)
+            for now in (current, os.fstat(self._descriptors[file]))
+        )
+
     def _open_all(self) -> None:
-        weight_map = _weight_map(self.folder)
-        for file in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
+        index = read_index(self.folder)
+        if index is None and not os.path.lexists(self.folder / SINGLE):
+            raise BadCheckpoint(f"{self.folder / SINGLE} is missing{_pickle_hint(self.folder)}; wanted it or an index")
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._open(file)
-        if weight_map is not None:
-            _check_index(weight_map, self._file_of)
+        if index is not None:
+            check_index(index, self._file_of)
 
     def _open(self, file: str) -> None:
-        path = self.folder / file
-        if not path.is_file():
-            raise BadCheckpoint(f"{path} is missing; download the checkpoint again{_pickle_hint(self.folder)}")
-        descriptor = self._descriptors[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        file_nbytes = os.fstat(descriptor).st_size
-        length = header_nbytes(os.pread(descriptor, 8, 0), file_nbytes, file)
-        for name, entry in parse_header(os.pread(descriptor, length, 8), file_nbytes, file).items():
+        descriptor = self._descriptors[file] = open_inside(self.folder, file)
+        self._opened[file] = os.fstat(descriptor)
+        for name, entry in parse_header(*read_header(descriptor, file), file).items():
             if name in self.entries:
-                raise BadCheckpoint(f"tensor {name!r} stands in both {self._file_of[name]} and {file}")
+                raise BadCheckpoint(f"tensor {described(name)} stands in both {self._file_of[name]} and {file}")
             self.entries[name] = entry
             self._file_of[name] = file
+        if len(self.entries) > MAX_TENSORS:
+            raise BadCheckpoint(f"{self.folder}: more than {MAX_TENSORS} tensors")
 
 
-def _weight_map(folder: Path) -> Mapping[str, str] | None:
-    """The index's tensor to file mapping, None where one file holds everything."""
-    path = folder / INDEX
-    if not path.exists():
-        return None
-    if path.stat().st_size > _MAX_INDEX_NBYTES:
-        raise BadCheckpoint(f"{path}: {path.stat().st_size} bytes is no sensible index")
-    try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        pairs = [(str(name), file) for name, file in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{path}: not an index of safetensors files ({error})") from None
-    for name, file in pairs:
-        if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file) or file.startswith("."):
-            raise BadCheckpoint(
-                f"{path}: {name[:80]!r} points to {file!r:.80}, wanted the bare name of a .safetensors file"
-            )
-    if not pairs:
-        raise BadCheckpoint(f"{path}: names no tensor")
-    return dict(pairs)
-
-
-def _check_index(weight_map: Mapping[str, str], file_of: Mapping[str, str]) -> None:
-    wrong = [name for name, file in weight_map.items() if file_of.get(name) != file]
-    extra = [name for name in file_of if name not in weight_map]
-    if wrong or extra:
-        raise BadCheckpoint(
-            f"{INDEX} and the files disagree: {len(wrong)} tensors are not where it says (first: {wrong[:3]}), "
-            f"{len(extra)} are not in it (first: {extra[:3]})"
-        )
+def read_header(descriptor: int, file: str) -> tuple[bytes, int]:
+    """The JSON text of an open file's header, and the size of the file."""
+    file_nbytes = os.fstat(descriptor).st_size
+    length = header_nbytes(os.pread(descriptor, 8, 0), file_nbytes, file)
+    header = os.pread(descriptor, length, 8)
+    if len(header) != length:
+        raise BadCheckpoint(f"{file}: ends inside its header; it changed while it was read")
+    return header, file_nbytes
 
 
 def _pickle_hint(folder: Path) -> str:

@@ -3,66 +3,62 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
 
-_UNLIMITED = 1 << 60
+from .cgroup import memory_groups
+
+
+def host_total(root: Path = Path("/")) -> int:
+    """Bytes this process could take if it were alone: the least of RAM, cgroup limits and rlimits."""
+    limits = [group.limit for group in memory_groups(root)]
+    return min([int(psutil.virtual_memory().total), *limits, *(limit for limit, _ in _process_limits())])
+
+
+def host_available(root: Path = Path("/")) -> int:
+    """Bytes that can still be taken: the least over the host, every memory cgroup above this process, and rlimits.
+
+    Swap is not counted. `root` stands for `/` where cgroups are looked up.
+    """
+    rooms = [group.room for group in memory_groups(root)]
+    rooms += [limit - used for limit, used in _process_limits()]
+    return max(0, min([int(psutil.virtual_memory().available), *rooms]))
 
 
 def host_peak() -> int:
-    """Largest resident size of this process so far, in bytes (VmHWM)."""
+    """Largest resident size of this process so far, or since `reset_host_peak`, in bytes (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmHWM line; a Linux kernel was wanted")
 
 
+def reset_host_peak() -> bool:
+    """Makes `host_peak` start again from the resident size; False where the kernel does not permit it."""
+    try:
+        # 5 resets VmHWM and nothing else: proc_pid_clear_refs(5).
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def host_resident() -> int:
     """Resident size of this process now, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return _statm()[1]
 
 
-def host_available() -> int:
-    """Bytes that can still be taken: the least over the host and every memory cgroup above this process."""
-    rooms = [int(psutil.virtual_memory().available)]
-    rooms += [room for folder in _memory_cgroups() if (room := _room(folder)) is not None]
-    return max(0, min(rooms))
+def _process_limits() -> list[tuple[int, int]]:
+    """(limit, used) of this process's own limits that are set: address space and data, bytes."""
+    statm = _statm()
+    pairs = [(resource.RLIMIT_AS, statm[0]), (resource.RLIMIT_DATA, statm[5])]
+    limits = [(resource.getrlimit(kind)[0], used) for kind, used in pairs]
+    return [(limit, used) for limit, used in limits if limit != resource.RLIM_INFINITY]
 
 
-def _memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Folders of the memory controller, own group first, up to its root (cgroup v2 and v1)."""
-    folders: list[Path] = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "memory" if controllers else root
-        own = mount / path.lstrip("/")
-        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
-    return folders
-
-
-def _room(folder: Path) -> int | None:
-    for limit_name, usage_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit = (folder / limit_name).read_text().strip()
-            if limit == "max" or int(limit) >= _UNLIMITED:
-                return None
-            usage = int((folder / usage_name).read_text())
-            return int(limit) - usage + _reclaimable(folder / "memory.stat", cache_name)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-    return None
-
-
-def _reclaimable(stat: Path, key: str) -> int:
-    """Page cache that the kernel drops before it refuses memory."""
-    for line in stat.read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
+def _statm() -> list[int]:
+    """Sizes of this process in bytes: total, resident, shared, text, 0, data and stack, 0."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return [int(pages) * page for pages in Path("/proc/self/statm").read_text().split()]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from ..moe.limits import COMBINE_TOKENS, ROW_MULTIPLE
 from .shape.layouts import ITEM_NBYTES
 from .shape.model_shape import ModelShape
 
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
 _HIDDEN_COPIES = 6
 _FP32_COPIES = 2
-# Rows by expert, rows by token, and those weighted.
-_EXPERT_COPIES = 3
 # The sampler works in tiles of at most this size.
 SAMPLER_NBYTES = 64 << 20
 
@@ -25,11 +24,15 @@ def pass_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sampled: int
     wide = max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0)
     per_token = max((layer.experts.per_token for layer in shape.layers if layer.experts), default=0)
     inner = max((layer.experts.up.rows for layer in shape.layers if layer.experts), default=0)
+    count = max((layer.experts.count for layer in shape.layers if layer.experts), default=0)
+    rows = num_tokens * per_token + min(count, num_tokens * per_token) * ROW_MULTIPLE
+    combined = COMBINE_TOKENS * per_token * shape.hidden
     layer = (
         _HIDDEN_COPIES * hidden * item
         + _FP32_COPIES * hidden * 4
         + 3 * num_tokens * wide * item
-        + _EXPERT_COPIES * per_token * hidden * item
+        + (rows * shape.hidden + combined) * item
+        + combined * 4
         + 3 * num_tokens * inner * item
     )
     logits = num_sampled * shape.vocab * (item + 4) + SAMPLER_NBYTES

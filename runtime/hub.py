@@ -7,7 +7,9 @@ from pathlib import Path
 from .errors import ModelNotFound
 
 # Weights as safetensors, tokenizer and configuration: no pickle and no code is ever fetched.
-_WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
+_WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
+# Copies of the weights in other layouts, which some repositories keep beside those that are read.
+_UNWANTED = ["*/*", "consolidated*"]
 
 
 def find_model(name: str) -> Path:
@@ -22,11 +24,17 @@ def find_model(name: str) -> Path:
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelNotFound(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen3-30B-A3B")
+    return _fetch(name, repository, revision or None)
+
+
+def _fetch(name: str, repository: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_WANTED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+        found = snapshot_download(repository, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    # The library lets through the errors of its HTTP client, another one in every major version, and, where a proxy
+    # answers something else than the hub would, whatever its own code trips over.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ModelNotFound(f"{name!r} is no folder here, and could not be fetched from the hub: {reason}") from None
+    return Path(found)

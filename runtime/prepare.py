@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..offload.checkpoint import Checkpoint
+from ..offload.errors import BadCheckpoint
 from ..quant.linear import Compute
 from .model.assembly import LayerAssembly
 from .model.finite import refuse_nonfinite
@@ -44,6 +45,7 @@ class Preparation:
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, compute: Compute) -> None:
         self.layers: list[LayerAssembly] = []
         self._model = model
+        self._checkpoint = checkpoint
         self._loader = CheckpointLoader(model, checkpoint, model.dtype)
         self._compute = compute
 
@@ -59,6 +61,8 @@ class Preparation:
             self.layers.append(assembly)
         self._loader.load_rest()
         refuse_nonfinite(self._model)
+        if not self._checkpoint.unchanged():
+            raise BadCheckpoint(f"{self._checkpoint.folder}: a weight file changed while it was read; start again")
         if shards.head is not None:
             self._pack_head(shards.head, sink)
 

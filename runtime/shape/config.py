@@ -12,7 +12,7 @@ from typing import Any
 from ...offload.folder_file import read_inside
 from ...offload.json_object import described, load_object
 from ..errors import UnsupportedModel
-from .config_fields import FIELDS, LISTS, check_fields, out_of_range
+from .config_fields import FIELDS, LISTS, checked_fields, out_of_range
 from .families import Family, family
 from .rope import ROPE_FIELDS, check_rope
 
@@ -30,8 +30,7 @@ class ModelConfig:
         self.family: Family = family(values.get("model_type"))
         _refuse_code(values, CONFIG)
         _refuse_quantized(values)
-        self.values = {key: value for key, value in values.items() if key in _KNOWN}
-        check_fields(self.values)
+        self.values = checked_fields({key: value for key, value in values.items() if key in _KNOWN})
         check_rope(self.values, by_layer_kind=self.family.window == "five_of_six")
         self._check_heads()
         self._check_layer_types()
@@ -119,7 +118,7 @@ def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
             raise UnsupportedModel(
                 f"{where}: {described(key)} names code or is private; moedge runs no code of a checkpoint"
             )
-        _refuse_code(item, f"{where}.{key}"[:200], depth + 1)
+        _refuse_code(item, f"{where}.{key if key.isidentifier() else ascii(key)}"[:200], depth + 1)
 
 
 def _refuse_quantized(values: dict[str, Any]) -> None:

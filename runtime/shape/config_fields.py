@@ -112,8 +112,21 @@ _NULLABLE = {
 _MAX_ITEMS = 512
 
 
-def check_fields(values: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel at the first field whose value is out of its range."""
+def checked_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with fractions as floats; raises UnsupportedModel at the first field that is out of its range.
+
+    Files write a fraction like 6.0 as 6, which transformers' classes refuse.
+    """
+    _check(values)
+    return {name: float(value) if _is_fraction(name, value) else value for name, value in values.items()}
+
+
+def _is_fraction(name: str, value: object) -> bool:
+    rule = FIELDS.get(name)
+    return isinstance(rule, Number) and not rule.whole and value is not None
+
+
+def _check(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if value is None and name in _NULLABLE:
             continue

@@ -15,7 +15,10 @@ from moedge.offload.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.header import header_nbytes, parse_header
 
-GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]}}
+GOOD = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]},
+}
 
 
 def parse(header: Any, extra: int = 0) -> Any:
@@ -26,7 +29,10 @@ def parse(header: Any, extra: int = 0) -> Any:
 def test_a_good_header_gives_absolute_byte_ranges() -> None:
     entries = parse(GOOD)
     base = 8 + len(json.dumps(GOOD))
-    assert [(entry.name, entry.begin - base, entry.end - base) for entry in entries.values()] == [("a", 0, 24), ("b", 24, 28)]
+    assert [(entry.name, entry.begin - base, entry.end - base) for entry in entries.values()] == [
+        ("a", 0, 24),
+        ("b", 24, 28),
+    ]
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -38,7 +44,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     [
         (b" " + json.dumps(GOOD).encode(), "starts with"),
         (b'{"a": 1', "not the JSON"),
-        (json.dumps(GOOD).encode().replace(b'"b"', b'"a"'), "twice"),
+        (json.dumps(GOOD).encode().replace(b'"b"', b'"a"'), "2 times"),
         (b"[" * 100_000, "starts with"),
         (b'{"a":' + b"[" * 200_000, "not the JSON"),
         (changed(dtype="F7"), "not one of"),
@@ -55,6 +61,12 @@ def changed(**fields: Any) -> dict[str, Any]:
         ({**GOOD, "c\x00": GOOD["b"]}, "unprintable"),
         ({**GOOD, "n" * 513: GOOD["b"]}, "over 512"),
         ({"a": GOOD["a"]}, "tensors end at"),
+        ({**GOOD, "__metadata__": {"a": 1}}, "wanted texts by name"),
+        ({**GOOD, "__metadata__": {"a": "\ud800"}}, "wanted texts by name"),
+        (b'{"a":[' + b"[]," * 500_000 + b"[]]}", "at most 100000 tensors"),
+        (b'{"a":[' + b"1," * 1_300_000 + b"1]}", "at most 100000 tensors"),
+        (changed(dtype=[[[]]]), "a list of 1"),
+        (b"\xef\xbb\xbf{}", "starts with"),
     ],
 )
 def test_malformed_headers_are_refused(header: Any, says: str) -> None:
@@ -105,7 +117,9 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("target", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", ".x.safetensors", 7])
+@pytest.mark.parametrize(
+    "target", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", ".x.safetensors", 7]
+)
 def test_an_index_cannot_point_elsewhere(tmp_path: Path, target: Any) -> None:
     make(tmp_path, model={"x": np.ones(2, np.float32)})
     with pytest.raises(BadCheckpoint, match="bare name"):

@@ -1,0 +1,117 @@
+"""Does a preparation that is killed again and again end with the bytes of one that was left alone?
+
+    python bench/store_kill.py [--kills 300] [--seed 0]
+
+A process writes a store and is killed (SIGKILL) at a random instant; what it left must not open, or be whole; then it
+starts again, until it ends by itself. The finished store is compared, file by file, with an uninterrupted one.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from moedge.offload.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
+from moedge.offload.new_shard_file import TensorSpec
+from moedge.offload.store import Store
+from moedge.offload.store_errors import BadStore
+from moedge.offload.store_writer import StoreWriter
+
+NUM_LAYERS, NUM_EXPERTS = 6, 8
+DENSE_NBYTES, EXPERT_NBYTES = 1 << 18, 1 << 16
+RESIDENT = TensorSpec("embedding", "BF16", (512, 64))
+
+
+def shard(name: str, nbytes: int) -> memoryview:
+    return memoryview(random.Random(name).randbytes(nbytes))
+
+
+def write(folder: Path) -> None:
+    with StoreWriter(folder, {"quant": "nf4"}, "model") as writer:
+        for index in range(NUM_LAYERS):
+            if not writer.has(layer_file(index)):
+                with writer.layer(index, DENSE_NBYTES, NUM_EXPERTS, EXPERT_NBYTES) as layer:
+                    layer.write_dense(shard(f"{index}", DENSE_NBYTES))
+                    for expert in range(NUM_EXPERTS):
+                        layer.write_expert(expert, shard(f"{index}.{expert}", EXPERT_NBYTES))
+        if not writer.has(HEAD_FILE):
+            writer.write_head(shard("head", DENSE_NBYTES))
+        if not writer.has(RESIDENT_FILE):
+            with writer.resident([RESIDENT]) as resident:
+                resident.write(RESIDENT.name, shard(RESIDENT.name, RESIDENT.nbytes))
+        writer.finish({"kills": "none of this is in the bytes"})
+
+
+def start(folder: Path) -> int:
+    """The id of a process that writes the store and ends."""
+    process = os.fork()
+    if process == 0:
+        write(folder)
+        os._exit(0)
+    return process
+
+
+def killed(folder: Path, after: float) -> bool:
+    """Whether the process was killed `after` seconds; else it ended by itself before."""
+    process = start(folder)
+    time.sleep(after)
+    os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
+        raise SystemExit(f"the writer failed with status {status}")
+    return os.WIFSIGNALED(status)
+
+
+def left_behind(folder: Path) -> str:
+    """What the kill left: the words of the final table. A store that opens must be whole."""
+    try:
+        with Store.open(folder) as store:
+            if not all(sound for _, sound in store.verify()):
+                raise SystemExit(f"{folder}: a store opened that is not whole")
+        return "a whole store"
+    except BadStore:
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if any(name.endswith(".tmp") for name in names):
+        return "a file half written"
+    return "finished files" if len(names) > 1 else "nothing"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def seconds_alone(folder: Path) -> float:
+    begin = time.perf_counter()
+    os.waitpid(start(folder), 0)
+    return time.perf_counter() - begin
+
+
+def run(root: Path, kills: int, seed: int) -> None:
+    generator, left, finished = random.Random(seed), Counter[str](), 0
+    seconds = min(seconds_alone(root / f"alone-{trial}") for trial in range(5))
+    wanted = snapshot(root / "alone-0")
+    while left.total() < kills:
+        folder = root / f"{finished}"
+        # Short lives, so that one store takes many: every part of the work is interrupted, and gone on with.
+        while left.total() < kills and killed(folder, generator.uniform(0, seconds / 3)):
+            left[left_behind(folder)] += 1
+        write(folder)
+        if snapshot(folder) != wanted:
+            raise SystemExit(f"{folder} differs from a store that was written without a kill")
+        finished += 1
+    print(f"{kills} kills over {seconds:.2f} s of writing; {finished} stores ended with the same bytes; kills left")
+    for what, times in left.most_common():
+        print(f"  {times:4}  {what}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), arguments.kills, arguments.seed)

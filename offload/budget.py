@@ -1,0 +1,180 @@
+"""Ceilings: sizes as people write them, and the ledger that every allocation of a tier is entered in. Torch-free.
+
+Knows tiers by name and bytes by number; what is allocated, and with what, is the caller's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import threading
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from types import TracebackType
+
+from .errors import OutOfBudget
+
+GIB = 1 << 30
+FORMS = "7GiB, 7G, 7GB, 500MiB, 80%, auto, auto-1GiB or 0"
+_UNITS = {"b": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+# Bounded lengths: a size of a million digits is refused here, not multiplied.
+_NUMBER = r"(\d{1,15}(?:\.\d{1,9})?)\s*"
+_SIZE = re.compile(_NUMBER + r"([a-z]+)")
+_PERCENT = re.compile(_NUMBER + "%")
+
+
+class BadSize(ValueError):
+    """A size is not written in a known form, or leaves nothing."""
+
+
+def auto_host(available: int) -> int:
+    """What RAM gives by itself: 2 GiB, or a tenth of what is available where that is more, stays for others."""
+    return max(0, available - max(2 * GIB, available // 10))
+
+
+def auto_device(available: int) -> int:
+    """What a device gives by itself: half a GiB of what is free stays for its desktop."""
+    return max(0, available - GIB // 2)
+
+
+def parse_size(text: str, total: int, available: int, auto: Callable[[int], int] = auto_host) -> int:
+    """Bytes that `text` means for a tier of `total` bytes of which `available` are free.
+
+    G and GiB are 2^30, GB is 10^9; a percentage is of `total`; `auto` is `auto(available)`. Fractions are rounded
+    down. The result may exceed what the tier has: it is a ceiling, not a promise.
+    """
+    wanted = text.strip().lower()
+    if wanted == "0":
+        return 0
+    if wanted.startswith("auto"):
+        return _auto(text, wanted.removeprefix("auto").strip(), auto(available))
+    if match := _PERCENT.fullmatch(wanted):
+        if Fraction(match[1]) > 100:
+            raise BadSize(f"{text!r} is more than all of it; wanted at most 100%")
+        return int(Fraction(match[1]) * total / 100)
+    return _absolute(text, wanted)
+
+
+def _auto(text: str, rest: str, granted: int) -> int:
+    if not rest:
+        return granted
+    if not rest.startswith("-"):
+        raise _unknown(text)
+    less = _absolute(text, rest[1:].strip())
+    if less > granted:
+        raise BadSize(f"{text!r} leaves nothing: auto is {gib(granted)} here")
+    return granted - less
+
+
+def _absolute(text: str, wanted: str) -> int:
+    match = _SIZE.fullmatch(wanted)
+    if match is None or match[2] not in _UNITS:
+        raise _unknown(text)
+    return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def _unknown(text: str) -> BadSize:
+    return BadSize(f"{text[:40]!r} is not a size; wanted {FORMS}; nearest: {nearest_form(text)}")
+
+
+def nearest_form(text: str) -> str:
+    """The accepted form that `text` probably meant."""
+    wanted = text.strip().lower().replace("percent", "%")
+    match = re.search(r"(\d{1,15}(?:[.,]\d{1,9})?)\s*([kmgt%]?)", wanted)
+    if match is None:
+        return "auto"
+    number, unit = match[1].replace(",", "."), (match[2] or "g").upper()
+    if difflib.get_close_matches(re.split(r"[^a-z]", wanted)[0], ["auto"]):
+        return f"auto-{number}{unit.replace('%', 'G')}iB"
+    if unit == "%":
+        return f"{number}%" if Fraction(number) <= 100 else "100%"
+    return f"{number}{unit}iB"
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 100 else f"{nbytes / 1024:.1f} KiB"
+
+
+class Entry:
+    """Bytes that a ledger has granted, until `release` or the end of a `with` block."""
+
+    def __init__(self, tier: str, name: str, nbytes: int, give_back: Callable[[Entry], None]) -> None:
+        self.tier = tier
+        self.name = name
+        self.nbytes = nbytes
+        self._give_back = give_back
+
+    def release(self) -> None:
+        """Raises ValueError the second time: somebody frees what is not theirs."""
+        self._give_back(self)
+
+    def __enter__(self) -> Entry:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Ledger:
+    """What is in each tier, by name, never more than its budget. Any thread may take and release."""
+
+    def __init__(self, budgets: Mapping[str, int]) -> None:
+        self.budgets = dict(budgets)
+        self._entries: dict[str, list[Entry]] = {tier: [] for tier in budgets}
+        self._peaks = dict.fromkeys(budgets, 0)
+        self._lock = threading.Lock()
+
+    def take(self, tier: str, name: str, nbytes: int) -> Entry:
+        """Enters `nbytes` under `name`, before they are allocated. Raises OutOfBudget with what is in the tier."""
+        if nbytes < 0 or tier not in self.budgets:
+            raise ValueError(f"{name!r} asks for {nbytes} bytes of {tier!r}; wanted 0 or more of {list(self.budgets)}")
+        entry = Entry(tier, name, nbytes, self._release)
+        with self._lock:
+            total = self._total(tier) + nbytes
+            if total > self.budgets[tier]:
+                raise OutOfBudget(self._refusal(entry))
+            self._entries[tier].append(entry)
+            self._peaks[tier] = max(self._peaks[tier], total)
+        return entry
+
+    def total(self, tier: str) -> int:
+        with self._lock:
+            return self._total(tier)
+
+    def peak(self, tier: str) -> int:
+        """The largest total so far."""
+        with self._lock:
+            return self._peaks[tier]
+
+    def table(self) -> str:
+        """One block of lines per tier, for people: its total and budget, then its entries summed by name."""
+        with self._lock:
+            return "\n".join(line for tier in self.budgets for line in self._lines(tier))
+
+    def _release(self, entry: Entry) -> None:
+        with self._lock:
+            if entry not in self._entries[entry.tier]:
+                raise ValueError(f"{entry.name!r} of {entry.nbytes} bytes was released twice")
+            self._entries[entry.tier].remove(entry)
+
+    def _total(self, tier: str) -> int:
+        return sum(entry.nbytes for entry in self._entries[tier])
+
+    def _refusal(self, entry: Entry) -> str:
+        free = self.budgets[entry.tier] - self._total(entry.tier)
+        lines = "\n".join(self._lines(entry.tier))
+        return f"{entry.name} needs {entry.nbytes} bytes of {entry.tier}, {free} are left of its budget\n{lines}"
+
+    def _lines(self, tier: str) -> list[str]:
+        sums: dict[str, int] = {}
+        for entry in self._entries[tier]:
+            sums[entry.name] = sums.get(entry.name, 0) + entry.nbytes
+        head = f"{tier}: {gib(self._total(tier))} of {gib(self.budgets[tier])}"
+        rows = sorted(sums.items(), key=lambda item: -item[1])
+        return [head, *(f"{gib(nbytes):>14}  {name}" for name, nbytes in rows)]

@@ -1,0 +1,45 @@
+"""One JSON object of a file that nobody vouches for, without what Python's parser lets pass."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import Counter
+from typing import Any, Never
+
+
+def load_object(data: bytes) -> dict[str, Any]:
+    """Raises ValueError, saying what was found, for anything but one UTF-8 JSON object with unique keys."""
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("it starts with a byte order mark; save it without")
+    try:
+        value = _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object was wanted, found {described(value)}")
+    return value
+
+
+def described(value: object) -> str:
+    """A value for a message: short, printable, and no deeper than its outside."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!a:.60}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{described(name)} stands in it {count} times, wanted once")
+    return unique
+
+
+def _refuse_constant(literal: str) -> Never:
+    raise ValueError(f"{literal} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)

@@ -1,0 +1,110 @@
+"""How fast a folder's disk gives bytes: cold reads of a file made for it, past the page cache. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from .profile import Disk, DiskRead
+
+MIB = 1 << 20
+BLOCKS = (1 * MIB, 4 * MIB, 8 * MIB)
+THREADS = (1, 2, 4, 8)
+_LEAST_NBYTES = 64 * MIB
+_WRITE_SECONDS = 6.0
+
+
+def measure_disk(
+    folder: Path,
+    nbytes: int = 1024 * MIB,
+    seconds: float = 0.2,
+    blocks: Sequence[int] = BLOCKS,
+    threads: Sequence[int] = THREADS,
+) -> Disk | None:
+    """Reads twice for `seconds` with every block size (bytes) and number of threads; None where there is no room.
+
+    The file takes `nbytes`, less where that is more than a quarter of the free space or takes long to write. It has
+    no name: nothing remains of it even after a kill.
+    """
+    room = min(nbytes, shutil.disk_usage(folder).free // 4) // max(blocks) * max(blocks)
+    if room < min(_LEAST_NBYTES, nbytes):
+        return None
+    with TemporaryFile(dir=folder, buffering=0) as file:
+        written = _fill(file.fileno(), room, max(blocks))
+        descriptor, direct = _open_cold(file.fileno())
+        try:
+            ways = list(itertools.product(blocks, threads))
+            rates = dict.fromkeys(ways, 0.0)
+            # There and back: what a disk does in its first second, or while others use it, falls on no way alone.
+            for way in (*ways, *reversed(ways)):
+                rates[way] = max(rates[way], _read_rate(descriptor, written, way, seconds))
+        finally:
+            os.close(descriptor)
+    return Disk(direct, written, tuple(DiskRead(*way, rate) for way, rate in rates.items()))
+
+
+def _fill(descriptor: int, nbytes: int, block: int) -> int:
+    """Writes until `nbytes` or until it has taken too long; returns what was written."""
+    # Windows of one random pool at odd offsets: hardly two pages are alike, so storage that folds equal ones cannot.
+    pool = memoryview(os.urandom(block + MIB))
+    deadline = time.monotonic() + _WRITE_SECONDS
+    written = 0
+    while written < nbytes and (written < _LEAST_NBYTES or time.monotonic() < deadline):
+        start = random.randrange(MIB) | 1
+        written += os.pwrite(descriptor, pool[start : start + block], written)
+        if written % _LEAST_NBYTES == 0:
+            _drop_cached(descriptor)
+    _drop_cached(descriptor)
+    return written // block * block
+
+
+def _drop_cached(descriptor: int) -> None:
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _open_cold(descriptor: int) -> tuple[int, bool]:
+    """The same file opened for reading, with O_DIRECT where its file system has it; then True."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
+    except OSError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+
+
+def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int], seconds: float) -> float:
+    """bytes/s of readers that take turns with the blocks of the file, again from its start at its end."""
+    block, threads = way
+    _drop_cached(descriptor)
+    # Populated, or the first read into each page would pay for making it.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    with mmap.mmap(-1, threads * block, flags=flags) as memory, memoryview(memory) as rooms:
+        begun = time.perf_counter()
+
+        def read(start: int) -> int:
+            offsets = range(start, sys.maxsize, threads * block)
+            with rooms[start : start + block] as room:
+                return _read(descriptor, nbytes, room, offsets, begun + seconds)
+
+        with ThreadPoolExecutor(threads) as pool:
+            total = sum(pool.map(read, range(0, threads * block, block)))
+        return total / (time.perf_counter() - begun)
+
+
+def _read(descriptor: int, nbytes: int, room: memoryview, offsets: range, deadline: float) -> int:
+    """Bytes read until `deadline`, at least one block; `offsets` go round the file."""
+    total = 0
+    for offset in offsets:
+        total += os.preadv(descriptor, [room], offset % nbytes)
+        if time.perf_counter() >= deadline:
+            break
+    return total

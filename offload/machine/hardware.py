@@ -1,0 +1,88 @@
+"""Which machine this is: what a measurement stays valid for. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """`cores` are those this process may run on, `disk` the device and file system of the folder for weights."""
+
+    cpu: str
+    cores: int
+    ram_nbytes: int
+    gpus: tuple[Gpu, ...]
+    disk: str
+
+
+def find_hardware(folder: Path) -> Hardware:
+    """`folder` need not exist yet."""
+    return Hardware(
+        cpu=_cpu_model(Path("/proc/cpuinfo")),
+        cores=len(os.sched_getaffinity(0)),
+        ram_nbytes=int(psutil.virtual_memory().total),
+        gpus=find_gpus(),
+        disk=_device_of(nearest_existing(folder)),
+    )
+
+
+def find_gpus(driver: Any = None) -> tuple[Gpu, ...]:
+    """The NVIDIA devices that CUDA_VISIBLE_DEVICES leaves visible. Asks the driver's library: no context is made."""
+    cuda = driver or _driver()
+    count = ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_gpu(cuda, ordinal) for ordinal in range(count.value))
+
+
+def nearest_existing(folder: Path) -> Path:
+    resolved = folder.resolve()
+    return next(place for place in (resolved, *resolved.parents) if place.is_dir())
+
+
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _gpu(cuda: Any, ordinal: int) -> Gpu:
+    handle, name, nbytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    failed = (
+        cuda.cuDeviceGet(ctypes.byref(handle), ordinal)
+        or cuda.cuDeviceGetName(name, len(name), handle)
+        or cuda.cuDeviceTotalMem_v2(ctypes.byref(nbytes), handle)
+    )
+    if failed:
+        raise OSError(f"the NVIDIA driver lists device {ordinal} but does not describe it (CUDA error {failed})")
+    return Gpu(name.value.decode("utf-8", "replace"), nbytes.value)
+
+
+def _cpu_model(cpuinfo: Path) -> str:
+    """The model that the kernel names; on ARM, which names none, the architecture."""
+    names = [
+        line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()
+
+
+def _device_of(folder: Path) -> str:
+    """Device and file system of the innermost mount; the last of several on one place hides the others."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    inner = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
+    return f"{inner.device} {inner.fstype}" if inner else "unknown"

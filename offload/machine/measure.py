@@ -1,0 +1,39 @@
+"""Measures everything once: the one place that knows which measurements make a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..memory import host_available
+from .arithmetic import measure_memory
+from .device import measure_link, measure_pin_limit
+from .disk import measure_disk
+from .hardware import Hardware, nearest_existing
+from .profile import FlopRates, Machine
+
+_LEAST_NBYTES = 64 << 20
+_BUFFER_NBYTES = 256 << 20
+_PIN_NBYTES = 4 << 30
+
+
+def measure_machine(
+    folder: Path,
+    hardware: Hardware,
+    measure_flop_s: Callable[[], FlopRates] = dict,
+    most_nbytes: int | None = None,
+) -> Machine:
+    """About ten seconds on an idle machine. Needs up to a GiB on the disk of `folder` for that time.
+
+    `most_nbytes`, at least 64 MiB, bounds the host memory that each measurement takes; not given, it is a quarter of
+    what is available. `measure_flop_s` comes from the floor that knows weight formats.
+    """
+    room = max(_LEAST_NBYTES, host_available() // 4 if most_nbytes is None else most_nbytes)
+    return Machine(
+        hardware=hardware,
+        memory_bytes_s=measure_memory(min(_BUFFER_NBYTES, room)),
+        disk=measure_disk(nearest_existing(folder)),
+        link=measure_link(min(_BUFFER_NBYTES, room)),
+        pin=measure_pin_limit(min(_PIN_NBYTES, room)),
+        flop_s=measure_flop_s(),
+    )

@@ -1,0 +1,141 @@
+"""The measured speeds of one machine, and their JSON. What is free at the moment is no part of it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .hardware import Gpu, Hardware
+
+# FLOP/s by weight format, then by number of rows (tokens) multiplied at once.
+FlopRates = Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """One way to read, and the bytes/s it gave."""
+
+    block_nbytes: int
+    threads: int
+    bytes_s: float
+
+    def __post_init__(self) -> None:
+        _check_whole(self.block_nbytes, self.threads)
+        _check_speed(self.bytes_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Reads of a file of `nbytes`; `direct` is false where the file system has no O_DIRECT."""
+
+    direct: bool
+    nbytes: int
+    reads: tuple[DiskRead, ...]
+
+    def __post_init__(self) -> None:
+        _check_whole(self.nbytes, len(self.reads))
+        _check_flag(self.direct)
+
+    @property
+    def best(self) -> DiskRead:
+        return max(self.reads, key=lambda read: read.bytes_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Copies from host to device; `pinned_bytes_s` is None where no memory could be pinned."""
+
+    pageable_bytes_s: float
+    pinned_bytes_s: float | None
+
+    def __post_init__(self) -> None:
+        _check_speed(self.pageable_bytes_s, *([] if self.pinned_bytes_s is None else [self.pinned_bytes_s]))
+
+
+@dataclass(frozen=True, slots=True)
+class PinLimit:
+    """How much host memory could be page-locked; `refused` is false where the probe ended before the limit."""
+
+    nbytes: int
+    refused: bool
+
+    def __post_init__(self) -> None:
+        _check_whole(self.nbytes, least=0)
+        _check_flag(self.refused)
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes to pin at most: a fifth is left to others that pin. None where no limit was met."""
+        return self.nbytes * 4 // 5 if self.refused else None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """None stands for what this machine does not have or what could not be measured."""
+
+    hardware: Hardware
+    memory_bytes_s: float
+    disk: Disk | None = None
+    link: Link | None = None
+    pin: PinLimit | None = None
+    flop_s: FlopRates = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_speed(self.memory_bytes_s)
+        for rates in self.flop_s.values():
+            _check_whole(*rates.keys())
+            _check_speed(*rates.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain objects, as `json` reads them back."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    @classmethod
+    def from_json(cls, content: Any) -> Machine:
+        """Raises ValueError for anything that `to_json` does not write."""
+        try:
+            machine = cls(**{**content, **_parts(content)})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a machine profile: {error}") from None
+        # Text, not objects: to Python, 1 and true are equal.
+        if json.dumps(machine.to_json(), sort_keys=True) != json.dumps(content, sort_keys=True):
+            raise ValueError("not a machine profile: a value is not of its type")
+        return machine
+
+
+def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
+    hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
+    return {
+        "hardware": Hardware(**{**hardware, "gpus": tuple(Gpu(**gpu) for gpu in hardware["gpus"])}),
+        "disk": None if disk is None else _disk(disk),
+        "link": None if link is None else Link(**link),
+        "pin": None if pin is None else PinLimit(**pin),
+        "flop_s": {
+            name: {int(rows): rate for rows, rate in rates.items()} for name, rates in content["flop_s"].items()
+        },
+    }
+
+
+def _disk(content: Mapping[str, Any]) -> Disk:
+    return Disk(**{**content, "reads": tuple(DiskRead(**read) for read in content["reads"])})
+
+
+def _check_whole(*values: int, least: int = 1) -> None:
+    for value in values:
+        if type(value) is not int or value < least:
+            raise ValueError(f"{value!r} was found; wanted a whole number from {least}")
+
+
+def _check_speed(*values: float) -> None:
+    for value in values:
+        if type(value) not in {int, float} or not 0 < value < math.inf:
+            raise ValueError(f"a speed of {value!r} was found; wanted a positive number")
+
+
+def _check_flag(value: bool) -> None:
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} was found; wanted true or false")

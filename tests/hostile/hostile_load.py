@@ -1,0 +1,21 @@
+"""Reads and packs all weights of a checkpoint, as a job does before its first pass."""
+
+from pathlib import Path
+
+import torch
+
+from moedge.offload.checkpoint import Checkpoint
+from moedge.quant.linear import Compute
+from moedge.quant.workspace import Workspace
+from moedge.runtime.in_memory import MemorySink
+from moedge.runtime.model.definition import define
+from moedge.runtime.prepare import Preparation
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.shape.shards import model_shards
+
+
+def load_weights(folder: Path, shape: ModelShape) -> None:
+    model = define(ModelConfig.read(folder), torch.float32)
+    with Checkpoint(folder) as checkpoint:
+        Preparation(model, checkpoint, Compute(Workspace(0))).run(model_shards(shape, "none", "fp32"), MemorySink())

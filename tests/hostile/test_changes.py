@@ -1,0 +1,56 @@
+"""A checkpoint that changes while it is prepared gives no model: what was read may be of two different ones."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedge.offload.checkpoint import Checkpoint
+from moedge.offload.errors import BadCheckpoint
+from moedge.quant.linear import Compute
+from moedge.quant.workspace import Workspace
+from moedge.runtime.in_memory import MemorySink
+from moedge.runtime.model.definition import define
+from moedge.runtime.prepare import Preparation
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.folder import read_shape
+from moedge.runtime.shape.shards import model_shards
+
+
+class MeddlingSink(MemorySink):
+    """Changes the weights before the second layer is read."""
+
+    def __init__(self, meddle: Callable[[], object]) -> None:
+        super().__init__()
+        self._meddle = meddle
+
+    def has_layer(self, index: int) -> bool:
+        if index == 1:
+            self._meddle()
+        return False
+
+
+def prepare(folder: Path, meddle: Callable[[Path], object]) -> None:
+    shape = read_shape(folder)
+    model = define(ModelConfig.read(folder), torch.float32)
+    sink = MeddlingSink(lambda: meddle(folder / "model.safetensors"))
+    with Checkpoint(folder) as checkpoint:
+        Preparation(model, checkpoint, Compute(Workspace(0))).run(model_shards(shape, "none", "fp32"), sink)
+
+
+def replace(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".new")).rename(path)
+
+
+@pytest.mark.parametrize("meddle", [replace, os.utime, os.remove, lambda path: os.truncate(path, 5000)])
+def test_a_change_is_a_refusal(meddle: Callable[[Path], object], good_folders: Sequence[Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(good_folders[0], tmp_path / "copy")
+    with pytest.raises(BadCheckpoint, match="changed while it was read"):
+        prepare(folder, meddle)
+
+
+def test_no_change_is_none(good_folders: Sequence[Path]) -> None:
+    prepare(good_folders[0], lambda path: None)

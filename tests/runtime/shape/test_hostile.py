@@ -1,0 +1,134 @@
+"""config.json as hostile text: what is not in the allow-list never reaches a model, what is must be in its range."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedge.offload.errors import BadCheckpoint
+from moedge.runtime.errors import UnsupportedModel
+from moedge.runtime.model.definition import define
+from moedge.runtime.shape.config import MAX_CONFIG_NBYTES, ModelConfig
+from moedge.runtime.shape.config_fields import FIELDS, LISTS, Choice, Number
+from moedge.runtime.shape.families import SUPPORTED
+from moedge.runtime.shape.rope import ROPE_FIELDS
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 16, "pad_token_id": None,
+    "num_experts_per_tok": 1,
+}  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+# Fields of transformers' configurations that cannot change a pass without gradients, or that moedge decides.
+INERT = {
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "chunk_size_feed_forward",
+    "dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "return_dict",
+    "router_aux_loss_coef", "router_jitter_noise", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_field_of_a_family_is_read_or_known_to_be_inert(family: str) -> None:
+    """The day this fails, transformers has a new field: read it with a range, or say here why not."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    assert set(CONFIG_MAPPING[family]().to_dict()) <= {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *INERT}
+
+
+def in_range(rule: Number | Choice) -> st.SearchStrategy[Any]:
+    if isinstance(rule, Choice):
+        return st.sampled_from(rule.values)
+    if rule.whole:
+        return st.integers(int(rule.least), int(rule.most))
+    return st.floats(rule.least, rule.most) | st.integers(math.ceil(rule.least), int(rule.most))
+
+
+def odd_numbers() -> st.SearchStrategy[dict[str, Any]]:
+    """Values in range for fields whose size allocates nothing."""
+    free = {name: rule for name, rule in FIELDS.items() if name not in SMALL and not _allocates(name)}
+    return st.fixed_dictionaries({}, optional={name: in_range(rule) for name, rule in free.items()})
+
+
+def _allocates(name: str) -> bool:
+    return name in {"head_dim", "num_experts", "num_local_experts", "decoder_sparse_step"}
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+@given(odd_numbers())
+@settings(max_examples=12, deadline=None)
+def test_what_passes_makes_a_model(family: str, values: dict[str, Any]) -> None:
+    import torch
+
+    config = ModelConfig({"model_type": family, **SMALL, **values})
+    model = define(config, torch.float32)
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, *LISTS, *ROPE_FIELDS, "auto_map", "x"]), JSON, max_size=5))
+@settings(max_examples=400, deadline=None)
+def test_random_values_are_refused_or_in_range(values: dict[str, Any]) -> None:
+    try:
+        config = ModelConfig({"model_type": "qwen3_moe", **SMALL, **values})
+    except UnsupportedModel as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    assert refusal.isprintable()
+    if refusal:
+        return
+    for name, rule in FIELDS.items():
+        value = config.values.get(name)
+        assert value is None or rule.admits(value)
+        assert not isinstance(value, float) or math.isfinite(value)
+    assert "x" not in config.values
+
+
+@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+@settings(max_examples=300, deadline=None)
+def test_random_files_are_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "config.json").write_bytes(data)
+    with pytest.raises(UnsupportedModel) as refused:
+        ModelConfig.read(folder)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'{"hidden_size": 1, "hidden_size": 2}', "2 times"),
+        (b'{"x": NaN}', "NaN is not JSON"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"x": "\xff"}', "not UTF-8"),
+        (b'{"x":' * 100_000, "nested"),
+        (b'{"model_type": "llama", "x": ' + b"[" * 40 + b"]" * 40 + b"}", "deeper than 32"),
+        (b"[]", "a list of 0"),
+    ],
+)
+def test_what_is_no_configuration_is_named(text: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(UnsupportedModel, match=says):
+        ModelConfig.read(tmp_path)
+
+
+def test_a_file_over_the_cap_or_none_at_all_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_NBYTES + 1))
+    with pytest.raises(BadCheckpoint, match="at most"):
+        ModelConfig.read(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UnsupportedModel, match="is missing"):
+        ModelConfig.read(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BadCheckpoint, match="pipe"):
+        ModelConfig.read(tmp_path)
