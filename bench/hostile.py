@@ -230,8 +230,9 @@ LIMITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "index of 100 MB": (_index(lambda: b" " * 100 * 10**6), "at most"),
     "index of lists": (_index(lambda: b"[" + b"[]," * (10 << 20) + b"[]]"), "no index"),
     "config of 100 MB": (_config(lambda: b" " * 100 * 10**6), "at most"),
-    "config of lists": (_config(lambda: b"[" + b"[]," * 1_300_000 + b"[]]"), "object was wanted"),
-    "config of brackets": (_config(lambda: b"[" * (4 << 20)), "nested"),
+    "config of lists": (_config(lambda: b"[" + b"[]," * 340_000 + b"[]]"), "object was wanted"),
+    "config of objects": (_config(lambda: b'{"x":[' + b'{"a":1},' * 120_000 + b"{}]}"), "not supported"),
+    "config of brackets": (_config(lambda: b"[" * (1 << 20)), "nested"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from .batch import batch
 from .demo import demo
 from .exit_codes import ExitCode, exit_code
 from .models import app as models
+from .prepare import prepare
 from .run import run
 from .threads import wait_without_spinning
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(batch)
 app.command()(run)
+app.command()(prepare)
 app.command()(demo)
 app.add_typer(models, name="models")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,14 +16,55 @@ app = typer.Typer(help="Models: which are here, which run, what one is made of."
 
 
 @app.command()
-def ls() -> None:
-    """List the checkpoints in the hub's local cache and whether they run."""
+def ls(disk_dir: options.DISK_DIR = None) -> None:
+    """List prepared stores, and the checkpoints in the hub's local cache with whether they run."""
+    from ..offload.stores import default_root, stores
     from ..runtime.cached_models import cached_models
 
-    table = Table("model", "size", "runs", box=None)
+    # Lines, not a table: a folder that is cut to fit the terminal cannot be copied into the next command.
+    for store in stores(disk_dir or default_root()):
+        print(f"{gib(store.nbytes):>12}  {'store' if store.complete else 'store, unfinished'}  {store.folder}")
     for model in cached_models():
-        table.add_row(model.name, gib(model.nbytes), model.verdict)
-    Console().print(table)
+        print(f"{gib(model.nbytes):>12}  checkpoint, runs: {model.verdict}  {model.name}")
+
+
+@app.command()
+def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
+    """Remove a store that nobody is using."""
+    from ..offload.stores import remove
+
+    remove(store)
+
+
+@app.command()
+def prune(
+    keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="What all stores together may still take.")],
+    disk_dir: options.DISK_DIR = None,
+) -> None:
+    """Remove the stores that were not used for longest, until the rest is small enough."""
+    from ..offload.budget import parse_size
+    from ..offload.stores import default_root
+    from ..offload.stores import prune as prune_stores
+
+    for removed in prune_stores(disk_dir or default_root(), parse_size(keep, 0, 0)):
+        print(f"removed {removed.folder}, {gib(removed.nbytes)}")
+
+
+@app.command()
+def check(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
+    """Read a whole store and compare every shard with its checksum."""
+    from ..offload.store import Store
+    from ..offload.store_errors import BadStore
+
+    with Store.open(store) as opened:
+        spoiled = [place for place, sound in opened.verify() if not sound]
+    if spoiled:
+        first = spoiled[0]
+        raise BadStore(
+            f"{len(spoiled)} shards are damaged, first {first.tensor} {first.index} in {first.path}; "
+            "`moedge prepare` with the checkpoint makes their files anew"
+        )
+    print(f"{store}: every shard is as it was written")
 
 
 @app.command()
@@ -41,9 +83,10 @@ def show(
 ) -> None:
     """Show layers, experts, parameters and sizes; reads headers only."""
     from ..runtime.describe import describe
-    from ..runtime.hub import find_model
+    from ..runtime.model_source import open_source
 
-    description = describe(find_model(model))
+    with open_source(model) as source:
+        description = describe(source.shape)
     if as_json:
         print(description.to_json())
         return

@@ -100,7 +100,7 @@ def _entry(name: str, fields: Any, base: int, file: str) -> TensorEntry:
 
 
 def _name_fault(name: str) -> str | None:
-    if name and name.isprintable() and len(name.encode("utf-8", "replace")) <= MAX_NAME_NBYTES:
+    if 0 < len(name) <= MAX_NAME_NBYTES >= len(name.encode("utf-8", "replace")) and name.isprintable():
         return None
     return f"the name is empty, unprintable or over {MAX_NAME_NBYTES} bytes"
 

@@ -27,7 +27,8 @@ def described(value: object) -> str:
     """A value for a message: short, printable, and no deeper than its outside."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!a:.60}"
+    # Cut before it is escaped: a name of megabytes would grow tenfold first.
+    return f"{value[:60] if isinstance(value, str) else value!a:.60}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

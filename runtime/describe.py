@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from .kv.spec import KVSpec
-from .shape.folder import read_shape
 from .shape.layouts import FORMATS, ITEM_NBYTES
+from .shape.model_shape import ModelShape
 from .shape.shards import weights_nbytes
 
 
@@ -29,8 +28,7 @@ class Description:
         return json.dumps(asdict(self), indent=2)
 
 
-def describe(folder: Path) -> Description:
-    shape = read_shape(folder)
+def describe(shape: ModelShape) -> Description:
     return Description(
         model_type=shape.model_type,
         parameters=shape.parameters,

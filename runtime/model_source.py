@@ -17,6 +17,7 @@ from .hub import find_model
 from .planner import Settings
 from .shape.folder import read_shape
 from .shape.model_shape import ModelShape
+from .shape.shards import weights_nbytes
 
 if TYPE_CHECKING:
     from ..offload.store import Store
@@ -32,6 +33,10 @@ class ModelSource:
     store: Path | None = None
     quant: str | None = None
     dtype: str | None = None
+
+    def packed_nbytes(self, quant: str, dtype: str) -> int:
+        """Bytes of all weights in a format."""
+        return weights_nbytes(self.shape, quant, dtype)
 
     def settle(self, settings: Settings) -> Settings:
         """Settings with what a store has decided already. Raises SettingError where the user wants something else."""

@@ -14,6 +14,7 @@ from ..quant.linear import Compute
 from ..quant.workspace import Workspace
 from .budgets import Budgets
 from .dtypes import DTYPES
+from .errors import SettingError
 from .fingerprint import model_fingerprint
 from .model.definition import define
 from .model_source import ModelSource
@@ -28,6 +29,13 @@ from .stored import StoreSink, write_resident
 def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
     """Everything beside the checkpoint that decides the bytes of a store."""
     return {"quant": quant, "dtype": dtype}
+
+
+def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
+    """Weight format and arithmetic of a store; "auto" is the checkpoint's own. Raises SettingError for a store."""
+    if source.store is not None:
+        raise SettingError(f"{source.store} is a store already; give the checkpoint that it was made from")
+    return "none" if quant == "auto" else quant, source.shape.dtype if dtype == "auto" else dtype
 
 
 def place_for(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:

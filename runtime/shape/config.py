@@ -17,7 +17,7 @@ from .families import Family, family
 from .rope import ROPE_FIELDS, check_rope
 
 CONFIG = "config.json"
-MAX_CONFIG_NBYTES = 4 << 20
+MAX_CONFIG_NBYTES = 1 << 20
 MAX_DEPTH = 32
 _NAMES_CODE = ("auto_map", "custom_pipelines", "kernel", "trust_remote_code", "_implementation")
 _KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS}

@@ -1,7 +1,9 @@
 """What a person types: every refusal has its code and one sentence, every answer its file."""
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -198,7 +200,7 @@ def test_run_answers_on_stdout(
     assert asked.out.endswith("\n")
     assert cli("run", folder, "Hello", "--max-tokens", 6, "--raw") == 0
     assert capsys.readouterr().out != asked.out, "--raw leaves the chat template away"
-    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert cli("run", folder) == 7
     assert cli("run", folder, "x", "--max-tokens", 100_000) == 4
 
@@ -214,3 +216,43 @@ def test_models_shows_a_shape(
     assert "12 experts in all" in capsys.readouterr().out
     assert cli("models", "families") == 0
     assert "gpt_oss" in capsys.readouterr().out.split()
+
+
+def test_a_prepared_store_answers_without_its_checkpoint(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    good: Path,
+    rows_of: Callable[[Path], Rows],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, store = Path(shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "model")), tmp_path / "stores" / "one"
+    assert cli("batch", model, good, "-o", tmp_path / "a.jsonl", "--quant", "nf4", "-q", "--deterministic") == 0
+    assert cli("prepare", model, "-o", store) == 0
+    shutil.rmtree(model)
+    assert cli("batch", store, good, "-o", tmp_path / "b.jsonl", "-q", "--deterministic") == 0
+    assert rows_of(tmp_path / "a.jsonl") == rows_of(tmp_path / "b.jsonl")
+    assert cli("batch", store, good, "-o", tmp_path / "c.jsonl", "--quant", "int8") == 4
+    assert cli("models", "check", store) == 0
+    capsys.readouterr()
+    assert cli("models", "ls", "--disk-dir", store.parent) == 0
+    assert str(store) in capsys.readouterr().out
+    file = store / "layer-0000.safetensors"
+    file.write_bytes(file.read_bytes()[:-4096] + bytes(4096))
+    assert cli("models", "check", store) == 5
+    assert cli("models", "rm", store) == 0
+    assert not store.exists()
+
+
+def test_a_budget_too_small_names_the_one_that_works(
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    good: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stores = ("--disk-dir", tmp_path / "stores", "-q")
+    assert cli("batch", checkpoint("mixtral"), good, "-o", tmp_path / "out.jsonl", "--ram", "100MiB", *stores) == 4
+    (named,) = re.findall(r"--ram (\d+MiB)", capsys.readouterr().err)
+    assert cli("batch", checkpoint("mixtral"), good, "-o", tmp_path / "out.jsonl", "--ram", named, *stores) == 0
+    assert cli("batch", checkpoint("mixtral"), good, "-o", tmp_path / "o2.jsonl", "--ram", "three", *stores) == 2

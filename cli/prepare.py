@@ -1,0 +1,43 @@
+"""`moedge prepare`: packs a checkpoint into a store once, so that jobs open it in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from . import options
+from .wording import duration, gib
+
+
+def prepare(
+    model: options.MODEL,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The store's folder; by default one among the user's stores.")
+    ] = None,
+    quant: options.QUANT = options.Quant.NF4,
+    dtype: options.DTYPE = options.DType.AUTO,
+    disk: options.DISK = "auto",
+    disk_dir: options.DISK_DIR = None,
+) -> None:
+    """Pack a checkpoint into a store.
+
+    Killed at any point it goes on where it was when it is run again. `moedge batch STORE ...` needs no checkpoint.
+    """
+    import time
+
+    from ..runtime.budgets import Budgets
+    from ..runtime.model_source import open_source
+    from ..runtime.preparing import place_for, precision
+    from ..runtime.preparing import prepare as write_store
+
+    say = Console(stderr=True, highlight=False, soft_wrap=True).print
+    begun = time.perf_counter()
+    with open_source(model) as source:
+        formats = precision(source, quant, dtype)
+        target = output or place_for(source, *formats, disk_dir)
+        say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
+        write_store(source, target, *formats, Budgets(disk=disk).disk_nbytes())
+    say(f"done in {duration(time.perf_counter() - begun)}; give {target} as MODEL")
