@@ -80,14 +80,14 @@ def measure(candidates: dict[str, Callable[[], None]], nbytes: int, rounds: int)
 
 def candidates_of(path: Path, memory: memoryview, shard_nbytes: int) -> dict[str, Callable[[], None]]:
     candidates: dict[str, Callable[[], None]] = {}
-    for threads in (1, 2, 3, 4, 8):
+    for threads in (1, 2, 4, 6, 8):
         for mib in (1, 2, 4, 8):
             chunk = mib * MIB
             candidates[f"raw, buffers  {threads} x {mib} MiB"] = partial(
                 raw, path, memory[: threads * chunk], threads, chunk
             )
             candidates[f"raw, ring     {threads} x {mib} MiB"] = partial(raw, path, memory, threads, chunk)
-            if threads in {2, 3, 4}:
+            if threads > 1:
                 reader = partial(streamed, path, memory, shard_nbytes, threads, chunk)
                 candidates[f"stream        {threads} x {mib} MiB"] = reader
     return candidates

@@ -72,6 +72,12 @@ class JobView:
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
 
     def _conclude(self, run: BatchRun, summary: RunSummary) -> ExitCode:
+        host = summary.memory.host
+        if (host.peak or 0) > (host.budget or 0):
+            self._say(
+                f"over budget: {gib(host.peak or 0)} of host memory were used, {gib(host.budget or 0)} were granted"
+            )
+            return ExitCode.GAVE_OUT
         if summary.rows.failed:
             self._say(f"{summary.rows.failed:,} rows failed: {run.paths.errors} says why")
             return ExitCode.SOME_ROWS_FAILED

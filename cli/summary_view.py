@@ -26,7 +26,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("first token", _spread(latency.ttft_s)),
         ("per token", _spread(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,} of {summary.passes.sequences_mean or 0:,.1f} sequences"),
-        ("memory", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)} that were free"),
+        ("memory", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
+        ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.preemptions} preemptions"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
     ]

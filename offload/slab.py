@@ -41,7 +41,7 @@ class Pinned:
     """The page-locked beginning of a slab, in pieces registered one by one until the machine refuses.
 
     `clear_error` must swallow the CUDA error that a refusal leaves behind: it would be raised by the next kernel
-    launched anywhere, since the runtime's cudaGetLastError cannot be reached from torch.
+    launched anywhere. Give `swallow_cuda_error`.
     """
 
     def __init__(self, runtime: CudaRuntime, address: int, nbytes: int, clear_error: Callable[[], None]) -> None:

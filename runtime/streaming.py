@@ -30,6 +30,7 @@ class StreamedWeights:
         self._layers = layers
         self._placement = placement
         self.head_shard = self._hold(store.head) if store.head else None
+        self._not_counted = 0
         self._streams: list[ShardStream[torch.Tensor]] = []
         self._lanes: list[ReaderLane] = []
         dense = [places.dense for places in store.layers[placement.held_dense :] if places.dense is not None]
@@ -46,7 +47,11 @@ class StreamedWeights:
     @property
     def nbytes_streamed(self) -> int:
         """Bytes that came from the disk during passes so far."""
-        return sum(stream.nbytes_arrived for stream in self._streams)
+        return sum(stream.nbytes_arrived for stream in self._streams) - self._not_counted
+
+    def start_counting(self) -> None:
+        """Forgets the bytes of passes so far."""
+        self._not_counted += self.nbytes_streamed
 
     @property
     def seconds_waited(self) -> float:

@@ -15,6 +15,7 @@ from ..metrics import Metrics
 from ..model_source import open_source
 from ..planner import JobShape, Plan, Settings, make_plan
 from ..preparing import store_for
+from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
 from .answers import Answers
 from .encode import RowEncoder
@@ -70,17 +71,23 @@ class BatchRun:
         return self.size
 
     def plan(self) -> Plan:
-        job = JobShape(max(1, self.size.sequences), max(1, self.size.longest))
+        self._job = JobShape(max(1, self.size.sequences), max(2, self.size.longest))
         settings = self.source.settle(self.request.settings)
-        self._plan = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), job)
+        self._plan = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), self._job)
         return self._plan
 
     def load(self) -> LoadedEngine:
-        """Weights into memory, from a store where they do not fit; the store is made first where it is missing."""
+        """Weights into memory, from a store where they do not fit; the store is made first where it is missing.
+
+        Ends with a rehearsal of the worst pass.
+        """
         begun = time.perf_counter()
         store = store_for(self.source, self._plan, self.request.budgets)
         self._loaded = load_engine(self.source, self._plan, store)
         self._resources.callback(self._loaded.close)
+        rehearse(self._loaded.engine, self._plan, self._job)
+        if self._loaded.streamed is not None:
+            self._loaded.streamed.start_counting()
         self.seconds.load = time.perf_counter() - begun
         self._writer = self._resources.enter_context(OrderedWriter(self.paths))
         return self._loaded

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.offload.cuda_error import swallow_cuda_error
 from moedge.offload.cuda_lane import CudaLane
 from moedge.offload.lane import Shard
 from moedge.offload.ring import ALIGNMENT, Place, Ring
@@ -79,7 +80,7 @@ def test_a_gpu_gets_the_bytes_of_every_shard() -> None:
     slab = allocate(begins[-1] + sizes[-1])
     host = torch.frombuffer(slab, dtype=torch.uint8)
     host.random_()
-    pinned = Pinned(torch.cuda.cudart(), address_of(slab), len(slab), lambda: None)
+    pinned = Pinned(torch.cuda.cudart(), address_of(slab), len(slab), swallow_cuda_error)
     assert pinned.nbytes == len(slab)
     ring = Ring(2000 * ALIGNMENT)
     memory = torch.empty(ring.capacity, dtype=torch.uint8, device="cuda")
