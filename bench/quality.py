@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moedge.runtime.load import load_engine
-from moedge.runtime.planner import Settings, make_plan
+from moedge.runtime.model_source import open_source
+from moedge.runtime.plan.planner import JobShape, Settings, make_plan
 from moedge.runtime.scoring import perplexity
-from moedge.runtime.shape.folder import read_shape
 
 DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe"
 ROWS = [("fp32", "none"), ("bf16", "none"), ("bf16", "int8"), ("bf16", "nf4")]
@@ -41,17 +41,19 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     token_ids = tokenizer.encode(options.text.read_text(), add_special_tokens=False)[: options.tokens]
-    shape = read_shape(options.model)
     stock = stock_perplexity(options.model, token_ids, options.window)
     print(f"{len(token_ids):,} tokens in windows of {options.window:,}\n")
-    print("| arithmetic | weights | bytes of weights | perplexity | against transformers fp32 |")
+    print("| arithmetic | weights | bytes of packed weights | perplexity | against transformers fp32 |")
     print("|---|---|---|---|---|")
     print(f"| fp32 | transformers | | {stock:.4f} | |")
-    for dtype, quant in ROWS:
-        plan = make_plan(shape, Settings(dtype, quant, max_sequences=1), 8 << 30, options.window)
-        engine = load_engine(options.model, shape, plan).engine
-        ours = perplexity(engine, token_ids, options.window)
-        print(f"| {dtype} | {quant} | {plan.weights_nbytes:,} | {ours:.4f} | {ours / stock - 1:+.3%} |", flush=True)
+    with open_source(str(options.model)) as source:
+        for dtype, quant in ROWS:
+            job = JobShape(1, options.window)
+            plan = make_plan(source.shape, Settings(dtype, quant, max_sequences=1), 8 << 30, job)
+            loaded = load_engine(source, plan)
+            ours = perplexity(loaded.engine, token_ids, options.window)
+            packed = sum(loaded.shards.packed_nbytes().values())
+            print(f"| {dtype} | {quant} | {packed:,} | {ours:.4f} | {ours / stock - 1:+.3%} |", flush=True)
 
 
 if __name__ == "__main__":

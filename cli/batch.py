@@ -39,10 +39,10 @@ def batch(
 
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl.
     """
-    from ..runtime.budgets import Budgets
     from ..runtime.jobs.batch_run import BatchRequest
     from ..runtime.jobs.rows import Defaults
-    from ..runtime.planner import Settings
+    from ..runtime.plan.budgets import Budgets
+    from ..runtime.plan.planner import Settings
     from .job_view import JobView
 
     request = BatchRequest(

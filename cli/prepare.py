@@ -28,10 +28,10 @@ def prepare(
     """
     import time
 
-    from ..runtime.budgets import Budgets
     from ..runtime.model_source import open_source
-    from ..runtime.preparing import place_for, precision
-    from ..runtime.preparing import prepare as write_store
+    from ..runtime.plan.budgets import Budgets
+    from ..runtime.weights.making import place_for, precision
+    from ..runtime.weights.making import prepare as write_store
 
     say = Console(stderr=True, highlight=False, soft_wrap=True).print
     begun = time.perf_counter()

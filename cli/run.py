@@ -35,9 +35,9 @@ def run(
 
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
-    from ..runtime.budgets import Budgets
     from ..runtime.one_prompt import Wish, answer
-    from ..runtime.planner import Settings
+    from ..runtime.plan.budgets import Budgets
+    from ..runtime.plan.planner import Settings
     from ..runtime.text.errors import PromptError
     from ..runtime.text.terminal import escape_controls
 

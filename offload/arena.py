@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
-ALIGNMENT = 4096
-
-
-def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """`nbytes` rounded up, so that neighbours start where direct reads and vector loads want them."""
-    return -(-nbytes // alignment) * alignment
+from .slab import allocate
 
 
 class Arena:
-    """`num_slots` slots of `slot_nbytes` each, allocated once; neighbouring slots are one run of bytes."""
+    """`num_slots` slots of `slot_nbytes` each, allocated once; neighbouring slots are one run of bytes.
+
+    In huge pages where the system has them: direct reads into them are 1.4 times as fast (docs/performance.md).
+    """
 
     def __init__(self, slot_nbytes: int, num_slots: int) -> None:
         self.slot_nbytes = slot_nbytes
         self.num_slots = num_slots
-        padded = torch.empty(slot_nbytes * num_slots + ALIGNMENT, dtype=torch.uint8)
-        start = -padded.data_ptr() % ALIGNMENT
-        self._bytes = padded[start : start + slot_nbytes * num_slots]
+        nbytes = slot_nbytes * num_slots
+        self._bytes = (
+            torch.frombuffer(allocate(nbytes), dtype=torch.uint8)[:nbytes]
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
 
     @property
     def nbytes(self) -> int:

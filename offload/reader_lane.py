@@ -18,9 +18,9 @@ from .lane import Mark, Shard, StreamBroken
 from .ring import ALIGNMENT, Place
 from .source import Source
 
-# As fast as bare reads: small chunks land in warm memory, six of them keep a disk busy (bench/reader_lane.py).
+# As fast as bare reads into memory of the ring's size; larger chunks are slower (bench/reader_lane.py).
 CHUNK_NBYTES = 1 << 20
-NUM_THREADS = 6
+NUM_THREADS = 4
 RETRY_SECONDS = (0.02, 0.1, 0.3)
 _JOIN_SECONDS = 5.0
 _PATIENCE_SECONDS = 0.25

@@ -14,7 +14,6 @@ from ..quant.workspace import Workspace
 from .attention.torch_backend import TorchAttention
 from .dtypes import DTYPES
 from .engine import Engine
-from .in_memory import MemorySink
 from .kv.cache import KVCache
 from .kv.pool import NativePool
 from .kv.spec import KVSpec
@@ -23,16 +22,17 @@ from .model.definition import define
 from .model.packed_model import PackedModel
 from .model.weights_seam import ArrivingLayers
 from .model_source import ModelSource
-from .planner import Plan
-from .prepare import Preparation
+from .plan.planner import Plan
 from .sampling.sampler import Sampler
 from .scheduler import PassLimits, Scheduler
 from .shape.config import ModelConfig
 from .shape.layouts import workspace_nbytes
 from .shape.model_shape import ModelShape
 from .shape.shards import ModelShards, model_shards
-from .stored import read_resident
-from .streaming import StreamedWeights
+from .weights.in_memory import MemorySink
+from .weights.preparation import Preparation
+from .weights.stored import read_resident
+from .weights.streaming import StreamedWeights
 
 
 @dataclass(frozen=True, slots=True)

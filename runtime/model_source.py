@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .errors import SettingError
 from .hub import find_model
-from .planner import Settings
+from .plan.planner import Settings
 from .shape.folder import read_shape
 from .shape.model_shape import ModelShape
 from .shape.shards import weights_nbytes
@@ -60,7 +60,7 @@ def open_source(name: str) -> Iterator[ModelSource]:
         return
     from ..offload.store import Store
     from .shape.as_json import shape_from_json
-    from .stored import extract_files
+    from .weights.stored import extract_files
 
     with tempfile.TemporaryDirectory(prefix="moedge-") as small:
         with Store.open(folder) as store:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from .budgets import Budgets
 from .errors import DoesNotFit
 from .load import load_engine
 from .model_source import open_source
-from .planner import JobShape, Settings, make_plan
-from .preparing import store_for
+from .plan.budgets import Budgets
+from .plan.planner import JobShape, Settings, make_plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 from .text.tokenizer import Tokenizer
+from .weights.making import store_for
 
 DEFAULT_MAX_TOKENS = 512
 

@@ -6,7 +6,7 @@ from ..offload.memory import host_peak
 from .engine import Engine
 from .errors import DoesNotFit
 from .metrics import Metrics
-from .planner import JobShape, Plan
+from .plan.planner import JobShape, Plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ..budgets import Budgets
 from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
-from ..planner import JobShape, Plan, Settings, make_plan
-from ..preparing import store_for
+from ..plan.budgets import Budgets
+from ..plan.planner import JobShape, Plan, Settings, make_plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
+from ..weights.making import store_for
 from .answers import Answers
 from .encode import RowEncoder
 from .measure import JobSize, measure

@@ -9,7 +9,7 @@ from ...offload.memory import host_peak
 from ..load import LoadedEngine
 from ..metrics import Metrics, quantiles
 from ..model_source import ModelSource
-from ..planner import Plan
+from ..plan.planner import Plan
 from ..shape.layouts import ITEM_NBYTES
 from .run import JobCounts
 from .summary import (

@@ -118,7 +118,7 @@ def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
             raise UnsupportedModel(
                 f"{where}: {described(key)} names code or is private; moedge runs no code of a checkpoint"
             )
-        _refuse_code(item, f"{where}.{key if key.isidentifier() else ascii(key)}"[:200], depth + 1)
+        _refuse_code(item, f"{where}.{key if key.isidentifier() and key.isascii() else ascii(key)}"[:200], depth + 1)
 
 
 def _refuse_quantized(values: dict[str, Any]) -> None:

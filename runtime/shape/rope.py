@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...offload.json_object import described
 from ..errors import UnsupportedModel
 from .config_fields import Number, out_of_range
 
@@ -63,7 +64,7 @@ def _check(rope: object, where: str) -> None:
         if name in _NUMBERS and value is not None and not _NUMBERS[name].admits(value):
             raise out_of_range(f"{where}.{name}", value, _NUMBERS[name])
         if name not in _NUMBERS and name not in {"rope_type", "type", "truncate"}:
-            raise out_of_range(f"{where}.{name}"[:120], value, f"no other field than {', '.join(_NUMBERS)}")
+            raise out_of_range(f"{where}.{described(name)}", value, f"no other field than {', '.join(_NUMBERS)}")
     if not isinstance(rope.get("truncate", True), bool):
         raise out_of_range(f"{where}.truncate", rope["truncate"], "true or false")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:

@@ -12,12 +12,12 @@ from moedge.offload.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.quant.linear import Compute
 from moedge.quant.workspace import Workspace
-from moedge.runtime.in_memory import MemorySink
 from moedge.runtime.model.definition import define
-from moedge.runtime.prepare import Preparation
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.folder import read_shape
 from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.weights.in_memory import MemorySink
+from moedge.runtime.weights.preparation import Preparation
 
 
 class MeddlingSink(MemorySink):

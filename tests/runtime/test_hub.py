@@ -93,8 +93,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_header("X-Repo-Commit", next((sha for sha in SHA.values() if sha in path), SHA["main"]))
             self.end_headers()
             if with_body:
+                self.close_connection = name in hub.cut
                 self.wfile.write(body[begin : hub.cut.pop(name, len(body))])
-            self.close_connection = True
 
         def log_message(self, *arguments: object) -> None:
             pass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..offload.budget import parse_size
-from ..offload.memory import host_available, host_total
+from ...offload.budget import parse_size
+from ...offload.memory import host_available, host_total
 
 
 @dataclass(frozen=True, slots=True)

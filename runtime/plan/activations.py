@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..moe.limits import COMBINE_TOKENS, ROW_MULTIPLE
-from .shape.layouts import ITEM_NBYTES
-from .shape.model_shape import ModelShape
+from ...moe.limits import COMBINE_TOKENS, ROW_MULTIPLE
+from ..shape.layouts import ITEM_NBYTES
+from ..shape.model_shape import ModelShape
 
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
 _HIDDEN_COPIES = 6

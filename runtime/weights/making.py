@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..offload.checkpoint import Checkpoint
-from ..offload.disk_budget import disk_budget
-from ..offload.store_writer import StoreWriter
-from ..offload.stores import default_root, store_folder
-from ..quant.linear import Compute
-from ..quant.workspace import Workspace
-from .budgets import Budgets
-from .dtypes import DTYPES
-from .errors import SettingError
-from .fingerprint import model_fingerprint
-from .model.definition import define
-from .model_source import ModelSource
-from .planner import Plan
-from .prepare import Preparation
-from .shape.as_json import shape_to_json
-from .shape.config import ModelConfig
-from .shape.shards import model_shards, weights_nbytes
+from ...offload.checkpoint import Checkpoint
+from ...offload.disk_budget import disk_budget
+from ...offload.store_writer import StoreWriter
+from ...offload.stores import default_root, store_folder
+from ...quant.linear import Compute
+from ...quant.workspace import Workspace
+from ..dtypes import DTYPES
+from ..errors import SettingError
+from ..fingerprint import model_fingerprint
+from ..model.definition import define
+from ..model_source import ModelSource
+from ..plan.budgets import Budgets
+from ..plan.planner import Plan
+from ..shape.as_json import shape_to_json
+from ..shape.config import ModelConfig
+from ..shape.shards import model_shards, weights_nbytes
+from .preparation import Preparation
 from .stored import StoreSink, write_resident
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .shape.shards import ModelShards
+from ..shape.shards import ModelShards
 
 # Room for streamed experts: enough in flight that the disk never waits for compute, a small part of any budget.
 RING_EXPERTS = 24

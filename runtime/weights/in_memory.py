@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..moe.held import HeldExperts
-from ..offload.arena import Arena
-from .model.assembly import LayerAssembly
-from .shape.shards import LayerShards
+from ...moe.held import HeldExperts
+from ...offload.arena import Arena
+from ..model.assembly import LayerAssembly
+from ..shape.shards import LayerShards
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..errors import DoesNotFit, SettingError
+from ..kv.spec import BLOCK_TOKENS, KVSpec
+from ..shape.layouts import FORMATS, resident_nbytes, workspace_nbytes
+from ..shape.model_shape import ModelShape
+from ..shape.shards import ModelShards, model_shards
 from .activations import pass_nbytes
-from .errors import DoesNotFit, SettingError
-from .kv.spec import BLOCK_TOKENS, KVSpec
 from .placement import Placement, everything, minimum, place
-from .shape.layouts import FORMATS, resident_nbytes, workspace_nbytes
-from .shape.model_shape import ModelShape
-from .shape.shards import ModelShards, model_shards
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from ..moe.held import HeldExperts
-from ..moe.streamed import StreamedExperts
-from ..offload.arena import Arena
-from ..offload.lane import Shard
-from ..offload.reader_lane import ReaderLane
-from ..offload.ring import Ring
-from ..offload.shard_file import ShardPlace
-from ..offload.source import DirectFile, Source
-from ..offload.store import LayerPlaces, Store
-from ..offload.stream import ShardStream
-from .model.assembly import LayerAssembly
-from .placement import Placement
-from .shape.shards import ModelShards
+from ...moe.held import HeldExperts
+from ...moe.streamed import StreamedExperts
+from ...offload.arena import Arena
+from ...offload.lane import Shard
+from ...offload.reader_lane import ReaderLane
+from ...offload.ring import Ring
+from ...offload.shard_file import ShardPlace
+from ...offload.source import DirectFile, Source
+from ...offload.store import LayerPlaces, Store
+from ...offload.stream import ShardStream
+from ..model.assembly import LayerAssembly
+from ..plan.placement import Placement
+from ..shape.shards import ModelShards
 
 
 class StreamedWeights:

@@ -9,10 +9,10 @@ import torch
 
 from moedge.runtime.load import LoadedEngine, load_engine
 from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.planner import JobShape, Plan, Settings, budget_range, make_plan
-from moedge.runtime.preparing import prepare
+from moedge.runtime.plan.planner import JobShape, Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sequence import Sequence
+from moedge.runtime.weights.making import prepare
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 10
 JOB = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)

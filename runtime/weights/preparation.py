@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from ..offload.checkpoint import Checkpoint
-from ..offload.errors import BadCheckpoint
-from ..quant.linear import Compute
-from .model.assembly import LayerAssembly
-from .model.finite import refuse_nonfinite
-from .model.loading import CheckpointLoader
-from .model.packing import pack_shard
-from .shape.shards import LayerShards, ModelShards, ShardLayout
+from ...offload.checkpoint import Checkpoint
+from ...offload.errors import BadCheckpoint
+from ...quant.linear import Compute
+from ..model.assembly import LayerAssembly
+from ..model.finite import refuse_nonfinite
+from ..model.loading import CheckpointLoader
+from ..model.packing import pack_shard
+from ..shape.shards import LayerShards, ModelShards, ShardLayout
 
 # Bytes of experts, as the checkpoint has them, that are converted together: their stacked copy comes on top.
 WINDOW_NBYTES = 128 << 20
