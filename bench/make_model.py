@@ -1,7 +1,7 @@
 """Writes a checkpoint with random weights in a real shape, layer by layer: speed is real, the text is not.
 
-    python bench/make_model.py --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
-    python bench/make_model.py --shape s --out models/s       # 0.48 GB
+python bench/make_model.py --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
+python bench/make_model.py --shape s --out models/s       # 0.48 GB
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What each weight format costs: perplexity of the demo model on text it never saw, against stock transformers.
 
-    python bench/quality.py            # prints the table of docs/quality.md
+python bench/quality.py            # prints the table of docs/quality.md
 """
 
 from __future__ import annotations

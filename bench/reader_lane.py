@@ -18,12 +18,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from moedge.offload.lane import Shard
-from moedge.offload.reader_lane import CHUNK_NBYTES, NUM_THREADS, ReaderLane
-from moedge.offload.ring import ALIGNMENT, Ring
 from moedge.offload.slab import allocate
-from moedge.offload.source import DirectFile
-from moedge.offload.stream import ShardStream
+from moedge.offload.stream.lane import Shard
+from moedge.offload.stream.reader_lane import CHUNK_NBYTES, NUM_THREADS, ReaderLane
+from moedge.offload.stream.ring import ALIGNMENT, Ring
+from moedge.offload.stream.source import DirectFile
+from moedge.offload.stream.stream import ShardStream
 
 MIB = 1 << 20
 

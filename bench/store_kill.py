@@ -15,11 +15,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from moedge.offload.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
-from moedge.offload.new_shard_file import TensorSpec
-from moedge.offload.store import Store
-from moedge.offload.store_errors import BadStore
-from moedge.offload.store_writer import StoreWriter
+from moedge.offload.store.errors import BadStore
+from moedge.offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
+from moedge.offload.store.new_shard_file import TensorSpec
+from moedge.offload.store.store import Store
+from moedge.offload.store.writer import StoreWriter
 
 NUM_LAYERS, NUM_EXPERTS = 6, 8
 DENSE_NBYTES, EXPERT_NBYTES = 1 << 18, 1 << 16

@@ -2,7 +2,7 @@
 
     python bench/stream_bugs.py [--schedules 10000] [--limit 1000] [--first-seed 0]
 
-Runs the production stream in the simulator of tests/offload: the correct code on every tier for --schedules seeds
+Runs the production stream in the simulator of tests/offload/stream: the correct code on every tier for --schedules seeds
 each, then every seeded bug until it is found, --limit seeds at most. Exits 1 when the correct code fails once or a
 bug is not found. With 0 failures of N the rate is below 3/N with 95 % confidence.
 """
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "offload"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "offload" / "stream"))
 
 import seeded_bugs
 import simulator

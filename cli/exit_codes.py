@@ -6,8 +6,8 @@ from enum import IntEnum
 
 from ..offload.budget import BadSize
 from ..offload.errors import BadCheckpoint, OutOfBudget
-from ..offload.lane import StreamBroken
-from ..offload.store_errors import BadStore, DiskFull, StoreInUse
+from ..offload.store.errors import BadStore, DiskFull, StoreInUse
+from ..offload.stream.lane import StreamBroken
 from ..quant.format import FormatError
 from ..runtime.errors import DoesNotFit, ModelNotFound, SettingError, UnsupportedModel
 from ..runtime.jobs.refusals import InputRefused, InputUnreadable, OutputRefused

@@ -18,7 +18,7 @@ app = typer.Typer(help="Models: which are here, which run, what one is made of."
 @app.command()
 def ls(disk_dir: options.DISK_DIR = None) -> None:
     """List prepared stores, and the checkpoints in the hub's local cache with whether they run."""
-    from ..offload.stores import default_root, stores
+    from ..offload.store.stores import default_root, stores
     from ..runtime.cached_models import cached_models
 
     # Lines, not a table: a folder that is cut to fit the terminal cannot be copied into the next command.
@@ -31,7 +31,7 @@ def ls(disk_dir: options.DISK_DIR = None) -> None:
 @app.command()
 def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
     """Remove a store that nobody is using."""
-    from ..offload.stores import remove
+    from ..offload.store.stores import remove
 
     remove(store)
 
@@ -43,8 +43,8 @@ def prune(
 ) -> None:
     """Remove the stores that were not used for longest, until the rest is small enough."""
     from ..offload.budget import parse_size
-    from ..offload.stores import default_root
-    from ..offload.stores import prune as prune_stores
+    from ..offload.store.stores import default_root
+    from ..offload.store.stores import prune as prune_stores
 
     for removed in prune_stores(disk_dir or default_root(), parse_size(keep, 0, 0)):
         print(f"removed {removed.folder}, {gib(removed.nbytes)}")
@@ -53,8 +53,8 @@ def prune(
 @app.command()
 def check(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
     """Read a whole store and compare every shard with its checksum."""
-    from ..offload.store import Store
-    from ..offload.store_errors import BadStore
+    from ..offload.store.errors import BadStore
+    from ..offload.store.store import Store
 
     with Store.open(store) as opened:
         spoiled = [place for place, sound in opened.verify() if not sound]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..offload.stream import ShardStream
+from ..offload.stream.stream import ShardStream
 from .expert import ExpertWeights
 from .groups import ExpertGroups
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from ..offload.checkpoint import SINGLE, read_header
-from ..offload.folder_file import blob_id, open_inside, read_inside
-from ..offload.index import read_index
+from ..offload.checkpoint.checkpoint import SINGLE, read_header
+from ..offload.checkpoint.folder_file import blob_id, open_inside, read_inside
+from ..offload.checkpoint.index import read_index
 from .shape.config import CONFIG, MAX_CONFIG_NBYTES
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..offload.checkpoint import Checkpoint
-from ..offload.store import Store
+from ..offload.checkpoint.checkpoint import Checkpoint
+from ..offload.store.store import Store
 from ..quant.linear import Compute
 from ..quant.workspace import Workspace
 from .attention.torch_backend import TorchAttention

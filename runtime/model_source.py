@@ -20,7 +20,7 @@ from .shape.model_shape import ModelShape
 from .shape.shards import weights_nbytes
 
 if TYPE_CHECKING:
-    from ..offload.store import Store
+    from ..offload.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def open_source(name: str) -> Iterator[ModelSource]:
     if not is_store(folder):
         yield ModelSource(name, folder, read_shape(folder))
         return
-    from ..offload.store import Store
+    from ..offload.store.store import Store
     from .shape.as_json import shape_from_json
     from .weights.stored import extract_files
 

@@ -18,7 +18,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from ...offload.checkpoint import Checkpoint
+from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
 from ..shape.read import expert_index, is_expert
 

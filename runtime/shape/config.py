@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...offload.folder_file import read_inside
-from ...offload.json_object import described, load_object
+from ...offload.checkpoint.folder_file import read_inside
+from ...offload.checkpoint.json_object import described, load_object
 from ..errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, checked_fields, out_of_range
 from .families import Family, family

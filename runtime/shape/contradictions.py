@@ -6,10 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from ...offload.checkpoint import Checkpoint
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.header import TensorEntry
+from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
-from ...offload.header import TensorEntry
-from ...offload.json_object import described
 from .config import ModelConfig
 from .inventory import has_experts, layer_tensors, outer_tensors
 

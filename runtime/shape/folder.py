@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...offload.checkpoint import Checkpoint
+from ...offload.checkpoint.checkpoint import Checkpoint
 from .config import ModelConfig
 from .contradictions import check_tensors
 from .model_shape import ModelShape

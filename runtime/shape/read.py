@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ...offload.header import TensorEntry
+from ...offload.checkpoint.header import TensorEntry
 from ..errors import UnsupportedModel
 from .config import ModelConfig
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...offload.json_object import described
+from ...offload.checkpoint.json_object import described
 from ..errors import UnsupportedModel
 from .config_fields import Number, out_of_range
 

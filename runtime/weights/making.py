@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...offload.checkpoint import Checkpoint
-from ...offload.disk_budget import disk_budget
-from ...offload.store_writer import StoreWriter
-from ...offload.stores import default_root, store_folder
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.store.disk_budget import disk_budget
+from ...offload.store.stores import default_root, store_folder
+from ...offload.store.writer import StoreWriter
 from ...quant.linear import Compute
 from ...quant.workspace import Workspace
 from ..dtypes import DTYPES

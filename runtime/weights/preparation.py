@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from ...offload.checkpoint import Checkpoint
+from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
 from ...quant.linear import Compute
 from ..model.assembly import LayerAssembly

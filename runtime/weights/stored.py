@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...offload.new_shard_file import TensorSpec
-from ...offload.store import Store
-from ...offload.store_writer import LayerFile, StoreWriter
+from ...offload.store.new_shard_file import TensorSpec
+from ...offload.store.store import Store
+from ...offload.store.writer import LayerFile, StoreWriter
 from ..errors import UnsupportedModel
 from ..shape.shards import LayerShards
 
@@ -37,7 +37,7 @@ class StoreSink:
         self._writer = writer
 
     def has_layer(self, index: int) -> bool:
-        from ...offload.manifest import layer_file
+        from ...offload.store.manifest import layer_file
 
         return self._writer.has(layer_file(index))
 

@@ -10,13 +10,13 @@ import torch
 from ...moe.held import HeldExperts
 from ...moe.streamed import StreamedExperts
 from ...offload.arena import Arena
-from ...offload.lane import Shard
-from ...offload.reader_lane import ReaderLane
-from ...offload.ring import Ring
-from ...offload.shard_file import ShardPlace
-from ...offload.source import DirectFile, Source
-from ...offload.store import LayerPlaces, Store
-from ...offload.stream import ShardStream
+from ...offload.store.shard_file import ShardPlace
+from ...offload.store.store import LayerPlaces, Store
+from ...offload.stream.lane import Shard
+from ...offload.stream.reader_lane import ReaderLane
+from ...offload.stream.ring import Ring
+from ...offload.stream.source import DirectFile, Source
+from ...offload.stream.stream import ShardStream
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Placement
 from ..shape.shards import ModelShards

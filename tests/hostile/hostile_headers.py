@@ -5,8 +5,8 @@ import json
 import random
 from typing import Any
 
+from moedge.offload.checkpoint.header import ITEM_BITS, MAX_DIMS, MAX_NAME_NBYTES, parse_header
 from moedge.offload.errors import BadCheckpoint
-from moedge.offload.header import ITEM_BITS, MAX_DIMS, MAX_NAME_NBYTES, parse_header
 
 KINDS = ("random bytes", "changed bytes", "grammar", "good")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from moedge.offload.checkpoint import Checkpoint
+from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.linear import Compute
 from moedge.quant.workspace import Workspace
 from moedge.runtime.model.definition import define

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.offload.checkpoint import Checkpoint
+from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.quant.linear import Compute
 from moedge.quant.workspace import Workspace

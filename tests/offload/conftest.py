@@ -9,7 +9,7 @@ import pytest
 
 
 def load(name: str) -> ModuleType:
-    spec = util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    spec = util.spec_from_file_location(name, Path(__file__).parent / "stream" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = util.module_from_spec(spec)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moedge.offload.checkpoint import Checkpoint
+from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.contradictions import check_tensors

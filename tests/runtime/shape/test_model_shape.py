@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from moedge.offload.checkpoint import Checkpoint
+from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.runtime.errors import UnsupportedModel
 from moedge.runtime.model.defaults import rebuild
 from moedge.runtime.shape.config import ModelConfig
@@ -83,7 +83,7 @@ def test_the_generated_defaults_are_current() -> None:
 
 def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> None:
     code = (
-        "import sys; from pathlib import Path; from moedge.offload.checkpoint import Checkpoint;"
+        "import sys; from pathlib import Path; from moedge.offload.checkpoint.checkpoint import Checkpoint;"
         "from moedge.runtime.shape.config import ModelConfig; from moedge.runtime.shape.read import model_shape;"
         f"folder = Path({str(checkpoint('gpt_oss'))!r});"
         "model_shape(ModelConfig.read(folder), Checkpoint(folder).entries); assert 'torch' not in sys.modules"

@@ -1,0 +1,1 @@
+"""Checkpoint folders as hostile bytes: headers, index and files, checked before anything is believed. Torch-free."""

@@ -1,0 +1,120 @@
+"""The safetensors files of a checkpoint folder: which tensor lies where, and its bytes.
+
+Reads with `pread`, never mmap: a mapped file counts against a container's memory, dies with SIGBUS when it is
+truncated, and shows edits made under it. Pickle files are refused, there is no flag. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import BadCheckpoint
+from .folder_file import open_inside
+from .header import MAX_TENSORS, TensorEntry, header_nbytes, parse_header
+from .index import check_index, read_index
+from .json_object import described
+
+SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Checkpoint:
+    """All tensors of a checkpoint; open files until `close`.
+
+    Raises BadCheckpoint, naming file, found and wanted, for anything that is not a complete set of safetensors files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, TensorEntry] = {}
+        self._file_of: dict[str, str] = {}
+        self._descriptors: dict[str, int] = {}
+        self._opened: dict[str, os.stat_result] = {}
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds a tensor."""
+        return self._file_of[name]
+
+    def read_into(self, name: str, target: memoryview, begin: int = 0) -> None:
+        """Fills `target` from byte `begin` of the tensor on."""
+        entry, file = self.entries[name], self._file_of[name]
+        if begin < 0 or begin + len(target) > entry.nbytes:
+            raise ValueError(f"{len(target)} bytes from {begin} on of {name!r}, which has {entry.nbytes}")
+        position = 0
+        while position < len(target):
+            read = os.preadv(self._descriptors[file], [target[position:]], entry.begin + begin + position)
+            if read <= 0:
+                raise BadCheckpoint(f"{file}: ends inside tensor {name!r}; it changed while it was read")
+            position += read
+
+    def unchanged(self) -> bool:
+        """Whether every file is still the one that was opened, with the size and the time of change that it had."""
+        return all(self._is_unchanged(file) for file in self._descriptors)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _is_unchanged(self, file: str) -> bool:
+        opened = self._opened[file]
+        try:
+            current = os.stat(self.folder / file)
+        except OSError:
+            return False
+        return all(
+            (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+            == (opened.st_dev, opened.st_ino, opened.st_size, opened.st_mtime_ns)
+            for now in (current, os.fstat(self._descriptors[file]))
+        )
+
+    def _open_all(self) -> None:
+        index = read_index(self.folder)
+        if index is None and not os.path.lexists(self.folder / SINGLE):
+            raise BadCheckpoint(f"{self.folder / SINGLE} is missing{_pickle_hint(self.folder)}; wanted it or an index")
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
+            self._open(file)
+        if index is not None:
+            check_index(index, self._file_of)
+
+    def _open(self, file: str) -> None:
+        descriptor = self._descriptors[file] = open_inside(self.folder, file)
+        self._opened[file] = os.fstat(descriptor)
+        for name, entry in parse_header(*read_header(descriptor, file), file).items():
+            if name in self.entries:
+                raise BadCheckpoint(f"tensor {described(name)} stands in both {self._file_of[name]} and {file}")
+            self.entries[name] = entry
+            self._file_of[name] = file
+        if len(self.entries) > MAX_TENSORS:
+            raise BadCheckpoint(f"{self.folder}: more than {MAX_TENSORS} tensors")
+
+
+def read_header(descriptor: int, file: str) -> tuple[bytes, int]:
+    """The JSON text of an open file's header, and the size of the file."""
+    file_nbytes = os.fstat(descriptor).st_size
+    length = header_nbytes(os.pread(descriptor, 8, 0), file_nbytes, file)
+    header = os.pread(descriptor, length, 8)
+    if len(header) != length:
+        raise BadCheckpoint(f"{file}: ends inside its header; it changed while it was read")
+    return header, file_nbytes
+
+
+def _pickle_hint(folder: Path) -> str:
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+    if not found:
+        return ""
+    return f" ({found[0]} is a pickle file, which can run code and is never read; convert it to safetensors)"

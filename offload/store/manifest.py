@@ -1,0 +1,151 @@
+"""What a store says of itself: what it was made of, its files, a CRC32 per shard. Reads and writes no weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .durable import write_file
+from .errors import BadStore
+from .trusted import open_trusted
+
+FORMAT = "moedge.store/1"
+MANIFEST = "manifest.json"
+# The manifest of the files that are finished so far; becomes MANIFEST when all are.
+PROGRESS = "progress.json"
+HEAD_FILE = "head.safetensors"
+RESIDENT_FILE = "resident.safetensors"
+_MAX_MANIFEST_NBYTES = 256 << 20
+_FILE_NAME = re.compile(r"layer-\d{4,}\.safetensors|head\.safetensors|resident\.safetensors")
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of that name may hold shards of a store."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
+def layer_file(index: int) -> str:
+    return f"layer-{index:04}.safetensors"
+
+
+def canonical(content: Any) -> bytes:
+    """The one JSON text of a value: sorted keys, no blanks, ASCII."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file: its size, the CRC32 of everything before its data, and those of each tensor's shards in order."""
+
+    name: str
+    nbytes: int
+    header_crc32: int
+    shards_crc32: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`fingerprint` and `recipe` decide every byte of the files; `extra` belongs to whoever had the store written."""
+
+    version: str
+    fingerprint: str
+    recipe: Mapping[str, Any]
+    files: tuple[FileRecord, ...]
+    extra: Mapping[str, Any]
+
+    @classmethod
+    def begin(cls, fingerprint: str, recipe: Mapping[str, Any]) -> Manifest:
+        """Of a store of this version without a file; `recipe` as it is after a trip through JSON."""
+        return cls(version("moedge"), fingerprint, json.loads(canonical(recipe)), (), {})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files together, without this manifest."""
+        return sum(file.nbytes for file in self.files)
+
+    def made_of(self, fingerprint: str, recipe: Mapping[str, Any]) -> bool:
+        return self.fingerprint == fingerprint and canonical(self.recipe) == canonical(recipe)
+
+    def same_making(self, other: Manifest) -> bool:
+        """Whether files of both may stand in one store."""
+        return self.version == other.version and self.made_of(other.fingerprint, other.recipe)
+
+    def encode(self) -> bytes:
+        """Canonical JSON whose `crc32` is that of the same JSON without it."""
+        files = [_file_to_json(file) for file in sorted(self.files, key=lambda file: file.name)]
+        content = {
+            "format": FORMAT,
+            "version": self.version,
+            "fingerprint": self.fingerprint,
+            "recipe": self.recipe,
+            "files": files,
+            "nbytes": self.nbytes,
+            "extra": self.extra,
+        }
+        return canonical(content | {"crc32": _hex(zlib.crc32(canonical(content)))}) + b"\n"
+
+    def save(self, path: Path) -> None:
+        write_file(path, self.encode())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises FileNotFoundError, or BadStore for anything but an undamaged manifest of this version."""
+    data = _read(path)
+    try:
+        content = json.loads(data)
+        found = content["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadStore(f"{path} is no store's manifest ({error!r:.120}); prepare the model again") from None
+    if found != FORMAT:
+        raise BadStore(f"{path} has format {found!r:.40}, wanted {FORMAT!r}; prepare the model again")
+    try:
+        manifest = _from_json(content)
+        sound = manifest.encode() == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise BadStore(f"{path} is damaged: its bytes do not match its CRC32; prepare the model again")
+    return manifest
+
+
+def _read(path: Path) -> bytes:
+    with open(open_trusted(path), "rb") as file:
+        data = file.read(_MAX_MANIFEST_NBYTES + 1)
+    if len(data) > _MAX_MANIFEST_NBYTES:
+        raise BadStore(
+            f"{path} has over {_MAX_MANIFEST_NBYTES} bytes, too many for a manifest; prepare the model again"
+        )
+    return data
+
+
+def _file_to_json(file: FileRecord) -> dict[str, Any]:
+    crcs = {tensor: [_hex(crc) for crc in values] for tensor, values in file.shards_crc32.items()}
+    return {"name": file.name, "nbytes": file.nbytes, "header_crc32": _hex(file.header_crc32), "shards_crc32": crcs}
+
+
+def _from_json(content: Mapping[str, Any]) -> Manifest:
+    files = tuple(_file_from_json(file) for file in content["files"])
+    texts, mappings = (content["version"], content["fingerprint"]), (content["recipe"], content["extra"])
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(each, dict) for each in mappings):
+        raise TypeError("wanted texts and objects")
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("a file stands in it twice")
+    return Manifest(*texts, mappings[0], files, mappings[1])
+
+
+def _file_from_json(content: Mapping[str, Any]) -> FileRecord:
+    # A name is joined to the store's folder, so it must not lead out of it.
+    if not is_file_name(content["name"]):
+        raise ValueError("not the name of a store's file")
+    crcs = {tensor: tuple(int(crc, 16) for crc in values) for tensor, values in content["shards_crc32"].items()}
+    return FileRecord(content["name"], content["nbytes"], int(content["header_crc32"], 16), crcs)
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"

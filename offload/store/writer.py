@@ -1,0 +1,170 @@
+"""Writes a store file by file. Killed at any point, no unfinished store opens and the next run continues.
+
+Knows how layers, head and resident parts lie in files; gets their bytes packed and knows nothing of their meaning.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from .durable import rename
+from .errors import DiskFull
+from .folder import begun_manifest, make_folder, remove_files_except
+from .lock import lock_to_write
+from .manifest import HEAD_FILE, MANIFEST, PROGRESS, RESIDENT_FILE, FileRecord, Manifest, layer_file
+from .new_shard_file import ALIGNMENT, NewShardFile, TensorSpec
+from .shard_file import is_intact
+
+
+class StoreWriter:
+    """Has the folder alone until `close`. What another version, model or recipe left in it is removed.
+
+    Ask `has(name)` for every file, write those it denies, then `finish`. `recipe` is everything beside the model's
+    `fingerprint` that decides the bytes. Raises StoreInUse, and BadStore for a folder with anything else in it.
+    """
+
+    def __init__(self, folder: Path, recipe: Mapping[str, Any], fingerprint: str) -> None:
+        self.folder = folder
+        self._empty = Manifest.begin(fingerprint, recipe)
+        self._done: dict[str, FileRecord] = {}
+        make_folder(folder)
+        self._lock = lock_to_write(folder)
+        try:
+            begun = begun_manifest(folder, self._empty)
+            self._unchecked = {file.name: file for file in begun.files}
+            remove_files_except(folder, set(self._unchecked) | {MANIFEST, PROGRESS})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def complete(self) -> bool:
+        """Whether a finished store of this very making is there, so that nothing needs to be written."""
+        return (self.folder / MANIFEST).exists()
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier run, or this one, finished that file; reads all of it the first time."""
+        if name not in self._done and name in self._unchecked and is_intact(self.folder, self._unchecked[name]):
+            self._done[name] = self._unchecked.pop(name)
+        return name in self._done
+
+    @contextmanager
+    def layer(self, index: int, dense_nbytes: int, num_experts: int, expert_nbytes: int) -> Iterator[LayerFile]:
+        """A layer's dense run (0 bytes: none) and its experts (0: none); sizes are multiples of 4096."""
+        specs = []
+        if dense_nbytes:
+            specs.append(_opaque("dense", (dense_nbytes,)))
+        if num_experts:
+            specs.append(_opaque("experts", (num_experts, expert_nbytes), num_experts))
+        with self._file(layer_file(index), specs) as file:
+            yield LayerFile(file)
+
+    def write_head(self, data: memoryview) -> None:
+        """The output head: one run of bytes, a multiple of 4096."""
+        with self._file(HEAD_FILE, [_opaque("head", (data.nbytes,))]) as file:
+            file.write("head", 0, data)
+
+    @contextmanager
+    def resident(self, specs: Sequence[TensorSpec]) -> Iterator[ResidentFile]:
+        """Named tensors that are always in memory, of any size; the order given does not change the file."""
+        # Wide elements first: so all are aligned to their size without holes, which the format forbids.
+        ordered = sorted(specs, key=lambda spec: (-spec.item_bits, spec.name))
+        with self._file(RESIDENT_FILE, ordered) as file:
+            yield ResidentFile(file)
+
+    def finish(self, extra: Mapping[str, Any]) -> None:
+        """The store opens from now on. `extra` is JSON for whoever reads the store."""
+        if self._unchecked:
+            raise ValueError(f"{sorted(self._unchecked)[:3]} are from an earlier run; ask has() for each file first")
+        num_layers = len(set(self._done) - {HEAD_FILE, RESIDENT_FILE})
+        missing = [name for name in map(layer_file, range(num_layers)) if name not in self._done]
+        if missing:
+            raise ValueError(f"{missing[0]} was not written, but a later layer was")
+        with self._or_disk_full(PROGRESS, len(self._manifest(extra).encode())):
+            self._save_progress(extra)
+            rename(self.folder / PROGRESS, self.folder / MANIFEST)
+
+    def close(self) -> None:
+        """Lets others in; what is finished stays for the next run."""
+        if self._lock >= 0:
+            lock, self._lock = self._lock, -1
+            os.close(lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _file(self, name: str, specs: Sequence[TensorSpec]) -> Iterator[NewShardFile]:
+        """Published when the caller's block ends, discarded when it raises; a complete store is one no longer."""
+        with self._or_disk_full(name, sum(spec.nbytes for spec in specs)):
+            if self.complete:
+                rename(self.folder / MANIFEST, self.folder / PROGRESS)
+            file = NewShardFile(self.folder / name, specs)
+            try:
+                yield file
+                record = file.publish()
+            except BaseException:
+                file.discard()
+                raise
+            self._unchecked.pop(name, None)
+            self._done[name] = record
+            self._save_progress({})
+
+    def _save_progress(self, extra: Mapping[str, Any]) -> None:
+        self._manifest(extra).save(self.folder / PROGRESS)
+
+    def _manifest(self, extra: Mapping[str, Any]) -> Manifest:
+        return replace(self._empty, files=(*self._unchecked.values(), *self._done.values()), extra=extra)
+
+    @contextmanager
+    def _or_disk_full(self, name: str, nbytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            raise DiskFull(
+                f"{self.folder / name} needs {nbytes} bytes and {shutil.disk_usage(self.folder).free} are free "
+                f"({error.strerror}); make room and run this again, it goes on from here"
+            ) from error
+
+
+class LayerFile:
+    """The layer being written. A shard may be given in consecutive pieces, so that not even one must be in memory."""
+
+    def __init__(self, file: NewShardFile) -> None:
+        self._file = file
+
+    def write_dense(self, data: memoryview) -> None:
+        self._file.write("dense", 0, data)
+
+    def write_expert(self, index: int, data: memoryview) -> None:
+        self._file.write("experts", index, data)
+
+
+class ResidentFile:
+    """The resident parts being written, in any order."""
+
+    def __init__(self, file: NewShardFile) -> None:
+        self._file = file
+
+    def write(self, name: str, data: memoryview) -> None:
+        self._file.write(name, 0, data)
+
+
+def _opaque(name: str, shape: tuple[int, ...], num_shards: int = 1) -> TensorSpec:
+    assert shape[-1] % ALIGNMENT == 0, f"{name}: {shape[-1]} bytes, wanted a multiple of {ALIGNMENT}"
+    return TensorSpec(name, "U8", shape, num_shards)

@@ -1,0 +1,218 @@
+"""A profile comes back as it was written, belongs to one hardware, and a damaged one is never believed."""
+
+import ctypes
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedge.offload.machine import saved
+from moedge.offload.machine.hardware import Gpu, Hardware, find_gpus, find_hardware
+from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
+from moedge.offload.machine.saved import load_machine, save_machine, saved_path, this_machine
+
+HARDWARE = Hardware("a CPU", 2, 1 << 34, (Gpu("a GPU", 8 << 30),), "/dev/sda ext4")
+MACHINE = Machine(
+    HARDWARE,
+    1.5e10,
+    Disk(True, 1 << 30, (DiskRead(1 << 20, 1, 2e9), DiskRead(1 << 22, 2, 3e9))),
+    Link(8e9, 2.2e10),
+    PinLimit(1 << 30, True),
+    {"nf4": {1: 2e9, 128: 3e11}},
+)
+SPEEDS = st.floats(1, 1e15)
+COUNTS = st.integers(1, 1 << 40)
+READS = st.lists(st.builds(DiskRead, COUNTS, COUNTS, SPEEDS), min_size=1, max_size=3).map(tuple)
+MACHINES = st.builds(
+    Machine,
+    st.builds(Hardware, st.text(), COUNTS, COUNTS, st.lists(st.builds(Gpu, st.text(), COUNTS)).map(tuple), st.text()),
+    SPEEDS,
+    st.none() | st.builds(Disk, st.booleans(), COUNTS, READS),
+    st.none() | st.builds(Link, SPEEDS, st.none() | SPEEDS),
+    st.none() | st.builds(PinLimit, st.integers(0, 1 << 40), st.booleans()),
+    st.dictionaries(st.text(), st.dictionaries(COUNTS, SPEEDS, max_size=3), max_size=3),
+)
+
+
+@given(MACHINES)
+def test_json_gives_the_same_machine_back(machine: Machine) -> None:
+    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths to every value in a JSON object."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
+
+
+def damaged(place: tuple[Any, ...], value: Any) -> Any:
+    document = {"machine": MACHINE.to_json()}
+    inner: Any = document
+    steps = ("machine", *place)
+    for step in steps[:-1]:
+        inner = inner[step]
+    inner[steps[-1]] = value
+    return document["machine"]
+
+
+@pytest.mark.parametrize("place", places(MACHINE.to_json()), ids=lambda place: ".".join(map(str, place)))
+def test_no_value_may_be_of_another_kind_or_out_of_range(place: tuple[Any, ...]) -> None:
+    allowed = {"direct": [True], "refused": [True], "nbytes": [0], "flop_s": [{}], "nf4": [{}]}
+    for wrong in (True, "x", -1, float("nan"), float("inf"), [], {}, 0, 0.5, [1], {"a": 1}):
+        try:
+            machine = Machine.from_json(damaged(place, wrong))
+        except ValueError:
+            continue
+        # What describes the hardware is compared with what is found.
+        assert machine.hardware != HARDWARE or wrong in allowed.get(place[-1], []) or fine_speed(place, wrong)
+
+
+def fine_speed(place: tuple[Any, ...], value: Any) -> bool:
+    return value == 0.5 and ("bytes_s" in str(place[-1]) or str(place[-1]).isdigit())
+
+
+def test_the_best_way_to_read_is_the_fastest() -> None:
+    assert MACHINE.disk is not None
+    assert MACHINE.disk.best == DiskRead(1 << 22, 2, 3e9)
+
+
+def test_a_fifth_of_the_pin_limit_is_left_where_there_is_one() -> None:
+    assert PinLimit(1000, True).usable == 800
+    assert PinLimit(1000, False).usable is None
+
+
+class Counter:
+    """A measurement that counts how often it was made."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, hardware: Hardware) -> Machine:
+        self.times += 1
+        return Machine(hardware, 1e9 + self.times)
+
+
+def test_a_machine_is_measured_once_and_again_on_request(tmp_path: Path) -> None:
+    measure, path = Counter(), tmp_path / "state" / "machine.json"
+    first = this_machine(tmp_path, measure, path=path)
+    assert this_machine(tmp_path, measure, path=path) == first
+    assert measure.times == 1
+    assert this_machine(tmp_path, measure, again=True, path=path).memory_bytes_s == 1e9 + 2
+    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cpu": "another"}, {"cores": 4}, {"ram_nbytes": 1 << 35}, {"gpus": ()}, {"disk": "/dev/sdb ext4"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_hardware_has_no_profile_until_it_is_measured(change: dict[str, Any], tmp_path: Path) -> None:
+    path, other = tmp_path / "machine.json", replace(HARDWARE, **change)
+    save_machine(MACHINE, path)
+    assert load_machine(other, path) is None
+    save_machine(Machine(other, 1e9), path)
+    assert load_machine(other, path) == Machine(other, 1e9)
+    assert load_machine(HARDWARE, path) == MACHINE
+
+
+def test_the_file_keeps_the_newest_profiles_only(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    for cores in range(1, 21):
+        save_machine(replace(MACHINE, hardware=replace(HARDWARE, cores=cores)), path)
+    kept = [profile["hardware"]["cores"] for profile in json.loads(path.read_text())["machines"]]
+    assert kept == [20, 19, 18, 17, 16, 15, 14, 13]
+
+
+def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    save_machine(MACHINE, path)
+    whole = path.read_bytes()
+    wrong = [whole[:length] for length in range(0, len(whole), 7)]
+    wrong += [whole.replace(b"machine/1", b"machine/2"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    for content in wrong:
+        path.write_bytes(content)
+        assert load_machine(HARDWARE, path) is None
+    save_machine(MACHINE, path)
+    assert path.read_bytes() == whole
+
+
+def test_a_failed_write_leaves_the_old_profile_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    save_machine(MACHINE, path)
+
+    def full(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        save_machine(replace(MACHINE, memory_bytes_s=1e9), path)
+    assert load_machine(HARDWARE, path) == MACHINE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_profile_that_cannot_be_kept_is_still_used_and_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="measured again next time"):
+        machine = this_machine(tmp_path, Counter(), path=tmp_path / "file" / "machine.json")
+    assert machine.memory_bytes_s == 1e9 + 1
+
+
+def test_profiles_are_kept_in_the_user_s_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(saved, "user_state_path", lambda name: tmp_path / name)
+    assert saved_path() == tmp_path / "moedge" / "machine.json"
+
+
+def test_hardware_is_the_same_when_looked_at_twice_and_for_folders_to_come(tmp_path: Path) -> None:
+    hardware = find_hardware(tmp_path)
+    assert hardware == find_hardware(tmp_path / "not" / "yet")
+    assert hardware.cores == len(os.sched_getaffinity(0))
+    assert hardware.disk != "unknown"
+
+
+class Driver:
+    """The four calls of libcuda, as ctypes makes them."""
+
+    def __init__(self, names: list[bytes], init: int = 0, describe: int = 0) -> None:
+        self.names, self.init, self.describe = names, init, describe
+
+    def cuInit(self, flags: int) -> int:
+        return self.init
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(self.names)
+        return 0
+
+    def cuDeviceGet(self, handle: Any, ordinal: int) -> int:
+        handle._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetName(self, name: Any, length: int, handle: ctypes.c_int) -> int:
+        name.value = self.names[handle.value]
+        return self.describe
+
+    def cuDeviceTotalMem_v2(self, nbytes: Any, handle: ctypes.c_int) -> int:
+        nbytes._obj.value = (handle.value + 1) << 33
+        return 0
+
+
+def test_gpus_are_those_that_the_driver_shows() -> None:
+    assert find_gpus(Driver([b"one", b"two"])) == (Gpu("one", 1 << 33), Gpu("two", 2 << 33))
+    assert find_gpus(Driver([])) == ()
+    assert find_gpus(Driver([b"no device for this process"], init=100)) == ()
+    with pytest.raises(OSError, match="CUDA error 999"):
+        find_gpus(Driver([b"lost"], describe=999))
+
+
+def test_every_key_of_a_profile_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "machine.md").read_text()
+    for place in places(MACHINE.to_json()):
+        names = [str(step) for step in place if not isinstance(step, int)]
+        key = "flop_s" if "flop_s" in names else "hardware.gpus" if "gpus" in names else ".".join(names)
+        assert not key or f"`{key}`" in page or f"`{key}." in page, key

@@ -1,0 +1,93 @@
+"""The watchdog tells slow from stuck, stops a stuck run once, says where it stood, and leaves a working one alone."""
+
+import faulthandler
+import mmap
+import threading
+
+import pytest
+
+from moedge.offload.stream.lane import Shard, StreamBroken
+from moedge.offload.stream.reader_lane import ReaderLane
+from moedge.offload.stream.ring import ALIGNMENT, Ring
+from moedge.offload.stream.stream import ShardStream
+from moedge.offload.stream.watchdog import Pace, Watchdog
+
+
+class Run:
+    def __init__(self) -> None:
+        self.work = 0
+        self.nbytes = 0
+        self.now = 0.0
+        self.stopped: list[str] = []
+        self.watchdog = Watchdog(
+            lambda: self.work, lambda: self.nbytes, self.stopped.append, limit_seconds=100, clock=lambda: self.now
+        )
+
+    def after(self, seconds: float) -> Pace:
+        self.now += seconds
+        return self.watchdog.check()
+
+
+def test_a_run_that_works_or_waits_for_a_slow_disk_is_left_alone() -> None:
+    run = Run()
+    run.watchdog.check()
+    for _ in range(20):
+        run.work += 1
+        assert run.after(99) is Pace.WORKING
+    for _ in range(20):
+        run.nbytes += 1
+        assert run.after(99) is Pace.SLOW
+    assert run.after(99) is Pace.SLOW
+    assert run.stopped == []
+
+
+def test_a_stuck_run_is_stopped_once_with_all_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run()
+    run.watchdog.check()
+    assert run.after(99.9) is Pace.WORKING
+    assert run.after(0.2) is Pace.STUCK
+    assert run.after(1000) is Pace.STUCK
+    assert len(run.stopped) == 1
+    assert "no byte moved for 100 s" in run.stopped[0]
+    assert "test_a_stuck_run_is_stopped_once" in capfd.readouterr().err
+
+
+def test_time_before_it_is_entered_does_not_count() -> None:
+    run = Run()
+    run.watchdog.check()
+    run.now += 1000
+    with run.watchdog:
+        assert run.after(50) is Pace.WORKING
+    assert run.stopped == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_forced_stall_ends_as_a_broken_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that answers `seed` reads and then no more."""
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file, all_threads: None)
+    gate = threading.Event()
+
+    class Disk:
+        num_reads = 0
+
+        def read(self, room: memoryview, offset: int, nbytes: int) -> None:
+            self.num_reads += 1
+            if self.num_reads > seed:
+                gate.wait()
+
+        def close(self) -> None:
+            pass
+
+    memory = memoryview(mmap.mmap(-1, 4 * ALIGNMENT))
+    lane = ReaderLane({None: Disk()}, memory, 1)
+    stream = ShardStream(lane, Ring(len(memory)), memory, [Shard("s", ALIGNMENT, 0)])
+    watchdog = Watchdog(
+        lambda: stream.num_arrived, lambda: lane.nbytes_moved, lambda says: lane.fail(TimeoutError(says)), 0.05
+    )
+    with watchdog, pytest.raises(StreamBroken, match="nothing was computed"):
+        for _ in stream.take(1000):
+            pass
+    assert watchdog.pace is Pace.STUCK
+    assert stream.num_arrived <= seed
+    gate.set()
+    stream.close()
