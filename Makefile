@@ -17,13 +17,17 @@ lint: $(STAMP) links
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Short measurements; bench/roofline.py wants a model from bench/make_model.py first.
 bench: $(STAMP)
 	$(BIN)/python bench/pack.py
 	$(BIN)/python bench/linear.py
-
-matrix: $(STAMP)
-	$(BIN)/python bench/families.py
 	$(BIN)/python bench/quality.py
+
+# The long runs of what the tests do briefly.
+matrix: $(STAMP)
+	$(BIN)/python bench/stream_bugs.py
+	$(BIN)/python bench/store_kill.py
+	$(BIN)/python bench/hostile.py
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)

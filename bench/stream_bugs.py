@@ -2,7 +2,7 @@
 
     python bench/stream_bugs.py [--schedules 10000] [--limit 1000] [--first-seed 0]
 
-Runs the production stream in the simulator of tests/offload/stream: the correct code on every tier for --schedules seeds
+Runs the production stream in the simulator beside its tests: the correct code on every tier for --schedules seeds
 each, then every seeded bug until it is found, --limit seeds at most. Exits 1 when the correct code fails once or a
 bug is not found. With 0 failures of N the rate is below 3/N with 95 % confidence.
 """
