@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench matrix tables clean
+.PHONY: demo test coverage lint links bench matrix tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+coverage: $(STAMP)
+	$(BIN)/coverage run -m pytest --quiet
+	$(BIN)/coverage report
 
 lint: $(STAMP) links
 	$(BIN)/ruff check .

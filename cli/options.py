@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 MODEL = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a hub id like Qwen/Qwen3-30B-A3B.")
+    str,
+    typer.Argument(metavar="MODEL", help="A checkpoint folder, a prepared store, or a hub id like Qwen/Qwen3-30B-A3B."),
 ]
 
 
