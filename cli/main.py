@@ -15,8 +15,8 @@ from .demo import demo
 from .exit_codes import ExitCode, exit_code
 from .models import app as models
 from .prepare import prepare
+from .process import return_memory, wait_without_spinning
 from .run import run
-from .threads import wait_without_spinning
 
 app = typer.Typer(
     name="moedge",
@@ -50,6 +50,7 @@ def _root(
 def main() -> None:
     """Runs the command line; a refusal prints one message and exits with its code, a bug saves its traceback."""
     wait_without_spinning()
+    return_memory()
     try:
         app()
     except Exception as error:

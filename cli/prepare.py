@@ -24,7 +24,8 @@ def prepare(
 ) -> None:
     """Pack a checkpoint into a store.
 
-    Killed at any point it goes on where it was when it is run again. `moedge batch STORE ...` needs no checkpoint.
+    Killed at any point it goes on where it was when it is run again; run on a finished store it makes damaged files
+    anew. `moedge batch STORE ...` needs no checkpoint.
     """
     import time
 
@@ -39,5 +40,5 @@ def prepare(
         formats = precision(source, quant, dtype)
         target = output or place_for(source, *formats, disk_dir)
         say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
-        write_store(source, target, *formats, Budgets(disk=disk).disk_nbytes())
+        write_store(source, target, *formats, Budgets(disk=disk).disk_nbytes(), repair=True)
     say(f"done in {duration(time.perf_counter() - begun)}; give {target} as MODEL")

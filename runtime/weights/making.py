@@ -43,15 +43,18 @@ def place_for(source: ModelSource, quant: str, dtype: str, root: Path | None) ->
     return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
 
 
-def prepare(source: ModelSource, target: Path, quant: str, dtype: str, disk: int | None = None) -> None:
+def prepare(
+    source: ModelSource, target: Path, quant: str, dtype: str, disk: int | None = None, repair: bool = False
+) -> None:
     """Writes the store at `target`, or completes one that was begun; memory peaks at a window of experts.
 
-    Raises OutOfBudget where it does not fit `disk` bytes (None: what is free less a reserve).
+    `repair` reads a finished store too, and makes its damaged files anew. Raises OutOfBudget where the store does not
+    fit `disk` bytes (None: what is free less a reserve).
     """
     folder, shape = source.folder, source.shape
     disk_budget(target, weights_nbytes(shape, quant, dtype), disk)
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
-        if writer.complete:
+        if writer.complete and not repair:
             return
         model = define(ModelConfig.read(folder), DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:

@@ -1,7 +1,7 @@
 """A model in a store: packed shards, resident parameters, and the small files that make it a model.
 
 A prepared store opens without its checkpoint. Knows what is in it; where stores lie and what they may take is
-`runtime/preparing.py`'s business.
+`making.py`'s business.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
 from ...offload.store.new_shard_file import TensorSpec
 from ...offload.store.store import Store
 from ...offload.store.writer import LayerFile, StoreWriter
@@ -37,8 +38,6 @@ class StoreSink:
         self._writer = writer
 
     def has_layer(self, index: int) -> bool:
-        from ...offload.store.manifest import layer_file
-
         return self._writer.has(layer_file(index))
 
     @contextmanager
@@ -51,7 +50,7 @@ class StoreSink:
     def head(self, nbytes: int) -> Iterator[torch.Tensor]:
         shard = torch.empty(nbytes, dtype=torch.uint8)
         yield shard
-        if not self._writer.has("head.safetensors"):
+        if not self._writer.has(HEAD_FILE):
             self._writer.write_head(_view(shard))
 
 
@@ -75,7 +74,7 @@ class _LayerSink:
 
 def write_resident(writer: StoreWriter, model: PreTrainedModel, folder: Path) -> None:
     """The parameters that are not packed, and the checkpoint's small files."""
-    if writer.has("resident.safetensors"):
+    if writer.has(RESIDENT_FILE):
         return
     tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_parameters(model)}
     for name in SMALL_FILES:

@@ -240,6 +240,8 @@ def test_a_prepared_store_answers_without_its_checkpoint(
     file = store / "layer-0000.safetensors"
     file.write_bytes(file.read_bytes()[:-4096] + bytes(4096))
     assert cli("models", "check", store) == 5
+    assert cli("prepare", checkpoint("qwen3_moe"), "-o", store) == 0
+    assert cli("models", "check", store) == 0
     assert cli("models", "rm", store) == 0
     assert not store.exists()
 
