@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+    """`12.34 GiB`; `5 MiB` where that would be all zeros."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
