@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -42,11 +41,10 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One pass over the weights; returns the sequences that it finished."""
-        started = time.perf_counter()
         batch = self.scheduler.schedule()
         logits = self.model.forward(batch)
         samples = self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling])
-        self._count(batch, time.perf_counter() - started)
+        self._count(batch)
         finished = self.scheduler.commit(batch, samples)
         for sequence in finished:
             self.metrics.count_finished(sequence)
@@ -57,10 +55,10 @@ class Engine:
         while self.busy:
             yield from self.step()
 
-    def _count(self, batch: Batch, seconds: float) -> None:
+    def _count(self, batch: Batch) -> None:
         cache = self.scheduler.cache
         live = sum(running.table.num_tokens for running in self.scheduler.running) + batch.num_tokens
-        self.metrics.count_pass(batch, cache.used_slots, live * len(cache.pools), seconds)
+        self.metrics.count_pass(batch, cache.used_slots, live * len(cache.pools))
 
 
 def _draw(sequence: Sequence) -> Draw:

@@ -18,7 +18,6 @@ class Metrics:
     passes: int = 0
     pass_tokens: int = 0
     pass_sequences: int = 0
-    pass_seconds: float = 0.0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     held_slots: int = 0
@@ -27,11 +26,10 @@ class Metrics:
     tpot: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
 
-    def count_pass(self, batch: Batch, held_slots: int, live_slots: int, seconds: float) -> None:
+    def count_pass(self, batch: Batch, held_slots: int, live_slots: int) -> None:
         self.passes += 1
         self.pass_tokens += batch.num_tokens
         self.pass_sequences += len(batch.chunks)
-        self.pass_seconds += seconds
         self.generated_tokens += len(batch.sampling)
         for chunk in batch.chunks:
             self.prompt_tokens += max(0, min(len(chunk.sequence.prompt_ids) - chunk.past, chunk.count))

@@ -80,6 +80,5 @@ def _kv(plan: Plan, loaded: LoadedEngine) -> KV:
         blocks=plan.kv_blocks,
         bytes_per_token=scheduler.cache.token_nbytes,
         waste=loaded.engine.metrics.waste,
-        prefix_hit_tokens=0,
         preemptions=scheduler.num_preemptions,
     )

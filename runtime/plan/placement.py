@@ -42,10 +42,6 @@ class Placement:
         """Host memory that weights take: held, and in flight."""
         return self.held_nbytes(shards) + self.dense_ring + self.expert_ring
 
-    def streamed_nbytes(self, shards: ModelShards) -> int:
-        """Bytes that every pass reads."""
-        return shards.nbytes - self.held_nbytes(shards)
-
 
 def place(shards: ModelShards, room: int) -> Placement | None:
     """The placement that holds most in `room` bytes; None where not even the rings fit."""

@@ -32,7 +32,6 @@ class StreamedWeights:
         self.head_shard = self._hold(store.head) if store.head else None
         self._not_counted = 0
         self._streams: list[ShardStream[torch.Tensor]] = []
-        self._lanes: list[ReaderLane] = []
         dense = [places.dense for places in store.layers[placement.held_dense :] if places.dense is not None]
         self._dense = self._open_stream(dense, placement.dense_ring)
         experts = [
@@ -52,11 +51,6 @@ class StreamedWeights:
     def start_counting(self) -> None:
         """Forgets the bytes of passes so far."""
         self._not_counted += self.nbytes_streamed
-
-    @property
-    def seconds_waited(self) -> float:
-        """How long compute stood still for want of bytes."""
-        return sum(lane.seconds_waited for lane in self._lanes)
 
     def arrivals(self) -> Iterator[int]:
         """Layers of one pass, each usable until the next is asked for."""
@@ -103,7 +97,6 @@ class StreamedWeights:
         lane = ReaderLane(sources, memory.numpy().data)
         stream = ShardStream(lane, Ring(ring_nbytes), memory, [_shard(place) for place in places])
         self._streams.append(stream)
-        self._lanes.append(lane)
         return stream
 
 
