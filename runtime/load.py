@@ -15,7 +15,7 @@ from .attention.torch_backend import TorchAttention
 from .dtypes import DTYPES
 from .engine import Engine
 from .kv.cache import KVCache
-from .kv.pool import NativePool
+from .kv.pool import KVPool
 from .kv.spec import KVSpec
 from .model.assembly import LayerAssembly, install_head
 from .model.definition import define
@@ -62,7 +62,7 @@ def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> L
 
 
 def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
-    pools = [NativePool(KVSpec(group, plan.kv, plan.kv_block), plan.kv_blocks) for group in shape.kv_groups]
+    pools = [KVPool(KVSpec(group, plan.kv, plan.kv_block), plan.kv_blocks) for group in shape.kv_groups]
     cache = KVCache(pools, plan.kv_blocks)
     model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic)
     limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)

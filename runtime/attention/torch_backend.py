@@ -45,7 +45,7 @@ class TorchAttention:
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
             if self._is_fresh(call, chunk):
-                out[rows] = attend_fresh(call, q[rows], pool.as_stored(k[rows]), pool.as_stored(v[rows]))
+                out[rows] = attend_fresh(call, q[rows], *pool.as_stored(k[rows], v[rows]))
             else:
                 self._attend_past(call, place, chunk, q[rows], out[rows])
         return out

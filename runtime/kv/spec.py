@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shape.layouts import ITEM_NBYTES
+from ...quant.kv_format import KVFormat, RecordLayout
 from ..shape.model_shape import KVGroup
 
 BLOCK_TOKENS = 32
@@ -12,16 +12,21 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """One layer group in one format: a record is the keys, then the values, of `block` tokens in one layer."""
+    """One layer group in one format (a name of `KV_FORMATS`): a record is `block` tokens of one layer."""
 
     group: KVGroup
     format: str
     block: int = BLOCK_TOKENS
 
     @property
+    def layout(self) -> RecordLayout:
+        """Raises FormatError for a format that cannot hold the group's heads."""
+        return RecordLayout.of(KVFormat.parse(self.format), self.group.kv_heads, self.group.head_dim, self.block)
+
+    @property
     def record_nbytes(self) -> int:
         """Bytes of one block in one layer."""
-        return 2 * self.group.kv_heads * self.block * self.group.head_dim * ITEM_NBYTES[self.format]
+        return self.layout.nbytes
 
     @property
     def block_nbytes(self) -> int:

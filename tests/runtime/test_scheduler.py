@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moedge.runtime.batch import Batch
 from moedge.runtime.engine import Engine
 from moedge.runtime.kv.cache import KVCache
-from moedge.runtime.kv.pool import NativePool
+from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sampling.sampler import Sampler
@@ -51,7 +51,7 @@ class FakeModel:
 
 
 def make_engine(blocks: int, limits: PassLimits) -> Engine:
-    cache = KVCache([NativePool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", BLOCK), blocks)], blocks)
+    cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", BLOCK), blocks)], blocks)
     return Engine(FakeModel(), Scheduler(limits, cache), Sampler())
 
 

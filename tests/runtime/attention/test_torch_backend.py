@@ -7,7 +7,7 @@ from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
 from moedge.runtime.batch import Batch, pack
 from moedge.runtime.kv.cache import KVCache
-from moedge.runtime.kv.pool import NativePool
+from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sequence import Sequence
@@ -39,8 +39,8 @@ class Setup:
 
     def __init__(self, block: int, tiled: bool, kv_format: str = "fp32") -> None:
         spec = KVSpec(KVGroup((0, 1), KV_HEADS, DIM, None), kv_format, block)
-        pool = NativePool(spec, sum(spec.blocks_for(length) for length in LENGTHS))
-        pool._records.fill_(float("nan"))
+        pool = KVPool(spec, sum(spec.blocks_for(length) for length in LENGTHS))
+        pool.records.fill_(0xFF)
         self.cache = KVCache([pool], sum(spec.blocks_for(length) for length in LENGTHS))
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
         torch.manual_seed(1)
@@ -116,5 +116,5 @@ def test_prompts_attend_over_keys_and_values_as_stored(kv_format: str, tiled: bo
     outs = setup.run(CALLS["plain"], 200, together=True)
     pool = setup.cache.pools[0]
     for out, q, k, v in zip(outs, setup.q, setup.k, setup.v, strict=True):
-        wanted = reference(CALLS["plain"], q, pool.as_stored(k), pool.as_stored(v))
+        wanted = reference(CALLS["plain"], q, *pool.as_stored(k, v))
         assert (out.double() - wanted).norm() / wanted.norm() < 2e-6
