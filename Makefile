@@ -30,7 +30,7 @@ bench: $(STAMP)
 # The long runs of what the tests do briefly.
 matrix: $(STAMP)
 	$(BIN)/python bench/stream_bugs.py
-	$(BIN)/python bench/store_kill.py
+	$(BIN)/python bench/prepare_kill.py
 	$(BIN)/python bench/hostile.py
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.

@@ -2,6 +2,7 @@
 
 python bench/make_model.py --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
 python bench/make_model.py --shape s --out models/s       # 0.48 GB
+python bench/make_model.py --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Shape:
 SHAPES = {
     "s": Shape(512, 8, 8, 2, 64, 32, 4, 512),
     "m": Shape(2048, 16, 16, 4, 128, 64, 8, 512),
+    "wide": Shape(2048, 1, 16, 4, 128, 320, 8, 1024),
 }
 
 

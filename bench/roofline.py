@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     with open_source(options.model) as source:
         store = place_for(source, options.quant, source.shape.dtype, options.stores)
-        prepare(source, store, options.quant, source.shape.dtype)
+        prepare(source, store, options.quant, source.shape.dtype, Budgets())
         print("| memory | sequences | pass s | disk roof s | compute roof s | pass/roof | tok/s | read/plan | peak |")
         print("|---|---|---|---|---|---|---|---|---|")
         for num_sequences in options.sequences:

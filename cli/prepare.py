@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from . import options
+from .exit_codes import ExitCode
 from .wording import duration, gib
 
 
@@ -19,6 +20,7 @@ def prepare(
     ] = None,
     quant: options.QUANT = options.Quant.NF4,
     dtype: options.DTYPE = options.DType.AUTO,
+    ram: options.RAM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
 ) -> None:
@@ -29,6 +31,7 @@ def prepare(
     """
     import time
 
+    from ..offload.memory import host_peak
     from ..runtime.model_source import open_source
     from ..runtime.plan.budgets import Budgets
     from ..runtime.weights.making import place_for, precision
@@ -40,5 +43,10 @@ def prepare(
         formats = precision(source, quant, dtype)
         target = output or place_for(source, *formats, disk_dir)
         say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
-        write_store(source, target, *formats, Budgets(disk=disk).disk_nbytes(), repair=True)
-    say(f"done in {duration(time.perf_counter() - begun)}; give {target} as MODEL")
+        budgets = Budgets(ram, disk, disk_dir)
+        write_store(source, target, *formats, budgets, repair=True)
+    peak, budget = host_peak(), budgets.host_nbytes()
+    say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of host memory; give {target} as MODEL")
+    if ram != "auto" and peak > budget:
+        say(f"over budget: {gib(budget)} of host memory were granted")
+        raise typer.Exit(ExitCode.GAVE_OUT)

@@ -23,6 +23,7 @@ from .model.packed_model import PackedModel
 from .model.weights_seam import ArrivingLayers
 from .model_source import ModelSource
 from .plan.planner import Plan
+from .plan.preparing import WINDOW_COPIES, WINDOW_NBYTES
 from .sampling.sampler import Sampler
 from .scheduler import PassLimits, Scheduler
 from .shape.config import ModelConfig
@@ -55,7 +56,7 @@ def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> L
     compute = Compute(scratch, plan.deterministic)
     model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
     if store is None:
-        _load_all(model, source.folder, shards, compute)
+        _load_all(model, source.folder, shards, plan, compute)
         return LoadedEngine(_engine(PackedModel(model), shape, plan), shards)
     streamed = _open_store(model, Store.open(store), shards, plan, compute)
     return LoadedEngine(_engine(PackedModel(model), shape, plan), shards, streamed)
@@ -69,10 +70,12 @@ def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
     return Engine(model, Scheduler(limits, cache), Sampler())
 
 
-def _load_all(model: PreTrainedModel, folder: Path, shards: ModelShards, compute: Compute) -> None:
+def _load_all(model: PreTrainedModel, folder: Path, shards: ModelShards, plan: Plan, compute: Compute) -> None:
     sink = MemorySink()
     with Checkpoint(folder) as checkpoint:
-        preparation = Preparation(model, checkpoint, compute)
+        # What a pass will compute with is not in use yet: experts are converted there.
+        room = (plan.kv_nbytes + plan.scratch_nbytes) // (WINDOW_COPIES + 1)
+        preparation = Preparation(model, checkpoint, compute, min(room, WINDOW_NBYTES))
         preparation.run(shards, sink)
     for layer, layer_bytes in zip(preparation.layers, sink.layers, strict=True):
         layer_bytes.bind(layer)

@@ -19,6 +19,7 @@ from ..model.definition import define
 from ..model_source import ModelSource
 from ..plan.budgets import Budgets
 from ..plan.planner import Plan
+from ..plan.preparing import window_nbytes
 from ..shape.as_json import shape_to_json
 from ..shape.config import ModelConfig
 from ..shape.shards import model_shards, weights_nbytes
@@ -43,23 +44,23 @@ def place_for(source: ModelSource, quant: str, dtype: str, root: Path | None) ->
     return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
 
 
-def prepare(
-    source: ModelSource, target: Path, quant: str, dtype: str, disk: int | None = None, repair: bool = False
-) -> None:
-    """Writes the store at `target`, or completes one that was begun; memory peaks at a window of experts.
+def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> None:
+    """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
 
-    `repair` reads a finished store too, and makes its damaged files anew. Raises OutOfBudget where the store does not
-    fit `disk` bytes (None: what is free less a reserve).
+    `repair` reads a finished store too, and makes its damaged files anew. Raises DoesNotFit where the memory is too
+    little for the largest part that is converted whole, OutOfBudget where the store does not fit the disk.
     """
     folder, shape = source.folder, source.shape
-    disk_budget(target, weights_nbytes(shape, quant, dtype), disk)
+    shards = model_shards(shape, quant, dtype)
+    window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
+    disk_budget(target, weights_nbytes(shape, quant, dtype), budgets.disk_nbytes())
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
             return
         model = define(ModelConfig.read(folder), DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
-            preparation = Preparation(model, checkpoint, Compute(Workspace(0)))
-            preparation.run(model_shards(shape, quant, dtype), StoreSink(writer))
+            preparation = Preparation(model, checkpoint, Compute(Workspace(0)), window)
+            preparation.run(shards, StoreSink(writer))
         write_resident(writer, model, folder)
         writer.finish({"shape": shape_to_json(shape), "name": source.name})
 
@@ -69,5 +70,5 @@ def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:
     if source.store is not None or not plan.streams:
         return source.store
     target = place_for(source, plan.quant, plan.dtype, budgets.disk_dir)
-    prepare(source, target, plan.quant, plan.dtype, budgets.disk_nbytes())
+    prepare(source, target, plan.quant, plan.dtype, budgets)
     return target

@@ -15,10 +15,8 @@ from ..model.assembly import LayerAssembly
 from ..model.finite import refuse_nonfinite
 from ..model.loading import CheckpointLoader
 from ..model.packing import pack_shard
+from ..plan.preparing import WINDOW_NBYTES
 from ..shape.shards import LayerShards, ModelShards, ShardLayout
-
-# Bytes of experts, as the checkpoint has them, that are converted together: their stacked copy comes on top.
-WINDOW_NBYTES = 128 << 20
 
 
 class LayerSink(Protocol):
@@ -42,12 +40,16 @@ class ShardSink(Protocol):
 class Preparation:
     """Packs what the checkpoint holds; then the model has resident parameters, and packed modules without bytes."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, compute: Compute) -> None:
+    def __init__(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, compute: Compute, window_nbytes: int = WINDOW_NBYTES
+    ) -> None:
+        """`window_nbytes` of experts, as the checkpoint has them, are converted together; copies come on top."""
         self.layers: list[LayerAssembly] = []
         self._model = model
         self._checkpoint = checkpoint
         self._loader = CheckpointLoader(model, checkpoint, model.dtype)
         self._compute = compute
+        self._window_nbytes = window_nbytes
 
     def run(self, shards: ModelShards, sink: ShardSink) -> None:
         for index, layer in enumerate(self._model.get_decoder().layers):
@@ -77,7 +79,7 @@ class Preparation:
         if layout is None:
             return
         numel = sum(rows * cols for rows, cols in (placed.layout.shape for placed in layout.matrices))
-        window = max(1, WINDOW_NBYTES // (numel * self._model.dtype.itemsize))
+        window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
         for begin in range(0, count, window):
             experts = range(begin, min(begin + window, count))
             up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts)

@@ -20,7 +20,7 @@ from moedge.offload.store.store import Store
 from moedge.offload.store.writer import StoreWriter
 
 NBYTES = 4096
-BENCH = Path(__file__).parents[3] / "bench" / "store_kill.py"
+BENCH = Path(__file__).parents[3] / "bench" / "prepare_kill.py"
 
 
 class Crash(BaseException):

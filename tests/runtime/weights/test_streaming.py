@@ -9,6 +9,7 @@ import torch
 
 from moedge.runtime.load import LoadedEngine, load_engine
 from moedge.runtime.model_source import ModelSource, open_source
+from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.plan.planner import JobShape, Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sequence import Sequence
@@ -49,7 +50,7 @@ def test_tokens_are_the_same_at_every_budget(
         smallest, whole = budget_range(source.shape, settings(quant), JOB)
         plans = [make_plan(source.shape, settings(quant), budget, JOB) for budget in
                  (whole + (1 << 28), (smallest + whole) // 2, smallest)]  # fmt: skip
-        prepare(source, tmp_path / "store", quant, "fp32")
+        prepare(source, tmp_path / "store", quant, "fp32", Budgets())
         wanted, _, nothing = generate(source, plans[0], None)
         assert nothing == 0
         results = [generate(source, plan, tmp_path / "store") for plan in plans]
@@ -64,7 +65,7 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         smallest, _ = budget_range(source.shape, settings("none"), JOB)
         plan = make_plan(source.shape, settings("none"), smallest, JOB)
-        prepare(source, tmp_path / "store", "none", "fp32")
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets())
         wanted, _, _ = generate(source, plan, tmp_path / "store")
         file = tmp_path / "store" / "layer-0001.safetensors"
         data = bytearray(file.read_bytes())
@@ -81,7 +82,7 @@ def test_a_store_opens_without_its_checkpoint(checkpoint: Callable[[str], Path],
 
     copy = Path(shutil.copytree(checkpoint("gemma3_text"), tmp_path / "model"))
     with open_source(str(copy)) as source:
-        prepare(source, tmp_path / "store", "int8", "fp32")
+        prepare(source, tmp_path / "store", "int8", "fp32", Budgets())
         plan = make_plan(source.shape, settings("int8"), 1 << 40, JOB)
         wanted, _, _ = generate(source, plan, None)
         shape = source.shape

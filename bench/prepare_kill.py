@@ -1,9 +1,9 @@
 """Does a preparation that is killed again and again end with the bytes of one that was left alone?
 
-    python bench/store_kill.py [--kills 300] [--seed 0]
+    python bench/prepare_kill.py [--kills 300] [--seed 0]
 
-A process writes a store and is killed (SIGKILL) at a random instant; what it left must not open, or be whole; then it
-starts again, until it ends by itself. The finished store is compared, file by file, with an uninterrupted one.
+A process prepares the demo model and is killed (SIGKILL) at a random instant; what it left must not open, or be whole;
+then it starts again, until it ends by itself. The finished store is compared, file by file, with an uninterrupted one.
 """
 
 import argparse
@@ -13,46 +13,30 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from importlib.resources import as_file, files
 from pathlib import Path
 
 from moedge.offload.store.errors import BadStore
-from moedge.offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
-from moedge.offload.store.new_shard_file import TensorSpec
 from moedge.offload.store.store import Store
-from moedge.offload.store.writer import StoreWriter
-
-NUM_LAYERS, NUM_EXPERTS = 6, 8
-DENSE_NBYTES, EXPERT_NBYTES = 1 << 18, 1 << 16
-RESIDENT = TensorSpec("embedding", "BF16", (512, 64))
-
-
-def shard(name: str, nbytes: int) -> memoryview:
-    return memoryview(random.Random(name).randbytes(nbytes))
-
-
-def write(folder: Path) -> None:
-    with StoreWriter(folder, {"quant": "nf4"}, "model") as writer:
-        for index in range(NUM_LAYERS):
-            if not writer.has(layer_file(index)):
-                with writer.layer(index, DENSE_NBYTES, NUM_EXPERTS, EXPERT_NBYTES) as layer:
-                    layer.write_dense(shard(f"{index}", DENSE_NBYTES))
-                    for expert in range(NUM_EXPERTS):
-                        layer.write_expert(expert, shard(f"{index}.{expert}", EXPERT_NBYTES))
-        if not writer.has(HEAD_FILE):
-            writer.write_head(shard("head", DENSE_NBYTES))
-        if not writer.has(RESIDENT_FILE):
-            with writer.resident([RESIDENT]) as resident:
-                resident.write(RESIDENT.name, shard(RESIDENT.name, RESIDENT.nbytes))
-        writer.finish({"kills": "none of this is in the bytes"})
+from moedge.runtime.model_source import open_source
+from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.weights.making import prepare
 
 
 def start(folder: Path) -> int:
-    """The id of a process that writes the store and ends."""
+    """The id of a process that prepares the demo model and ends. Forked before torch has a thread of its own."""
     process = os.fork()
     if process == 0:
-        write(folder)
+        with as_file(files("moedge.demo")) as demo, open_source(str(demo / "model")) as source:
+            prepare(source, folder, "nf4", "bf16", Budgets())
         os._exit(0)
     return process
+
+
+def finish(folder: Path) -> None:
+    _, status = os.waitpid(start(folder), 0)
+    if status:
+        raise SystemExit(f"the preparation failed with status {status}")
 
 
 def killed(folder: Path, after: float) -> bool:
@@ -62,7 +46,7 @@ def killed(folder: Path, after: float) -> bool:
     os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
     if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
-        raise SystemExit(f"the writer failed with status {status}")
+        raise SystemExit(f"the preparation failed with status {status}")
     return os.WIFSIGNALED(status)
 
 
@@ -86,7 +70,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def seconds_alone(folder: Path) -> float:
     begin = time.perf_counter()
-    os.waitpid(start(folder), 0)
+    finish(folder)
     return time.perf_counter() - begin
 
 
@@ -99,11 +83,11 @@ def run(root: Path, kills: int, seed: int) -> None:
         # Short lives, so that one store takes many: every part of the work is interrupted, and gone on with.
         while left.total() < kills and killed(folder, generator.uniform(0, seconds / 3)):
             left[left_behind(folder)] += 1
-        write(folder)
+        finish(folder)
         if snapshot(folder) != wanted:
             raise SystemExit(f"{folder} differs from a store that was written without a kill")
         finished += 1
-    print(f"{kills} kills over {seconds:.2f} s of writing; {finished} stores ended with the same bytes; kills left")
+    print(f"{kills} kills over {seconds:.2f} s of preparing; {finished} stores ended with the same bytes; kills left")
     for what, times in left.most_common():
         print(f"  {times:4}  {what}")
 

@@ -1,0 +1,83 @@
+"""A store within a budget: fewer experts at a time, the same bytes; too little is refused with what would do."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moedge.runtime.errors import DoesNotFit
+from moedge.runtime.model.loading import CheckpointLoader
+from moedge.runtime.model_source import ModelSource, open_source
+from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.plan.preparing import WINDOW_NBYTES, window_nbytes
+from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.weights.making import prepare
+
+
+def smallest(source: ModelSource) -> int:
+    """The budget that a refusal names, in bytes."""
+    with pytest.raises(DoesNotFit) as refused:
+        prepare(source, Path("never-written"), "nf4", "fp32", Budgets(ram="1MiB"))
+    found = re.search(r"--ram (\d+)MiB", str(refused.value))
+    assert found
+    return int(found[1]) << 20
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many experts each call of the loader converts."""
+    sizes: list[int] = []
+    load = CheckpointLoader.load_experts
+
+    def counted(self: CheckpointLoader, index: int, experts: object, up_name: str, window: range) -> object:
+        sizes.append(len(window))
+        return load(self, index, experts, up_name, window)
+
+    monkeypatch.setattr(CheckpointLoader, "load_experts", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_small_budget_packs_the_same_bytes_an_expert_at_a_time(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path, windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_source(str(checkpoint(family))) as source:
+        prepare(source, tmp_path / "ample", "nf4", "fp32", Budgets())
+        together = list(windows)
+        windows.clear()
+        # Tiny experts all fit into a MiB: hold the budget to what one of them takes.
+        one = max(layer.experts.numel * 4 for layer in source.shape.layers if layer.experts)
+        monkeypatch.setattr("moedge.runtime.weights.making.window_nbytes", lambda *_: one)
+        prepare(source, tmp_path / "tight", "nf4", "fp32", Budgets())
+    assert max(together) == 8
+    assert windows == [1] * 8 * len(together)
+    files = sorted(path.name for path in (tmp_path / "ample").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "tight").iterdir())
+    assert all((tmp_path / "ample" / name).read_bytes() == (tmp_path / "tight" / name).read_bytes() for name in files)
+
+
+def test_too_little_memory_is_refused_and_what_is_named_is_enough(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        enough = smallest(source)
+        with pytest.raises(DoesNotFit):
+            prepare(source, tmp_path / "store", "nf4", "fp32", Budgets(ram=f"{(enough >> 20) - 2}MiB"))
+        assert not (tmp_path / "store").exists()
+        prepare(source, tmp_path / "store", "nf4", "fp32", Budgets(ram=f"{enough >> 20}MiB"))
+        assert (tmp_path / "store" / "manifest.json").is_file()
+
+
+def test_the_window_grows_with_the_budget_from_one_expert_to_its_bound(checkpoint: Callable[[str], Path]) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        layers = source.shape.layers
+        big = replace(source.shape, layers=tuple(layers) * 4)
+        shards = model_shards(big, "nf4", "fp32")
+        budgets = range(smallest(source), smallest(source) + (1 << 29), 32 << 20)
+        found = [window_nbytes(big, shards, "fp32", budget) for budget in budgets]
+    one = max(layer.experts.numel * 4 for layer in layers if layer.experts)
+    assert found[0] >= one
+    assert found == sorted(found)
+    assert found[-1] == WINDOW_NBYTES
