@@ -19,7 +19,9 @@ def batch(
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
-    tokens_per_pass: Annotated[int, typer.Option(min=1, help="Tokens of one pass over the weights at most.")] = 1024,
+    tokens_per_pass: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one pass over the weights at most; chosen by job and memory.")
+    ] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences generated together at most.")] = 128,
     deterministic: options.DETERMINISTIC = False,
     max_tokens: options.MAX_TOKENS = 256,

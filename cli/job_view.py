@@ -44,9 +44,12 @@ class JobView:
                 f"{size.too_long:,} rows are longer than the context of {run.source.shape.context:,} tokens: error rows"
             )
         plan = run.plan()
+        if failing := size.longer_than(plan.kv_tokens):
+            self._say(f"{failing:,} rows may need more than the {plan.kv_tokens:,} tokens that fit: error rows")
         self._say(
             f"weights {plan.quant} {gib(plan.weights_nbytes)}, KV cache {plan.kv} {gib(plan.kv_nbytes)} for "
-            f"{plan.kv_tokens:,} tokens, within {gib(plan.budget_nbytes)} of host memory; arithmetic {plan.dtype}"
+            f"{plan.kv_sequences:,} sequences of {plan.kv_tokens:,} tokens, within {gib(plan.budget_nbytes)} of host "
+            f"memory; arithmetic {plan.dtype}; {plan.tokens_per_pass:,} tokens a pass"
         )
         if plan.streams:
             streamed = plan.weights_nbytes - plan.held_nbytes

@@ -29,4 +29,8 @@ class Arena:
 
     def slot(self, index: int) -> torch.Tensor:
         """uint8 [slot_nbytes]; writing to it writes to the arena."""
-        return self._bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
+        return self.slots()[index]
+
+    def slots(self) -> torch.Tensor:
+        """uint8 [num_slots, slot_nbytes], all of it."""
+        return self._bytes.view(self.num_slots, self.slot_nbytes)

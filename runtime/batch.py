@@ -13,7 +13,8 @@ from .sequence import Sequence
 class Chunk:
     """`count` pending tokens of one sequence, at rows `begin` and on of the pass; `past` tokens are stored already.
 
-    `samples` says that the chunk reaches the sequence's last token, so that the pass yields its next one.
+    `samples` says that the chunk reaches the sequence's last token, so that the pass yields its next one, and the
+    first one of each of its `forks`.
     """
 
     sequence: Sequence
@@ -21,6 +22,12 @@ class Chunk:
     past: int
     count: int
     samples: bool
+    forks: tuple[Sequence, ...] = ()
+
+    @property
+    def sampling(self) -> tuple[Sequence, ...]:
+        """The sequences that get a token of the chunk's last row."""
+        return (self.sequence, *self.forks) if self.samples else ()
 
     @property
     def end(self) -> int:
@@ -31,7 +38,7 @@ class Chunk:
 class Batch:
     """The chunks of a pass and their T tokens as tensors.
 
-    Shapes: token_ids [1, T], positions [1, T], logit_rows [R] (rows of T, in the order of the sampling chunks).
+    Shapes: token_ids [1, T], positions [1, T], logit_rows [R] (rows of T, one for each of `sampling`).
     """
 
     chunks: tuple[Chunk, ...]
@@ -45,7 +52,7 @@ class Batch:
 
     @property
     def sampling(self) -> list[Sequence]:
-        return [chunk.sequence for chunk in self.chunks if chunk.samples]
+        return [sequence for chunk in self.chunks for sequence in chunk.sampling]
 
 
 def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
@@ -55,12 +62,14 @@ def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
     positions: list[int] = []
     for sequence, count in sequences:
         past = sequence.table.num_tokens
-        chunks.append(Chunk(sequence, len(token_ids), past, count, samples=count == sequence.num_pending))
+        samples = count == sequence.num_pending
+        forks = tuple(sequence.forks) if samples else ()
+        chunks.append(Chunk(sequence, len(token_ids), past, count, samples, forks))
         token_ids += sequence.pending(count)
         positions += range(past, past + count)
     return Batch(
         tuple(chunks),
         torch.tensor([token_ids]),
         torch.tensor([positions]),
-        torch.tensor([chunk.end - 1 for chunk in chunks if chunk.samples], dtype=torch.long),
+        torch.tensor([chunk.end - 1 for chunk in chunks for _ in chunk.sampling], dtype=torch.long),
     )

@@ -11,7 +11,7 @@ from .batch import Batch
 from .metrics import Metrics
 from .sampling.draw import Draw
 from .sampling.sampler import Sampler
-from .scheduler import Scheduler
+from .scheduler import ScheduleCounts, Scheduler
 from .sequence import Sequence
 
 
@@ -44,21 +44,21 @@ class Engine:
         batch = self.scheduler.schedule()
         logits = self.model.forward(batch)
         samples = self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling])
-        self._count(batch)
+        tables = [sequence.table for sequence in self.scheduler.running]
+        self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples)
         for sequence in finished:
             self.metrics.count_finished(sequence)
         return finished
 
+    def start_counting(self) -> None:
+        """What was counted so far does not belong to the job."""
+        self.metrics, self.scheduler.counts = Metrics(), ScheduleCounts()
+
     def run(self) -> Iterator[Sequence]:
         """Passes until nothing is left; yields sequences as they finish."""
         while self.busy:
             yield from self.step()
-
-    def _count(self, batch: Batch) -> None:
-        cache = self.scheduler.cache
-        live = sum(running.table.num_tokens for running in self.scheduler.running) + batch.num_tokens
-        self.metrics.count_pass(batch, cache.used_slots, live * len(cache.pools))
 
 
 def _draw(sequence: Sequence) -> Draw:

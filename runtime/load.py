@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ..offload.arena import Arena
 from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.store.store import Store
 from ..quant.linear import Compute
@@ -15,6 +16,7 @@ from .attention.torch_backend import TorchAttention
 from .dtypes import DTYPES
 from .engine import Engine
 from .kv.cache import KVCache
+from .kv.chain import root_hash
 from .kv.pool import KVPool
 from .kv.spec import KVSpec
 from .model.assembly import LayerAssembly, install_head
@@ -63,11 +65,19 @@ def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> L
 
 
 def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
-    pools = [KVPool(KVSpec(group, plan.kv, plan.kv_block), plan.kv_blocks) for group in shape.kv_groups]
-    cache = KVCache(pools, plan.kv_blocks)
+    cache = _cache(shape, plan)
     model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic)
     limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
     return Engine(model, Scheduler(limits, cache), Sampler())
+
+
+def _cache(shape: ModelShape, plan: Plan) -> KVCache:
+    specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
+    pools = [KVPool(spec, count) for spec, count in zip(specs, plan.kv_blocks, strict=True)]
+    host = [Arena(spec.block_nbytes, count).slots() for spec, count in zip(specs, plan.parked_blocks, strict=True)]
+    # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
+    settings = (shape, plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.deterministic)
+    return KVCache(pools, root=root_hash(settings), host_slots=host if any(plan.parked_blocks) else None)
 
 
 def _load_all(model: PreTrainedModel, folder: Path, shards: ModelShards, plan: Plan, compute: Compute) -> None:

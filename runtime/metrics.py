@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from .batch import Batch
+from .kv.usage import Usage
 from .sequence import Sequence
 
 QUANTILES = (0.50, 0.95, 0.99)
@@ -13,33 +14,36 @@ QUANTILES = (0.50, 0.95, 0.99)
 
 @dataclass(slots=True)
 class Metrics:
-    """Sums over passes; `waste` integrates token places that live sequences hold without using them."""
+    """Sums over passes; `kv` adds up what the cache's bytes were used for in each.
+
+    `prompt_tokens` were computed; `asked_tokens` are those of finished sequences' prompts, wherever they came from.
+    """
 
     passes: int = 0
     pass_tokens: int = 0
     pass_sequences: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    held_slots: int = 0
-    live_slots: int = 0
+    asked_tokens: int = 0
+    kv: Usage = field(default_factory=Usage)
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
 
-    def count_pass(self, batch: Batch, held_slots: int, live_slots: int) -> None:
+    def count_pass(self, batch: Batch, kv: Usage) -> None:
         self.passes += 1
         self.pass_tokens += batch.num_tokens
         self.pass_sequences += len(batch.chunks)
         self.generated_tokens += len(batch.sampling)
         for chunk in batch.chunks:
             self.prompt_tokens += max(0, min(len(chunk.sequence.prompt_ids) - chunk.past, chunk.count))
-        self.held_slots += held_slots
-        self.live_slots += live_slots
+        self.kv.add(kv)
 
     def count_finished(self, sequence: Sequence) -> None:
         clock, num_tokens = sequence.clock, len(sequence.output_ids)
         if num_tokens == 0:
             return
+        self.asked_tokens += len(sequence.prompt_ids)
         self.ttft.append(clock.first_token - clock.added)
         self.total.append(clock.ended - clock.added)
         if num_tokens > 1:
@@ -47,8 +51,9 @@ class Metrics:
 
     @property
     def waste(self) -> float | None:
-        """Share of held KV places that stored no token, over all passes."""
-        return 1 - self.live_slots / self.held_slots if self.held_slots else None
+        """Share of the bytes of live KV blocks that stored no token, integrated over passes."""
+        held = self.kv.live + self.kv.waste
+        return self.kv.waste / held if held else None
 
 
 def quantiles(values: Items[float]) -> tuple[float, ...] | None:

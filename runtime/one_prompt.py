@@ -10,7 +10,8 @@ from .errors import DoesNotFit
 from .load import load_engine
 from .model_source import open_source
 from .plan.budgets import Budgets
-from .plan.planner import JobShape, Settings, make_plan
+from .plan.job import JobShape
+from .plan.planner import Settings, make_plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 from .text.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..offload.memory import host_peak
 from .engine import Engine
 from .errors import DoesNotFit
-from .metrics import Metrics
-from .plan.planner import JobShape, Plan
+from .plan.job import JobShape
+from .plan.planner import Plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 
@@ -16,13 +16,17 @@ def rehearse(engine: Engine, plan: Plan, job: JobShape) -> None:
 
     Raises DoesNotFit where the process has taken more than its budget; the engine is as new afterwards.
     """
-    live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences, plan.kv_tokens // job.longest)
-    length = max(1, min(plan.tokens_per_pass // live, job.longest - 1))
+    live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences, plan.kv_sequences)
+    length = max(1, min(plan.tokens_per_pass // live, job.longest - 1, plan.kv_tokens - 1))
     for _ in range(live):
         # Sampled, not greedy: that is the larger scratch.
         engine.add(Sequence([0] * length, SamplingParams(1, temperature=1.0)))
+    cache = engine.scheduler.cache
+    # Else the sequences would share one prompt, and the pass would not be the worst.
+    cache.sharing = False
     list(engine.run())
-    engine.metrics = Metrics()
+    cache.sharing = True
+    engine.start_counting()
     if (peak := host_peak()) > plan.budget_nbytes:
         raise DoesNotFit(
             f"the rehearsed pass took {peak / 2**20:,.0f} MiB and the budget is {plan.budget_nbytes / 2**20:,.0f} MiB; "

@@ -32,7 +32,7 @@ def score(engine: Engine, token_ids: list[int]) -> torch.Tensor:
             logprobs = engine.model.forward(batch).double().log_softmax(-1)
             following = torch.tensor(token_ids[past + 1 : past + count + 1])
             scored.append(logprobs[: len(following)].gather(1, following.unsqueeze(1)).squeeze(1))
-            sequence.table.num_tokens += count
+            scheduler.cache.store(sequence.table, count)
     finally:
         scheduler.cache.release(sequence.table)
     return torch.cat(scored)

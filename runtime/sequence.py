@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from .kv.cache import BlockTable
+from .kv.table import BlockTable
 from .sampling.draw import TokenLogprob
 from .sampling.history import TokenHistory
 from .sampling.params import SamplingParams
@@ -40,7 +40,9 @@ class Clock:
 class Sequence:
     """`table.num_tokens` tokens of `token_ids` have their keys and values in the cache; the rest is pending.
 
-    `sample` tells the n continuations of one prompt apart. `finish_reason` is stop, length or error.
+    `sample` tells the n continuations of one prompt apart. `forks` are those that share this one's prompt and part
+    from it where the prompt ends. `num_lost` tokens were stored when it was preempted. `finish_reason` is stop, length
+    or error.
     """
 
     prompt_ids: list[int]
@@ -56,6 +58,8 @@ class Sequence:
     finish_reason: str = ""
     error: str = ""
     history: TokenHistory | None = None
+    forks: list[Sequence] = field(default_factory=list)
+    num_lost: int = 0
 
     def __post_init__(self) -> None:
         if self.params.penalised:
@@ -80,10 +84,14 @@ class Sequence:
 
     def pending(self, count: int) -> list[int]:
         """The next `count` tokens whose keys and values are to be computed."""
-        begin, prompt = self.table.num_tokens, len(self.prompt_ids)
+        return self.tokens(self.table.num_tokens, self.table.num_tokens + count)
+
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """The token ids at positions begin to end."""
+        prompt = len(self.prompt_ids)
         if begin >= prompt:
-            return self.output_ids[begin - prompt : begin - prompt + count]
-        return (self.prompt_ids[begin : begin + count] + self.output_ids)[:count]
+            return self.output_ids[begin - prompt : end - prompt]
+        return self.prompt_ids[begin:end] + self.output_ids[: max(0, end - prompt)]
 
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Takes a sampled token and finishes the sequence where it ends it."""

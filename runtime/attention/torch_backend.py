@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import Batch, Chunk
+from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerPlace
 from ..shape.model_shape import KVGroup
 from .kernel import attend_fresh, attend_rows
@@ -77,18 +78,21 @@ class TorchAttention:
     def _gather(
         self, place: LayerPlace, chunk: Chunk, low: int, high: int, stored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, high - low, D] of positions low to high; from `stored` on they are zeros.
+        """Keys and values [H, high - low, D] of positions low to high; zeros in blocks given back and from `stored` on.
 
         Zeros, not what lies there: a slot's last owner may have left NaN, and 0 * NaN is NaN.
         """
         pool, block = self.cache.pools[place.group], self.cache.block
         begin, end = low // block, pool.spec.blocks_for(min(stored, high))
         blocks = chunk.sequence.table.blocks[place.group][begin:end]
+        if gone := blocks.count(NO_BLOCK):
+            begin, blocks = begin + gone, blocks[gone:]
+        behind = max(0, begin * block - low)
         scratch = self._take(len(blocks) * block, pool.spec.group)
         pool.gather(place.index, torch.tensor(blocks), scratch)
-        seen = scratch[:, :, low - begin * block : min(stored, high) - begin * block]
-        if (missing := high - low - seen.shape[2]) > 0:
-            seen = F.pad(seen, (0, 0, 0, missing))
+        seen = scratch[:, :, low + behind - begin * block : min(stored, high) - begin * block]
+        if (missing := high - low - behind - seen.shape[2]) > 0 or behind:
+            seen = F.pad(seen, (0, 0, behind, missing))
         return seen[0], seen[1]
 
     def _take(self, length: int, group: KVGroup) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
 from ..plan.budgets import Budgets
-from ..plan.planner import JobShape, Plan, Settings, make_plan
+from ..plan.planner import Plan, Settings, make_plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
 from ..weights.making import store_for
@@ -71,7 +71,7 @@ class BatchRun:
         return self.size
 
     def plan(self) -> Plan:
-        self._job = JobShape(max(1, self.size.sequences), max(2, self.size.longest))
+        self._job = self.size.shape()
         settings = self.source.settle(self.request.settings)
         self._plan = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), self._job)
         return self._plan

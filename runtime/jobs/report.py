@@ -15,6 +15,7 @@ from .run import JobCounts
 from .summary import (
     KV,
     Experts,
+    KVBytes,
     Latency,
     Memory,
     Moved,
@@ -36,7 +37,7 @@ def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Job
         version=version("moedge"),
         command="batch",
         rows=Rows(counts.ok + counts.failed, counts.ok, counts.failed),
-        tokens=Tokens(metrics.prompt_tokens, metrics.generated_tokens),
+        tokens=Tokens(metrics.asked_tokens, metrics.generated_tokens),
         model={
             "name": source.name,
             "type": shape.model_type,
@@ -73,12 +74,20 @@ def _passes(metrics: Metrics) -> Passes:
 
 
 def _kv(plan: Plan, loaded: LoadedEngine) -> KV:
-    scheduler = loaded.engine.scheduler
+    counts = loaded.engine.scheduler.counts
+    used, passes = loaded.engine.metrics.kv, max(1, loaded.engine.metrics.passes)
     return KV(
         format=plan.kv,
         block=plan.kv_block,
-        blocks=plan.kv_blocks,
-        bytes_per_token=scheduler.cache.token_nbytes,
+        blocks=sum(plan.kv_blocks),
+        bytes_per_token=loaded.engine.scheduler.cache.token_nbytes,
+        bytes=KVBytes(
+            used.allocated // passes,
+            *(part // passes for part in (used.live, used.waste, used.cached, used.idle, used.shared)),
+        ),
         waste=loaded.engine.metrics.waste,
-        preemptions=scheduler.num_preemptions,
+        prefix_hit_tokens=counts.prefix_hit_tokens,
+        preemptions=counts.preemptions,
+        parked=counts.parked,
+        recomputed_tokens=counts.recomputed_tokens,
     )

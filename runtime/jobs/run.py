@@ -69,12 +69,19 @@ class Job:
             return
         assert isinstance(row, Row)
         opened = _OpenRow(row, num_open=len(choices))
+        # The samples of one prompt are neighbours; all but the first part from it where the prompt ends.
+        first: list[Sequence] = []
         for token_ids, params in choices:
             text = self._encoder.tokenizer.stream(params.stop)
             sequence = Sequence(token_ids, params, self._eos_ids, text=text)
             opened.sequences.append(sequence)
             opened.texts.append(text)
             self._open[sequence] = opened
+            if first and first[-1].prompt_ids == token_ids:
+                first[-1].forks.append(sequence)
+            else:
+                first.append(sequence)
+        for sequence in first:
             self._engine.add(sequence)
 
     def _finish(self, sequence: Sequence) -> None:

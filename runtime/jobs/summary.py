@@ -13,7 +13,7 @@ from typing import Any
 
 from .new_file import NewFile
 
-SCHEMA = "moedge.run/1"
+SCHEMA = "moedge.run/2"
 
 
 @dataclass(slots=True)
@@ -100,14 +100,29 @@ class Memory:
 
 
 @dataclass(slots=True)
+class KVBytes:
+    """Means over passes; the four after `allocated` add up to it, `shared` is what sharing blocks saved beside them."""
+
+    allocated: int | None = None
+    live: int | None = None
+    waste: int | None = None
+    cached: int | None = None
+    idle: int | None = None
+    shared: int | None = None
+
+
+@dataclass(slots=True)
 class KV:
     format: str | None = None
     block: int | None = None
     blocks: int | None = None
     bytes_per_token: float | None = None
+    bytes: KVBytes = field(default_factory=KVBytes)
     waste: float | None = None
     prefix_hit_tokens: int | None = None
     preemptions: int | None = None
+    parked: int | None = None
+    recomputed_tokens: int | None = None
 
 
 @dataclass(slots=True)

@@ -1,35 +1,102 @@
-"""Which blocks are free. Integers only: no bytes, no tensors, no layers."""
+"""Which blocks of a layer group are held, by how many, and what the others still hold. Integers only: no bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+# In a block table: the layer no longer looks back this far, its block was given back.
+NO_BLOCK = -1
+
 
 class BlockAllocator:
-    """Hands out block ids, lowest first while fresh, most recently freed first after that."""
+    """A block is live (referenced), cached (unreferenced, its content findable by its hash) or free.
+
+    Which block comes next is a function of the calls before: freed ones, last first, then cached ones, the one that
+    was released first. All is O(1) a block.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        # What references there are; less `num_live`, blocks that sharing saves.
+        self.num_references = 0
+        self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._used: set[int] = set()
+        self._cached: dict[int, None] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
-    def num_used(self) -> int:
-        return len(self._used)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
-    def take(self, count: int) -> list[int] | None:
-        """`count` block ids, or None, and nothing taken, when fewer are free."""
-        if count > len(self._free):
-            return None
-        taken = [self._free.pop() for _ in range(count)]
-        self._used.update(taken)
-        return taken
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out."""
+        return len(self._free) + len(self._cached)
 
-    def give_back(self, block_ids: list[int]) -> None:
-        """Raises ValueError for a block that is not in use: its bytes would be handed out twice."""
-        if not self._used.issuperset(block_ids) or len(set(block_ids)) != len(block_ids):
-            raise ValueError(f"blocks {block_ids[:8]} were given back, but not all of them are in use")
-        self._used.difference_update(block_ids)
-        self._free.extend(block_ids)
+    @property
+    def num_live(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def references(self, block_id: int) -> int:
+        return self._references[block_id]
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks of nobody, referenced once each. Raises ValueError, nothing taken, when fewer are available:
+        callers count first, because a change is all-or-nothing over several groups.
+        """
+        if count > self.num_available:
+            raise ValueError(f"{count} blocks were wanted and {self.num_available} are available")
+        return [self._take() for _ in range(count)]
+
+    def share(self, block_id: int) -> None:
+        """One reference more to a live or cached block."""
+        self._cached.pop(block_id, None)
+        self._references[block_id] += 1
+        self.num_references += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One reference less to each. Raises ValueError where there is none: its bytes would be handed out twice."""
+        for block_id in block_ids:
+            if self._references[block_id] < 1:
+                raise ValueError(f"block {block_id} was given back, but nobody holds it")
+            self._references[block_id] -= 1
+            self.num_references -= 1
+            if self._references[block_id] == 0:
+                self._retire(block_id)
+
+    def publish(self, block_id: int, content: bytes) -> None:
+        """Makes a live block findable by the hash of its content; where two blocks hold the same, the first is."""
+        if self._hash_of.get(block_id, content) != content:
+            raise ValueError(f"block {block_id} was published with other content before")
+        if content not in self._block_of:
+            self._block_of[content] = block_id
+            self._hash_of[block_id] = content
+
+    def find(self, content: bytes) -> int | None:
+        """A live or cached block of this content."""
+        return self._block_of.get(content)
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def _take(self) -> int:
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id = next(iter(self._cached))
+            del self._cached[block_id]
+            del self._block_of[self._hash_of.pop(block_id)]
+        self._references[block_id] = 1
+        self.num_references += 1
+        return block_id
+
+    def _retire(self, block_id: int) -> None:
+        if block_id in self._hash_of:
+            self._cached[block_id] = None
+        else:
+            self._free.append(block_id)

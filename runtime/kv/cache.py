@@ -1,20 +1,19 @@
-"""The KV cache of a model: one pool and one allocator per layer group, block tables per sequence."""
+"""The KV cache of a model: block tables grow, share, fork, wait in host memory and shrink, over all layer groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .allocator import BlockAllocator
+import torch
+
+from .chain import TokenSource, extend_chain
+from .group import GroupCache
+from .parking import HostTier
 from .pool import KVPool
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """The blocks of one sequence, a list per layer group, and how many of its tokens are stored."""
-
-    blocks: list[list[int]] = field(default_factory=list)
-    num_tokens: int = 0
+from .table import BlockTable
+from .usage import Usage, measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +25,30 @@ class LayerPlace:
 
 
 class KVCache:
-    """Grows and frees block tables all-or-nothing over all layer groups."""
+    """Every change is all-or-nothing over all layer groups.
 
-    def __init__(self, pools: Items[KVPool], num_blocks: int) -> None:
+    `root` is the hash of all settings that keys and values depend on; `sharing` lets tables find each other's blocks.
+    `host_slots` are given per group where preempted sequences may be parked.
+    """
+
+    def __init__(
+        self,
+        pools: Items[KVPool],
+        *,
+        root: bytes = b"",
+        sharing: bool = True,
+        host_slots: Items[torch.Tensor] | None = None,
+    ) -> None:
         self.pools = tuple(pools)
-        self.num_blocks = num_blocks
-        self.allocators = tuple(BlockAllocator(num_blocks) for _ in pools)
+        self.groups = tuple(GroupCache(pool) for pool in pools)
+        self.host = HostTier(self.groups, host_slots) if host_slots else None
+        self.sharing = sharing
         self.places = {
             layer: LayerPlace(group, index)
             for group, pool in enumerate(pools)
             for index, layer in enumerate(pool.spec.group.layers)
         }
+        self._root = root
 
     @property
     def block(self) -> int:
@@ -44,43 +56,132 @@ class KVCache:
         return self.pools[0].spec.block
 
     @property
-    def free_tokens(self) -> int:
-        """Tokens that fit into blocks which nobody holds."""
-        return min(allocator.num_free for allocator in self.allocators) * self.block
-
-    @property
     def token_nbytes(self) -> float:
         return sum(pool.spec.token_nbytes for pool in self.pools)
 
     @property
     def nbytes(self) -> int:
-        return sum(self.num_blocks * pool.spec.block_nbytes for pool in self.pools)
-
-    @property
-    def used_slots(self) -> int:
-        """Token places in blocks that are held, over all groups; the denominator of waste."""
-        return sum(allocator.num_used for allocator in self.allocators) * self.block
+        return sum(pool.records.numel() for pool in self.pools)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` could ever be stored, were it alone."""
-        return num_tokens <= self.num_blocks * self.block
+        return all(group.fits(num_tokens) for group in self.groups)
 
-    def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` in all; False, and no change, when blocks are short."""
-        if not table.blocks:
-            table.blocks = [[] for _ in self.pools]
-        missing = [
-            pool.spec.blocks_for(num_tokens) - len(blocks)
-            for pool, blocks in zip(self.pools, table.blocks, strict=True)
-        ]
-        if any(count > allocator.num_free for count, allocator in zip(missing, self.allocators, strict=True)):
+    def open(self, table: BlockTable, tokens: TokenSource, num_tokens: int, spare: int) -> bool:
+        """Starts a sequence of `num_tokens`: with what it has parked, or what others have stored of its beginning.
+
+        `table.num_tokens` then says how much is there. False, and no change, unless the rest fits too and `spare`
+        blocks of each group stay available.
+        """
+        if table.parked:
+            nothing: list[list[int]] = [[] for _ in self.groups]
+            return self._admits(nothing, table.num_tokens, num_tokens, spare) and self._unpark(table)
+        found = self._find(table, tokens, num_tokens)
+        stored = len(found[0]) * self.block
+        if not self._admits(found, stored, num_tokens, spare):
             return False
-        for count, allocator, blocks in zip(missing, self.allocators, table.blocks, strict=True):
-            blocks.extend(allocator.take(max(count, 0)) or ())
+        for group, blocks in zip(self.groups, found, strict=True):
+            group.share(blocks)
+        table.blocks = found
+        table.num_tokens = table.num_grown = stored
+        table.num_published = len(found[0])
         return True
 
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Makes room for `num_tokens` in all; False, and no change, when blocks are short.
+
+        A block that others hold too is copied before it is written to.
+        """
+        if not table.blocks:
+            table.blocks = [[] for _ in self.groups]
+        stored = table.num_tokens
+        if any(
+            group.missing(blocks, num_tokens, stored) > group.allocator.num_available
+            for group, blocks in zip(self.groups, table.blocks, strict=True)
+        ):
+            return False
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            group.grow(blocks, num_tokens, stored)
+        table.num_grown = max(num_tokens, table.num_grown)
+        return True
+
+    def room(self, table: BlockTable) -> int:
+        """How many tokens more the table can grow by now."""
+        return min(
+            group.room(blocks, table.num_tokens) for group, blocks in zip(self.groups, table.blocks, strict=True)
+        )
+
+    def publish(self, table: BlockTable, tokens: TokenSource) -> None:
+        """Lets others find the table's full blocks, those of the pass that is about to run included.
+
+        A pass stores all its keys and values of a layer before it reads any, so that a sequence may look back to what
+        another one stores in the same pass.
+        """
+        num_blocks = table.num_grown // self.block if self.sharing else 0
+        if num_blocks <= table.num_published:
+            return
+        self._hash(table, tokens, num_blocks)
+        for index in range(table.num_published, num_blocks):
+            for group, blocks in zip(self.groups, table.blocks, strict=True):
+                group.publish(blocks, index, table.hashes[index])
+        table.num_published = num_blocks
+
+    def store(self, table: BlockTable, count: int) -> None:
+        """`count` more tokens have their keys and values stored; what lies behind all windows now is freed."""
+        table.num_tokens += count
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            group.trim(blocks, table.num_tokens)
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table of the same blocks; whoever writes to a shared one first copies it."""
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            group.share(blocks)
+        return BlockTable(
+            [list(blocks) for blocks in table.blocks],
+            table.num_tokens,
+            table.num_grown,
+            list(table.hashes),
+            table.num_published,
+        )
+
+    def set_aside(self, table: BlockTable) -> bool:
+        """Takes all blocks from a table; whether its content is parked in host memory."""
+        table.num_grown = table.num_tokens
+        if self.host is not None and table.num_tokens and self.host.park(table):
+            return True
+        self.release(table)
+        return False
+
     def release(self, table: BlockTable) -> None:
-        """Frees every block of `table` and empties it."""
-        for allocator, blocks in zip(self.allocators, table.blocks, strict=False):
-            allocator.give_back(blocks)
-        table.blocks, table.num_tokens = [], 0
+        """Gives back every block of the table, which is then as new but for its hashes."""
+        for group, blocks in zip(self.groups, table.blocks, strict=False):
+            group.release(blocks)
+        table.clear()
+
+    def usage(self, tables: Iterable[BlockTable]) -> Usage:
+        """What the bytes are used for while a pass runs; `tables` are all that hold blocks."""
+        return measure(self.groups, tables)
+
+    def _find(self, table: BlockTable, tokens: TokenSource, num_tokens: int) -> list[list[int]]:
+        """Blocks with the longest beginning of the sequence that all groups still have, a list per group.
+
+        Never its last token: what follows it has to be computed.
+        """
+        num_blocks = (num_tokens - 1) // self.block if self.sharing else 0
+        self._hash(table, tokens, num_blocks)
+        hashes = table.hashes[:num_blocks]
+        usable = zip(*(group.usable(hashes) for group in self.groups), strict=True)
+        count = max(count for count, by_group in enumerate(usable) if all(by_group))
+        return [group.found(hashes[:count]) for group in self.groups]
+
+    def _hash(self, table: BlockTable, tokens: TokenSource, num_blocks: int) -> None:
+        extend_chain(table.hashes, self._root, tokens, self.block, num_blocks)
+
+    def _admits(self, found: list[list[int]], stored: int, num_tokens: int, spare: int) -> bool:
+        return all(
+            group.admits(blocks, stored, num_tokens, spare) for group, blocks in zip(self.groups, found, strict=True)
+        )
+
+    def _unpark(self, table: BlockTable) -> bool:
+        assert self.host is not None
+        return self.host.unpark(table)

@@ -39,3 +39,13 @@ class KVSpec:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block)
+
+    def first_block(self, position: int) -> int:
+        """The first block that the token at `position` looks back to."""
+        return self.group.first_seen(position) // self.block
+
+    def least_blocks(self, num_tokens: int) -> int:
+        """Blocks without which a sequence of `num_tokens` cannot be stored, however small its chunks are."""
+        window = self.group.window
+        whole = self.blocks_for(num_tokens)
+        return whole if window is None else min(whole, self.blocks_for(window - 1) + 1)

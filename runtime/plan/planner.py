@@ -1,4 +1,4 @@
-"""Chooses precision, cache and placement for a model, a job and a budget. Closed form, torch-free."""
+"""Chooses precision, cache, passes and placement for a model, a job and a budget. Closed form, torch-free."""
 
 from __future__ import annotations
 
@@ -6,51 +6,49 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import DoesNotFit, SettingError
-from ..kv.spec import BLOCK_TOKENS, KVSpec
-from ..shape.layouts import FORMATS, resident_nbytes, workspace_nbytes
+from ..kv.spec import BLOCK_TOKENS
+from ..shape.layouts import FORMATS
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ModelShards, model_shards
-from .activations import pass_nbytes
-from .placement import Placement, everything, minimum, place
+from .draft import Draft, Formats
+from .job import JobShape
+from .pass_size import LEAST_TOKENS, choose_tokens, power_of_two
+from .placement import Placement, place
+from .search import largest
 
 GIB = 1 << 30
 MIB = 1 << 20
-# torch, transformers and bitsandbytes imported, threads started, before any model.
-PROCESS_NBYTES = 480 * MIB
-# What allocators keep beside what is asked of them: a share of the activations, and a constant.
-SLACK_SHARE = 0.25
-SLACK_NBYTES = 48 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for; "auto" is decided by `make_plan`, everything else is a fixed point."""
+    """What the user asked for; "auto" and None are decided by `make_plan`, everything else is a fixed point."""
 
     dtype: str = "auto"
     quant: str = "auto"
     kv: str = "auto"
-    tokens_per_pass: int = 1024
+    tokens_per_pass: int | None = None
     max_sequences: int = 128
     deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class JobShape:
-    """What is to be generated: `sequences` of at most `longest` tokens, prompt included."""
-
-    sequences: int
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """What will run: no field is left to be decided later. Sizes in bytes of host memory."""
+    """What will run: no field is left to be decided later. Sizes in bytes of host memory.
+
+    `kv_blocks` is by layer group: room for `kv_sequences` at their longest. `kv_tokens` is the longest sequence that
+    is ever started. `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none,
+    preempted sequences are computed again. On a machine without a device there are none, because the cache is in host
+    memory itself, and blocks do more good there.
+    """
 
     dtype: str
     quant: str
     kv: str
     kv_block: int
-    kv_blocks: int
+    kv_blocks: tuple[int, ...]
+    kv_sequences: int
+    kv_tokens: int
+    parked_blocks: tuple[int, ...]
     tokens_per_pass: int
     max_sequences: int
     deterministic: bool
@@ -62,11 +60,6 @@ class Plan:
     scratch_nbytes: int
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens that the cache holds; a sequence that could grow longer is never started."""
-        return self.kv_blocks * self.kv_block
-
-    @property
     def streams(self) -> bool:
         """Whether some weights stay on disk and are read in every pass."""
         return self.placement.dense_ring + self.placement.expert_ring > 0
@@ -76,94 +69,98 @@ class Plan:
 
 
 def make_plan(shape: ModelShape, settings: Settings, budget: int, job: JobShape) -> Plan:
-    """The plan within `budget` bytes of host memory. Raises DoesNotFit, naming the smallest budget that works."""
-    drafts = _drafts(shape, settings, job)
+    """The plan within `budget` bytes of host memory. Raises DoesNotFit, naming the smallest budget that works.
+
+    Where the job's longest rows do not fit, the cache is as large as it can be; `kv_tokens` says which rows fail.
+    """
+    drafting = _Drafting(shape, settings, job)
     # The least lossy that is held whole; where none is, the smallest, since streaming costs by the byte.
-    draft = next((draft for draft in drafts if draft.smallest_whole <= budget), drafts[-1])
-    if draft.smallest > budget:
-        raise DoesNotFit(
-            f"{_gib(budget)} of host memory is too little for this model and job in {draft.quant}: "
-            f"the smallest that works is --ram {_mib(draft.smallest)}, of which {_gib(draft.fixed)} is for the process "
-            "and what a pass computes with. Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need less."
-        )
-    return draft.plan(budget)
+    quants = drafting.quants
+    quant = next((quant for quant in quants if drafting.draft(quant).smallest_whole <= budget), quants[-1])
+    longest = drafting.longest(quant, budget)
+    tokens = settings.tokens_per_pass or choose_tokens(
+        shape, job, settings.max_sequences, budget, lambda tokens: drafting.draft(quant, longest, tokens)
+    )
+    return _finish(drafting.draft(quant, longest, tokens), shape, settings, budget)
 
 
 def budget_range(shape: ModelShape, settings: Settings, job: JobShape) -> tuple[int, int]:
-    """The smallest budget that works, and the smallest that holds all weights."""
-    drafts = _drafts(shape, settings, job)
-    return drafts[-1].smallest, drafts[-1].smallest_whole
+    """The smallest budget that works for every row, and the smallest that holds all weights."""
+    drafting = _Drafting(shape, settings, job)
+    draft = drafting.draft(drafting.quants[-1])
+    return draft.smallest, draft.smallest_whole
 
 
-def _drafts(shape: ModelShape, settings: Settings, job: JobShape) -> list[_Draft]:
-    if min(settings.tokens_per_pass, settings.max_sequences) < 1:
-        raise SettingError("--tokens-per-pass and --max-sequences must be at least 1")
-    dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
-    wanted = FORMATS if settings.quant == "auto" else (settings.quant,)
-    return [_Draft(shape, settings, job, dtype, quant) for quant in wanted]
+class _Drafting:
+    """Makes drafts of one job, in the formats and limits that its settings leave open."""
 
-
-class _Draft:
-    """The sizes of one weight format, from which feasibility and the plan follow."""
-
-    def __init__(self, shape: ModelShape, settings: Settings, job: JobShape, dtype: str, quant: str) -> None:
-        self.quant = quant
-        self._dtype = dtype
+    def __init__(self, shape: ModelShape, settings: Settings, job: JobShape) -> None:
+        if settings.max_sequences < 1 or (settings.tokens_per_pass or 1) < 1:
+            raise SettingError("--tokens-per-pass and --max-sequences must be at least 1")
+        self._shape = shape
         self._settings = settings
-        self._shards: ModelShards = model_shards(shape, quant, dtype)
-        kv = dtype if settings.kv == "auto" else settings.kv
-        self._specs = [KVSpec(group, kv) for group in shape.kv_groups]
-        self._block_nbytes = sum(spec.block_nbytes for spec in self._specs)
-        self._blocks_each = self._specs[0].blocks_for(max(job.longest, 1))
-        self._live = max(1, min(settings.max_sequences, settings.tokens_per_pass, job.sequences))
-        computing = pass_nbytes(shape, dtype, settings.tokens_per_pass, self._live, max(job.longest, 1))
-        self._scratch = workspace_nbytes(shape, quant, dtype, settings.deterministic)
-        self._scratch += int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
-        self.fixed = PROCESS_NBYTES + resident_nbytes(shape, dtype) + self._scratch
+        self._job = job
+        self._most_live = min(settings.max_sequences, job.sequences)
+        self.quants = FORMATS if settings.quant == "auto" else (settings.quant,)
 
-    @property
-    def smallest(self) -> int:
-        """The least budget: one sequence, everything streamed that can be."""
-        whole = everything(self._shards).nbytes(self._shards)
-        return self.fixed + self._kv(1) + min(whole, minimum(self._shards).nbytes(self._shards))
+    def draft(self, quant: str, longest: int | None = None, tokens: int | None = None) -> Draft:
+        """Of the job's longest rows in the smallest passes, where nothing else is said."""
+        tokens = tokens or self._settings.tokens_per_pass or power_of_two(max(LEAST_TOKENS, self._most_live))
+        longest = max(1, self._job.longest if longest is None else longest)
+        formats, deterministic = self._formats(quant), self._settings.deterministic
+        return Draft(self._shape, formats, deterministic, tokens, self._most_live, longest)
 
-    @property
-    def smallest_whole(self) -> int:
-        """The least budget that holds all weights, and one sequence."""
-        return self.fixed + self._kv(1) + self._shards.nbytes
-
-    def plan(self, budget: int) -> Plan:
-        room = budget - self.fixed
-        least = min(self._shards.nbytes, minimum(self._shards).nbytes(self._shards))
-        if self.smallest_whole <= budget:
-            least = self._shards.nbytes
-        live = min(self._live, (room - least) // self._kv(1))
-        placement = place(self._shards, room - self._kv(live))
-        assert placement is not None
-        return Plan(
-            dtype=self._dtype,
-            quant=self.quant,
-            kv=self._specs[0].format,
-            kv_block=BLOCK_TOKENS,
-            kv_blocks=live * self._blocks_each,
-            tokens_per_pass=self._settings.tokens_per_pass,
-            max_sequences=self._settings.max_sequences,
-            deterministic=self._settings.deterministic,
-            placement=placement,
-            budget_nbytes=budget,
-            weights_nbytes=self._shards.nbytes,
-            held_nbytes=placement.held_nbytes(self._shards),
-            kv_nbytes=self._kv(live),
-            scratch_nbytes=self._scratch,
+    def longest(self, quant: str, budget: int) -> int:
+        """The longest sequence that fits: the job's, where it does. Raises DoesNotFit."""
+        least = self._job.least
+        if (draft := self.draft(quant, least)).smallest > budget:
+            raise _does_not_fit(draft, budget)
+        return (
+            least
+            - 1
+            + largest(
+                self._job.longest - least + 1, lambda more: self.draft(quant, least - 1 + more).smallest <= budget
+            )
         )
 
-    def _kv(self, sequences: int) -> int:
-        return sequences * self._blocks_each * self._block_nbytes
+    def _formats(self, quant: str) -> Formats:
+        dtype = self._shape.dtype if self._settings.dtype == "auto" else self._settings.dtype
+        return Formats(dtype, quant, dtype if self._settings.kv == "auto" else self._settings.kv)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) -> Plan:
+    live = draft.live(budget)
+    blocks, kv_nbytes = draft.cache.blocks(live), draft.cache.nbytes(live)
+    placement = place(draft.shards, budget - draft.fixed - kv_nbytes)
+    assert placement is not None
+    whole = [
+        count * spec.block for count, spec in zip(blocks, draft.cache.specs, strict=True) if spec.group.window is None
+    ]
+    return Plan(
+        dtype=draft.formats.dtype,
+        quant=draft.formats.quant,
+        kv=draft.formats.kv,
+        kv_block=BLOCK_TOKENS,
+        kv_blocks=blocks,
+        kv_sequences=live,
+        kv_tokens=min(whole, default=shape.context),
+        parked_blocks=(0,) * len(blocks),
+        tokens_per_pass=draft.tokens_per_pass,
+        max_sequences=settings.max_sequences,
+        deterministic=settings.deterministic,
+        placement=placement,
+        budget_nbytes=budget,
+        weights_nbytes=draft.shards.nbytes,
+        held_nbytes=placement.held_nbytes(draft.shards),
+        kv_nbytes=kv_nbytes,
+        scratch_nbytes=draft.scratch,
+    )
 
 
-def _mib(nbytes: int) -> str:
-    return f"{-(-nbytes // MIB)}MiB"
+def _does_not_fit(draft: Draft, budget: int) -> DoesNotFit:
+    return DoesNotFit(
+        f"{budget / GIB:.2f} GiB of host memory is too little for this model and job in {draft.formats.quant}: "
+        f"the smallest that works is --ram {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / GIB:.2f} GiB is "
+        "for the process and what a pass computes with. Shorter prompts, a smaller --tokens-per-pass or --quant nf4 "
+        "need less."
+    )

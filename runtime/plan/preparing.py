@@ -6,7 +6,8 @@ from ..errors import DoesNotFit
 from ..shape.layouts import ITEM_NBYTES, resident_nbytes
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import LayerShards, ModelShards
-from .planner import MIB, PROCESS_NBYTES, SLACK_NBYTES
+from .draft import PROCESS_NBYTES, SLACK_NBYTES
+from .planner import MIB
 
 # More at once is not faster.
 WINDOW_NBYTES = 128 << 20

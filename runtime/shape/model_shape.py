@@ -57,6 +57,10 @@ class KVGroup:
     head_dim: int
     window: int | None
 
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at `position` looks back to."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

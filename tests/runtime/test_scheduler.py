@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.batch import Batch
+from moedge.runtime.batch import Batch, Chunk
 from moedge.runtime.engine import Engine
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
@@ -18,7 +18,7 @@ from moedge.runtime.scheduler import PassLimits, Scheduler
 from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.model_shape import KVGroup
 
-VOCAB, BLOCK = 50, 4
+VOCAB, BLOCK, WINDOW = 50, 4, 9
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -26,33 +26,53 @@ def next_token(token_ids: list[int]) -> int:
 
 
 class FakeModel:
-    """Its next token is a hash of all tokens before; it checks that every one of them was computed exactly once."""
+    """Its next token is a hash of all tokens that the cache returns: wrong blocks, or stale ones, are other tokens."""
 
-    def __init__(self) -> None:
-        self.stored: dict[Sequence, list[int]] = {}
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
         self.batches: list[Batch] = []
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.batches.append(batch)
-        logits = []
         for chunk in batch.chunks:
-            stored = self.stored.setdefault(chunk.sequence, [])
-            del stored[chunk.past :]
-            assert len(stored) == chunk.past, "a token before the chunk was never computed"
-            stored += batch.token_ids[0, chunk.begin : chunk.end].tolist()
             assert batch.positions[0, chunk.begin : chunk.end].tolist() == list(
                 range(chunk.past, chunk.past + chunk.count)
             )
-            if chunk.samples:
-                row = torch.zeros(VOCAB)
-                row[next_token(stored)] = 1.0
-                logits.append(row)
+            self._write(chunk, batch.token_ids[0, chunk.begin : chunk.end])
+        logits = [self._logits(chunk) for chunk in batch.chunks for _ in chunk.sampling]
         return torch.stack(logits) if logits else torch.zeros(0, VOCAB)
 
+    def _write(self, chunk: Chunk, token_ids: torch.Tensor) -> None:
+        positions = torch.arange(chunk.past, chunk.past + chunk.count)
+        stored = token_ids.float().view(-1, 1, 1).expand(-1, 1, 2)
+        for pool, blocks in zip(self.cache.pools, chunk.sequence.table.blocks, strict=True):
+            pool.write(0, torch.tensor(blocks)[positions // BLOCK], positions % BLOCK, stored, stored)
 
-def make_engine(blocks: int, limits: PassLimits) -> Engine:
-    cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", BLOCK), blocks)], blocks)
-    return Engine(FakeModel(), Scheduler(limits, cache), Sampler())
+    def _logits(self, chunk: Chunk) -> torch.Tensor:
+        end = chunk.past + chunk.count
+        everything, windowed = (self._read(chunk, group, end) for group in range(2))
+        assert windowed == everything[max(0, end - WINDOW) :], "a block behind the window was freed too early"
+        row = torch.zeros(VOCAB)
+        row[next_token(everything)] = 1.0
+        return row
+
+    def _read(self, chunk: Chunk, group: int, end: int) -> list[int]:
+        first = self.cache.groups[group].spec.group.first_seen(end - 1)
+        blocks = chunk.sequence.table.blocks[group][first // BLOCK : -(-end // BLOCK)]
+        out = torch.empty(2, 1, len(blocks) * BLOCK, 2)
+        self.cache.pools[group].gather(0, torch.tensor(blocks), out)
+        begin = first // BLOCK * BLOCK
+        return out[0, 0, first - begin : end - begin, 0].int().tolist()
+
+
+def make_engine(
+    blocks: int, limits: PassLimits, parked: int = 0, sharing: bool = True, windowed: int | None = None
+) -> Engine:
+    specs = [KVSpec(KVGroup((0,), 1, 2, None), "fp32", BLOCK), KVSpec(KVGroup((1,), 1, 2, WINDOW), "fp32", BLOCK)]
+    pools = [KVPool(spec, count) for spec, count in zip(specs, (blocks, windowed or blocks), strict=True)]
+    host = [torch.zeros(parked, spec.block_nbytes, dtype=torch.uint8) for spec in specs] if parked else None
+    cache = KVCache(pools, sharing=sharing, host_slots=host)
+    return Engine(FakeModel(cache), Scheduler(limits, cache), Sampler())
 
 
 def alone(prompt: list[int], count: int) -> list[int]:
@@ -62,47 +82,110 @@ def alone(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-jobs = st.lists(
-    st.tuples(st.lists(st.integers(0, 49), min_size=1, max_size=20), st.integers(1, 12)), min_size=1, max_size=12
+# Half of the prompts begin alike, so that rows find each other's blocks.
+prompts = st.tuples(st.booleans(), st.lists(st.integers(0, 3), min_size=1, max_size=10), st.integers(0, 10)).map(
+    lambda parts: [7] * parts[2] * parts[0] + parts[1]
 )
+jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=12)
 
 
-@given(jobs, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12))
+@given(jobs, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_tokens_do_not_depend_on_the_schedule(
-    rows: list[tuple[list[int], int]], blocks: int, tokens_per_pass: int, max_sequences: int
+    rows: list[tuple[list[int], int, int]],
+    blocks: int,
+    tokens_per_pass: int,
+    max_sequences: int,
+    parked: int,
+    sharing: bool,
 ) -> None:
-    engine = make_engine(blocks, PassLimits(tokens_per_pass, max_sequences))
-    sequences = [Sequence(prompt, SamplingParams(count)) for prompt, count in rows]
-    for sequence in sequences:
-        engine.add(sequence)
-    limit = 50 * sum(len(prompt) + count for prompt, count in rows)
+    engine = make_engine(blocks, PassLimits(tokens_per_pass, max_sequences), parked, sharing, windowed=4)
+    samples = []
+    for prompt, count, num_samples in rows:
+        first, *forks = [Sequence(prompt, SamplingParams(count)) for _ in range(num_samples)]
+        first.forks = forks
+        samples.append([first, *forks])
+        engine.add(first)
+    limit = 50 * sum((len(prompt) + count) * num_samples for prompt, count, num_samples in rows)
     while engine.busy:
         oldest = (engine.scheduler.running or [None])[0]
         engine.step()
         assert oldest is None or oldest.finished or oldest in engine.scheduler.running, "the oldest was preempted"
         limit -= 1
         assert limit > 0, "the schedule does not end"
-    for sequence, (prompt, count) in zip(sequences, rows, strict=True):
-        assert sequence.output_ids == alone(prompt, count)
-        assert sequence.finish_reason == "length"
-    assert engine.scheduler.cache.allocators[0].num_used == 0
+    for sequences, (prompt, count, _) in zip(samples, rows, strict=True):
+        for sequence in sequences:
+            assert sequence.output_ids == alone(prompt, count)
+            assert sequence.finish_reason == "length"
+    assert all(group.allocator.num_live == 0 for group in engine.scheduler.cache.groups)
     for batch in engine.model.batches:
         assert 0 < batch.num_tokens <= tokens_per_pass
-        assert len(batch.chunks) <= max_sequences
+        assert len(batch.sampling) <= max_sequences
+
+
+def run_alike(engine: Engine, count: int = 6) -> list[list[int]]:
+    sequences = [Sequence([start] * 3, SamplingParams(20)) for start in range(count)]
+    for sequence in sequences:
+        engine.add(sequence)
+    list(engine.run())
+    return [sequence.output_ids for sequence in sequences]
 
 
 def test_a_small_pool_preempts_and_an_ample_one_does_not() -> None:
-    """The counter that makes the law above mean something."""
-    preemptions = []
-    for blocks in (7, 100):
-        engine = make_engine(blocks, PassLimits(64, 8))
-        for start in range(6):
-            engine.add(Sequence([start] * 3, SamplingParams(20)))
+    """The counters that make the law above mean something."""
+    counts, tokens = [], []
+    for blocks, parked in ((7, 0), (7, 50), (100, 0)):
+        engine = make_engine(blocks, PassLimits(64, 8), parked, sharing=False)
+        tokens.append(run_alike(engine))
+        counts.append(engine.scheduler.counts)
+    assert tokens[0] == tokens[1] == tokens[2]
+    computed, parked, ample = counts
+    assert computed.preemptions > 0
+    assert computed.recomputed_tokens > 0 == computed.parked
+    assert parked.parked == parked.preemptions > 0 == parked.recomputed_tokens
+    assert ample.preemptions == 0
+
+
+def test_a_shared_beginning_is_computed_once_even_in_the_first_pass() -> None:
+    shared, rows = [7] * 16, 5
+    computed = []
+    for sharing in (True, False):
+        engine = make_engine(100, PassLimits(256, 8), sharing=sharing)
+        for row in range(rows):
+            engine.add(Sequence([*shared, row], SamplingParams(2)))
+        engine.step()
+        assert len(engine.model.batches[0].chunks) == rows
+        usage = engine.scheduler.cache.usage(sequence.table for sequence in engine.scheduler.running)
+        assert (usage.shared > 0) == sharing
         list(engine.run())
-        preemptions.append(engine.scheduler.num_preemptions)
-    assert preemptions[0] > 0
-    assert preemptions[1] == 0
+        computed.append(engine.metrics.prompt_tokens)
+        assert engine.metrics.prompt_tokens + engine.scheduler.counts.prefix_hit_tokens == rows * 17
+        assert engine.metrics.asked_tokens == rows * 17
+    assert computed == [16 + rows, rows * 17]
+
+
+def test_the_prompt_of_many_samples_is_computed_once() -> None:
+    engine = make_engine(100, PassLimits(64, 8))
+    first, *forks = [Sequence([3, 1, 4, 1, 5], SamplingParams(6)) for _ in range(4)]
+    first.forks = forks
+    engine.add(first)
+    list(engine.run())
+    assert [len(batch.sampling) for batch in engine.model.batches] == [4] * 6
+    assert engine.metrics.prompt_tokens == 5
+    assert engine.scheduler.counts.prefix_hit_tokens == 15
+    assert {tuple(sequence.output_ids) for sequence in (first, *forks)} == {tuple(alone([3, 1, 4, 1, 5], 6))}
+
+
+def test_more_samples_than_places_are_generated_a_few_at_a_time() -> None:
+    engine = make_engine(100, PassLimits(64, 3))
+    first, *forks = [Sequence([3, 1, 4, 1, 5], SamplingParams(6)) for _ in range(7)]
+    first.forks = forks
+    engine.add(first)
+    list(engine.run())
+    assert max(len(batch.sampling) for batch in engine.model.batches) == 3
+    # The others find the prompt's full block and compute its last token again.
+    assert engine.metrics.prompt_tokens == 5 + 4
+    assert all(sequence.output_ids == alone([3, 1, 4, 1, 5], 6) for sequence in (first, *forks))
 
 
 def test_decoding_sequences_and_prompts_share_passes() -> None:
@@ -114,6 +197,15 @@ def test_decoding_sequences_and_prompts_share_passes() -> None:
     batch = engine.model.batches[-1]
     assert [chunk.count for chunk in batch.chunks] == [1, 15]
     assert [chunk.samples for chunk in batch.chunks] == [True, False]
+
+
+def test_a_long_prompt_passes_through_a_windowed_pool_that_is_smaller_than_it() -> None:
+    engine = make_engine(100, PassLimits(64, 8), windowed=4)
+    sequence = Sequence([2] * 60, SamplingParams(30))
+    engine.add(sequence)
+    list(engine.run())
+    assert sequence.output_ids == alone([2] * 60, 30)
+    assert engine.scheduler.counts.preemptions == 0
 
 
 def test_a_sequence_that_never_fits_is_refused() -> None:
@@ -148,7 +240,7 @@ def test_a_row_with_broken_logits_fails_alone() -> None:
             return logits
 
     engine = make_engine(50, PassLimits(16, 8))
-    engine.model = Broken()
+    engine.model = Broken(engine.scheduler.cache)
     sequences = [Sequence([start], SamplingParams(6)) for start in (8, 9, 10)]
     for sequence in sequences:
         engine.add(sequence)

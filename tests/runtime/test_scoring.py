@@ -37,4 +37,4 @@ def test_perplexity_is_that_of_transformers(tokens_per_pass: int, token_ids: lis
         assert torch.allclose(ours, wanted[0], atol=1e-4)
         ratio = perplexity(engine, token_ids, WINDOW) / math.exp(-float(wanted.mean()))
     assert abs(ratio - 1) < 1e-3
-    assert engine.scheduler.cache.allocators[0].num_used == 0
+    assert engine.scheduler.cache.groups[0].allocator.num_live == 0

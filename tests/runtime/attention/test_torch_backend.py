@@ -41,7 +41,7 @@ class Setup:
         spec = KVSpec(KVGroup((0, 1), KV_HEADS, DIM, None), kv_format, block)
         pool = KVPool(spec, sum(spec.blocks_for(length) for length in LENGTHS))
         pool.records.fill_(0xFF)
-        self.cache = KVCache([pool], sum(spec.blocks_for(length) for length in LENGTHS))
+        self.cache = KVCache([pool])
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
         torch.manual_seed(1)
         self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in LENGTHS]

@@ -13,6 +13,7 @@ import pytest
 from moedge.runtime.jobs.summary import (
     KV,
     Experts,
+    KVBytes,
     Latency,
     Memory,
     Moved,
@@ -53,7 +54,7 @@ def full() -> RunSummary:
         bytes=Moved(1, 2),
         utilisation=Utilisation(0.5, 1.0, 0.0),
         memory=Memory(tier, tier, tier),
-        kv=KV("int8", 32, 10, 512.0, 0.1, 5, 0),
+        kv=KV("int8", 32, 10, 512.0, KVBytes(8, 4, 2, 1, 1, 3), 0.1, 5, 2, 1, 64),
         experts=Experts(1, 8, 100, 0.9),
         weights=Weights({"nf4": 5}, {"nf4": 4, "none": 1}),
     )
@@ -75,7 +76,7 @@ def test_a_summary_written_to_a_file_fits_the_schema(tmp_path: Path, summary: Ru
     assert list(tmp_path.iterdir()) == [path]
     found = json.loads(path.read_text())
     jsonschema.validate(found, SCHEMA, jsonschema.Draft202012Validator)
-    assert found["schema"] == "moedge.run/1"
+    assert found["schema"] == "moedge.run/2"
 
 
 def fixed(value: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:

@@ -1,0 +1,111 @@
+"""The host tier: whole blocks of preempted sequences wait here instead of being computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from .allocator import NO_BLOCK, BlockAllocator
+from .group import GroupCache
+from .table import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Blocks of one layer group: which are taken, and their bytes, uint8 [num_blocks, block_nbytes]."""
+
+    allocator: BlockAllocator
+    memory: torch.Tensor
+
+
+class HostTier:
+    """`slots[g]` uint8 [num_blocks, block_nbytes] is memory for layer group g, pinned where there is a device.
+
+    A block moves with one copy, all layers of its group together. Copies go to the stream that computes: it writes a
+    block before it is copied out and reads it after it was copied in, so that order alone makes them safe. They cost
+    it little: a sequence's blocks cross the link in a thousandth of the time that the weights of a pass take.
+    """
+
+    def __init__(self, groups: Items[GroupCache], slots: Items[torch.Tensor]) -> None:
+        self._cache = [_Place(group.allocator, group.pool.records.flatten(1)) for group in groups]
+        self._host = [_Place(BlockAllocator(len(memory)), memory) for memory in slots]
+        self._block = groups[0].spec.block
+
+    @property
+    def allocators(self) -> tuple[BlockAllocator, ...]:
+        return tuple(place.allocator for place in self._host)
+
+    def park(self, table: BlockTable) -> bool:
+        """Moves what the table has stored out of the cache; False, and no change, where the host has no room."""
+        num_blocks = -(-table.num_tokens // self._block)
+        stored = [blocks[:num_blocks] for blocks in table.blocks]
+        moved = _move_all(stored, self._contents(table), self._cache, self._host)
+        if moved is None:
+            return False
+        for place, blocks in zip(self._cache, table.blocks, strict=True):
+            _release(place, blocks)
+        table.parked, table.blocks = moved, []
+        return True
+
+    def unpark(self, table: BlockTable) -> bool:
+        """Moves it back into the cache; False, and no change, where that has no room."""
+        moved = _move_all(table.parked, self._contents(table), self._host, self._cache)
+        if moved is None:
+            return False
+        for place, slots in zip(self._host, table.parked, strict=True):
+            _release(place, slots)
+        table.blocks, table.parked = moved, []
+        return True
+
+    def _contents(self, table: BlockTable) -> list[bytes]:
+        """Hashes of the blocks that are full of stored tokens."""
+        return table.hashes[: table.num_tokens // self._block]
+
+
+def _move_all(
+    lists: list[list[int]], contents: list[bytes], sources: list[_Place], targets: list[_Place]
+) -> list[list[int]] | None:
+    found = [_find(blocks, contents, target) for blocks, target in zip(lists, targets, strict=True)]
+    for blocks, there, target in zip(lists, found, targets, strict=True):
+        if _num_taken(blocks, there, target) > target.allocator.num_available:
+            return None
+    places = zip(lists, found, sources, targets, strict=True)
+    return [_move(blocks, there, contents, source, target) for blocks, there, source, target in places]
+
+
+def _find(blocks: list[int], contents: list[bytes], target: _Place) -> list[int]:
+    """Blocks of the target that hold the same already, NO_BLOCK for the others."""
+    found = [NO_BLOCK] * len(blocks)
+    for index, (block_id, content) in enumerate(zip(blocks, contents, strict=False)):
+        there = target.allocator.find(content)
+        if block_id != NO_BLOCK and there is not None:
+            found[index] = there
+    return found
+
+
+def _num_taken(blocks: list[int], found: list[int], target: _Place) -> int:
+    """Available blocks that the move needs: fresh ones, and found ones that nobody references yet."""
+    wanted = (there for block_id, there in zip(blocks, found, strict=True) if block_id != NO_BLOCK)
+    return sum(1 for there in wanted if there == NO_BLOCK or not target.allocator.references(there))
+
+
+def _move(blocks: list[int], found: list[int], contents: list[bytes], source: _Place, target: _Place) -> list[int]:
+    moved = list(found)
+    # Before any is taken: taking evicts blocks that nobody references.
+    for there in found:
+        if there != NO_BLOCK:
+            target.allocator.share(there)
+    for index, (block_id, there) in enumerate(zip(blocks, found, strict=True)):
+        if block_id == NO_BLOCK or there != NO_BLOCK:
+            continue
+        (moved[index],) = target.allocator.take(1)
+        target.memory[moved[index]].copy_(source.memory[block_id], non_blocking=True)
+        if index < len(contents):
+            target.allocator.publish(moved[index], contents[index])
+    return moved
+
+
+def _release(place: _Place, blocks: list[int]) -> None:
+    place.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)

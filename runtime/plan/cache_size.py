@@ -1,0 +1,40 @@
+"""How many KV blocks each layer group needs for a number of live sequences. Closed form, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kv.spec import KVSpec
+from .search import largest
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """A cache whose sequences may each grow to `longest` tokens, in passes of `tokens_per_pass`.
+
+    Groups differ: layers with a window need the window of every sequence and the tokens of one pass, however long the
+    texts are.
+    """
+
+    specs: tuple[KVSpec, ...]
+    longest: int
+    tokens_per_pass: int
+
+    def blocks(self, num_sequences: int) -> tuple[int, ...]:
+        """Blocks by group with which no one of `num_sequences` ever waits for another."""
+        return tuple(self._blocks(spec, num_sequences) for spec in self.specs)
+
+    def nbytes(self, num_sequences: int) -> int:
+        blocks = self.blocks(num_sequences)
+        return sum(count * spec.block_nbytes for count, spec in zip(blocks, self.specs, strict=True))
+
+    def sequences_in(self, room: int, most: int) -> int:
+        """The most sequences, up to `most`, whose blocks take at most `room` bytes; at least 1."""
+        return largest(most, lambda count: self.nbytes(count) <= room)
+
+    def _blocks(self, spec: KVSpec, num_sequences: int) -> int:
+        whole = num_sequences * spec.blocks_for(self.longest)
+        if spec.group.window is None:
+            return whole
+        passing = spec.blocks_for(self.tokens_per_pass)
+        return min(whole, num_sequences * spec.least_blocks(self.longest) + passing)

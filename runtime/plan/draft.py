@@ -1,0 +1,77 @@
+"""The sizes of one way to run a job, from which follow whether it fits and what is left for the rest. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kv.spec import KVSpec
+from ..shape.layouts import resident_nbytes, workspace_nbytes
+from ..shape.model_shape import ModelShape
+from ..shape.shards import ModelShards, model_shards
+from .activations import pass_nbytes
+from .cache_size import CacheSize
+from .placement import everything, minimum
+
+# torch, transformers and bitsandbytes imported, threads started, before any model.
+PROCESS_NBYTES = 480 << 20
+# What allocators keep beside what is asked of them: a share of the activations, and a constant.
+SLACK_SHARE = 0.25
+SLACK_NBYTES = 48 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Of arithmetic, weights and KV cache."""
+
+    dtype: str
+    quant: str
+    kv: str
+
+
+class Draft:
+    """`formats`, passes of `tokens_per_pass` tokens, at most `most_live` sequences of at most `longest` tokens.
+
+    `fixed` bytes are needed whatever is held, of which `scratch` for what a pass computes with.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        formats: Formats,
+        deterministic: bool,
+        tokens_per_pass: int,
+        most_live: int,
+        longest: int,
+    ) -> None:
+        self.formats = formats
+        self.longest = longest
+        self.tokens_per_pass = tokens_per_pass
+        self.most_live = max(1, min(most_live, tokens_per_pass))
+        self.shards: ModelShards = model_shards(shape, formats.quant, formats.dtype)
+        specs = tuple(KVSpec(group, formats.kv) for group in shape.kv_groups)
+        self.cache = CacheSize(specs, longest, tokens_per_pass)
+        computing = pass_nbytes(shape, formats.dtype, tokens_per_pass, self.most_live, longest)
+        self.scratch = workspace_nbytes(shape, formats.quant, formats.dtype, deterministic)
+        self.scratch += int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
+        self.fixed = PROCESS_NBYTES + resident_nbytes(shape, formats.dtype) + self.scratch
+
+    @property
+    def smallest(self) -> int:
+        """The least budget: one sequence, everything streamed that can be."""
+        whole = everything(self.shards).nbytes(self.shards)
+        return self.fixed + self.cache.nbytes(1) + min(whole, minimum(self.shards).nbytes(self.shards))
+
+    @property
+    def smallest_whole(self) -> int:
+        """The least budget that holds all weights, and one sequence."""
+        return self.fixed + self.cache.nbytes(1) + self.shards.nbytes
+
+    def least_weights(self, budget: int) -> int:
+        """Bytes that weights take before the cache gets any: all of them where they fit, else the smallest rings."""
+        if self.smallest_whole <= budget:
+            return self.shards.nbytes
+        return min(self.shards.nbytes, minimum(self.shards).nbytes(self.shards))
+
+    def live(self, budget: int) -> int:
+        """Sequences that have room at their longest beside the least weights."""
+        return self.cache.sequences_in(budget - self.fixed - self.least_weights(budget), self.most_live)
