@@ -18,6 +18,7 @@ def batch(
     output: Annotated[Path, typer.Option("--output", "-o", help="Answers in input order; must not exist yet.")],
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
+    compute: options.COMPUTE = options.Arithmetic.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
     tokens_per_pass: Annotated[
         int | None, typer.Option(min=1, help="Tokens of one pass over the weights at most; chosen by job and memory.")
@@ -51,7 +52,7 @@ def batch(
         model=model,
         input=input_file,
         output=output,
-        settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic),
+        settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
         budgets=Budgets(ram, disk, disk_dir),
         lenient=lenient,

@@ -30,11 +30,15 @@ class ExpertBody:
     activate: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def forward(self, hidden: torch.Tensor, weights: ExpertWeights, compute: Compute) -> torch.Tensor:
-        """hidden [n, D] -> [n, D]."""
-        inner = self.activate(compute.linear(hidden, weights.up, weights.up_bias))
-        out = compute.linear(inner, weights.down, weights.down_bias)
-        return out if self.norm is None else self.norm(out)
+    def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Compute) -> None:
+        """Replaces rows [n, D], an expert's inputs, by its outputs."""
+        inner = self.activate(compute.linear(rows, weights.up, weights.up_bias))
+        compute.linear(inner, weights.down, weights.down_bias, out=rows)
+        if self.norm is not None:
+            rows.copy_(self.norm(rows))
+
+
+Arrived = tuple[int, ExpertWeights]
 
 
 class ExpertSource(Protocol):
@@ -43,8 +47,8 @@ class ExpertSource(Protocol):
     @property
     def num_experts(self) -> int: ...
 
-    def fetch(self, groups: ExpertGroups) -> Iterator[tuple[int, ExpertWeights]]:
-        """Yields the wanted experts as they become usable, each usable only until the next is asked for."""
+    def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
+        """Yields the wanted experts as they become usable: those that did so together, until the next are asked for."""
         ...
 
 
@@ -58,9 +62,16 @@ def mix_experts(
 ) -> torch.Tensor:
     """The routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
     groups = group_by_expert(expert_ids, experts.num_experts)
-    gathered = hidden[groups.token_ids]
-    for expert_id, expert in experts.fetch(groups):
-        rows = groups.rows(expert_id)
-        # In place: an expert's inputs are read by nobody else, and its outputs are as wide.
-        gathered[rows] = body.forward(gathered[rows], expert, compute)
-    return combine(gathered, groups, weights)
+    rows = compute.workspace.rows(groups.num_rows, hidden)
+
+    def run_expert(arrived: Arrived, compute: Compute) -> None:
+        expert_id, expert = arrived
+        mine = groups.rows(expert_id)
+        # Gathered here, not before: the thread that computes on them next has them in its cache.
+        torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
+        body.forward(rows[mine], expert, compute)
+
+    for arrived in experts.fetch(groups):
+        # Largest groups first, so that no thread is left with one when the others are done.
+        compute.share(sorted(arrived, key=lambda one: -groups.sizes[one[0]]), run_expert)
+    return combine(rows, groups, weights)

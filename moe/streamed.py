@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ..offload.stream.stream import ShardStream
-from .expert import ExpertWeights
+from .expert import Arrived, ExpertWeights
 from .groups import ExpertGroups
 
 Bind = Callable[[int, torch.Tensor], ExpertWeights]
+
+# Experts that are computed side by side when compute is what the stream waits for; their places are not read into
+# meanwhile, so this stays a small part of a ring.
+MAX_TOGETHER = 4
 
 
 @dataclass(slots=True)
@@ -31,12 +35,14 @@ class StreamedExperts:
     def num_experts(self) -> int:
         return len(self.held) + len(self.streamed)
 
-    def fetch(self, groups: ExpertGroups) -> Iterator[tuple[int, ExpertWeights]]:
+    def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
         wanted = set(groups.wanted)
-        for expert_id in sorted(wanted & self.held.keys()):
-            yield expert_id, self.held[expert_id]
-        for expert_id in self.streamed:
-            arrival = self.stream.next()
-            if expert_id in wanted:
-                yield expert_id, self.bind(expert_id, arrival.view)
-            self.stream.done(arrival)
+        yield [(expert_id, self.held[expert_id]) for expert_id in sorted(wanted & self.held.keys())]
+        coming = iter(self.streamed)
+        for first in coming:
+            together = [(first, self.stream.next())]
+            while len(together) < MAX_TOGETHER and together[-1][0] + 1 in self.streamed and self.stream.is_ready():
+                together.append((next(coming), self.stream.next()))
+            yield [(expert_id, self.bind(expert_id, one.view)) for expert_id, one in together if expert_id in wanted]
+            for _, arrival in together:
+                self.stream.done(arrival)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 CHUNK = 1 << 15
 
 
-def row_chunks(shape: tuple[int, int]) -> Iterator[slice]:
-    """Runs of rows of a matrix [N, K], of fewer than CHUNK numbers each where a row allows."""
+def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
+    """Runs of whole blocks of rows of a matrix [N, K], of fewer than CHUNK numbers each where a block allows."""
     num_rows, num_columns = shape
-    rows = max(1, (CHUNK - 1) // num_columns)
+    rows = max(1, (CHUNK - 1) // num_columns // row_block) * row_block
     return (slice(start, start + rows) for start in range(0, num_rows, rows))

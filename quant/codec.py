@@ -6,14 +6,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import int8, nf4, plain
+from . import int4, int8, nf4, plain
 
 
 class Codec(Protocol):
     """Turns runs of n rows of a matrix [N, K] into the same rows of its planes, and back.
 
-    `planes` come in the order of the format's rules. `wide` is float32 scratch for scales
-    [at least n, K/64 rounded up].
+    `planes` come in the order of the format's rules, with rows to the end of the last block. `wide` is float32
+    scratch [as many rows, scratch.wide_columns].
     """
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
@@ -22,8 +22,11 @@ class Codec(Protocol):
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         """Writes the rows into `out` [n, K], contiguous, of any weight dtype."""
 
-    def factor(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> Tensor | None:
-        """Writes into `out` what is cheapest to multiply by, and returns the factors [n] per row left out of it."""
+    def factor(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is cheapest to multiply by, and the factors [n] per row left out of it.
+
+        That is a matrix [n, K] of any strides in the memory of `out`, scratch [rows of planes, K].
+        """
 
 
-CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "nf4": nf4})
+CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "int4": int4, "nf4": nf4})

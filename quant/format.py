@@ -5,6 +5,7 @@ Free of torch, because the planner asks these questions before any tensor exists
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
 from math import prod
 from types import MappingProxyType
 
@@ -21,12 +22,16 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor inside a buffer: row-major, `offset` bytes from the buffer's start."""
+    """One tensor inside a buffer: row-major, `offset` bytes from the buffer's start.
+
+    `row_axis` is the axis that counts rows of the matrix.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    row_axis: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +42,8 @@ class Plane:
 class Layout:
     """A matrix [N, K] of `dtype` in one format: its planes and the bytes of the buffer that holds them.
 
-    Row n of every plane belongs to row n of the matrix, so a run of rows is the same run of every plane.
+    Row n of every plane belongs to row n of the matrix; only blocks of `row_block` rows can be told apart, so a run of
+    whole blocks is the same run of every plane, and planes have rows to the end of the last block.
     `nbytes` is a multiple of ALIGNMENT: layouts written one behind the other stay aligned.
     """
 
@@ -46,22 +52,32 @@ class Layout:
     dtype: str
     planes: tuple[Plane, ...]
     nbytes: int
+    row_block: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneRule:
     """How a plane follows from a matrix: each item serves `weights_per_item` columns of a row, or the whole row.
 
-    `dtype` None is the matrix's own.
+    `dtype` None is the matrix's own. A plane with `parts` has as many numbers per item, and its rows are its columns:
+    [items, N, parts].
     """
 
     name: str
     dtype: str | None
     weights_per_item: int | None = 1
+    parts: int | None = None
+
+    @property
+    def row_axis(self) -> int:
+        return 0 if self.parts is None else 1
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         num_rows, num_columns = shape
-        return (num_rows,) if self.weights_per_item is None else (num_rows, num_columns // self.weights_per_item)
+        if self.weights_per_item is None:
+            return (num_rows,)
+        items = num_columns // self.weights_per_item
+        return (num_rows, items) if self.parts is None else (items, num_rows, self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +87,17 @@ class WeightFormat:
     name: str
     rules: tuple[PlaneRule, ...]
     group_size: int = 1
+    row_block: int = 1
 
     def layout(self, shape: tuple[int, int], dtype: str) -> Layout:
         """Where the planes of a matrix of this shape and dtype lie. Raises FormatError if it cannot be held."""
         self._check(shape, dtype)
-        planes = lay_out((rule.name, rule.dtype or dtype, rule.shape(shape)) for rule in self.rules)
-        return Layout(self.name, shape, dtype, planes, end_of(planes))
+        blocks = (-(-shape[0] // self.row_block) * self.row_block, shape[1])
+        planes = lay_out(
+            ((rule.name, rule.dtype or dtype, rule.shape(blocks)) for rule in self.rules),
+            [rule.row_axis for rule in self.rules],
+        )
+        return Layout(self.name, shape, dtype, planes, end_of(planes), self.row_block)
 
     def nbytes(self, shape: tuple[int, int], dtype: str) -> int:
         """Bytes of the buffer for a matrix of this shape and dtype, planes' alignment included."""
@@ -96,11 +117,11 @@ class WeightFormat:
             )
 
 
-def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Plane, ...]:
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], row_axes: Iterable[int] = ()) -> tuple[Plane, ...]:
     """Planes for tensors (name, dtype, shape) side by side in one buffer, each on its ALIGNMENT."""
     planes: list[Plane] = []
-    for name, dtype, shape in tensors:
-        planes.append(Plane(name, dtype, shape, end_of(planes)))
+    for (name, dtype, shape), axis in zip(tensors, chain(row_axes, repeat(0)), strict=False):
+        planes.append(Plane(name, dtype, shape, end_of(planes), axis))
     return tuple(planes)
 
 
@@ -116,6 +137,13 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         "none": WeightFormat("none", (PlaneRule("weight", None),)),
         "int8": WeightFormat("int8", (PlaneRule("codes", "int8"), PlaneRule("scales", "float32", None))),
+        # As torch's CPU kernel reads them on AVX-512: 64 rows share their bytes; scale and zero point are bfloat16.
+        "int4": WeightFormat(
+            "int4",
+            (PlaneRule("codes", "uint8", 2), PlaneRule("scales", "bfloat16", 32, parts=2)),
+            group_size=32,
+            row_block=64,
+        ),
         "nf4": WeightFormat(
             "nf4", (PlaneRule("codes", "uint8", 2), PlaneRule("absmax", "bfloat16", 64)), group_size=64
         ),

@@ -30,15 +30,36 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     torch.mul(codes, scales[:, None], out=out)
 
 
-def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> Tensor | None:
+def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
     """Writes the bare codes into `out` and returns the scales [n] in its dtype, which are left to multiply by.
 
     Codes are exact in every dtype and converting them is six times as fast as scaling them. In float16 a sum of
     bare codes can overflow where the product would not: there the matrix is written scaled and nothing is left.
     """
     codes, scales = planes
+    weight = out[: len(codes)]
     if out.dtype == torch.float16:
-        unpack(planes, out, wide)
-        return None
-    out.copy_(codes)
-    return scales.to(out.dtype)
+        unpack(planes, weight, wide)
+        return weight, None
+    return weight.copy_(codes), scales.to(out.dtype)
+
+
+def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
+    """x [T, K], bfloat16 on a CPU, times the matrix transposed: new [T, N]. By torch's kernel, fast for few rows."""
+    codes, scales = planes
+    return torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
+
+
+def multiply_integers(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> None:
+    """Writes round(x) [T, K] times the matrix transposed into `out` [T, N], summed as integers, without rounding.
+
+    Each row of x has a scale of its own, as each row of the matrix has (LLM.int8(), Dettmers et al. 2022, without its
+    outlier columns).
+    """
+    codes, scales = planes
+    if not len(x):
+        return
+    steps = torch.maximum(x.amax(1), x.amin(1).neg_()).float().clamp_(min=SMALLEST_ABSMAX).div_(127).unsqueeze(1)
+    rounded = torch.mul(x, steps.reciprocal()).round_().to(torch.int8)
+    sums = torch._int_mm(rounded, codes.t())
+    torch.mul(sums.mul(steps), scales, out=out)

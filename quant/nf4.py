@@ -61,5 +61,8 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     bitsandbytes_kernels.dequantize_nf4(codes, wide[: len(absmax)].copy_(absmax), BLOCK, out)
 
 
-# No factor is left out.
-factor = unpack
+def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The matrix itself; no factor is left out."""
+    weight = out[: len(planes[0])]
+    unpack(planes, weight, wide)
+    return weight, None

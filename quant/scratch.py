@@ -14,10 +14,16 @@ STRIP_WEIGHTS = 1 << 22
 TILE = 32
 
 
-def strip_rows(shape: tuple[int, int]) -> int:
-    """Rows of a matrix [N, K] that are widened together."""
-    num_rows, num_columns = shape
-    return max(1, min(num_rows, STRIP_WEIGHTS // num_columns))
+def strip_rows(layout: Layout) -> int:
+    """Rows of a matrix [N, K] that are widened together: whole blocks, or all."""
+    num_rows, num_columns = layout.shape
+    block = layout.row_block
+    return min(-(-num_rows // block) * block, max(1, STRIP_WEIGHTS // num_columns // block) * block)
+
+
+def wide_columns(layout: Layout) -> int:
+    """Numbers of float32 scratch that unpacking one row takes: what int4 does with its nibbles, nf4 with its scales."""
+    return -(-layout.shape[1] // (8 if layout.format == "int4" else 64))
 
 
 def is_direct(layout: Layout, dtype: str) -> bool:
@@ -30,13 +36,13 @@ def scratch_planes(layout: Layout, dtype: str, deterministic: bool) -> tuple[Pla
 
     Those that the product does not use have no rows.
     """
-    rows, num_columns = strip_rows(layout.shape), layout.shape[1]
+    rows, num_columns = strip_rows(layout), layout.shape[1]
     widened = 0 if is_direct(layout, dtype) else rows
     tile = TILE if deterministic else 0
     return lay_out(
         [
             ("weight", dtype, (widened, num_columns)),
-            ("wide", "float32", (widened, -(-num_columns // 64))),
+            ("wide", "float32", (widened, wide_columns(layout))),
             ("x", dtype, (tile, num_columns)),
             ("y", dtype, (tile, rows)),
         ]

@@ -1,6 +1,7 @@
 """A packed matrix: a layout and the views that it makes of one flat buffer. Knows no place and no owner of bytes."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Self
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from .chunks import row_chunks
 from .codec import CODECS
 from .format import ALIGNMENT, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
+from .scratch import wide_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,17 @@ class PackedTensor:
     def shape(self) -> tuple[int, int]:
         return self.layout.shape
 
+    def rows(self, rows: slice) -> tuple[Tensor, ...]:
+        """The planes of a run of rows that starts at a block; to the end of its last block."""
+        block = self.layout.row_block
+        stop = -(-min(rows.stop, self.shape[0]) // block) * block
+        return tuple(
+            [
+                tensor.narrow(plane.row_axis, rows.start, stop - rows.start)
+                for tensor, plane in zip(self.planes, self.layout.planes, strict=True)
+            ]
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the matrix that was packed; computing may use another."""
@@ -62,7 +75,8 @@ class PackedTensor:
                 f"An output {list(out.shape)} of {out.dtype}, strides {out.stride()}, was found; dequantizing wants"
                 f" a contiguous {list(self.shape)} of {', '.join(WEIGHT_DTYPES)}."
             )
-        wide = out.new_empty(len(out), -(-out.shape[1] // 64), dtype=torch.float32)
+        blocks = -(-len(out) // self.layout.row_block) * self.layout.row_block
+        wide = out.new_empty(blocks, wide_columns(self.layout), dtype=torch.float32)
         CODECS[self.layout.format].unpack(self.planes, out, wide)
         return out
 
@@ -88,8 +102,8 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
     for plane, following in zip(layout.planes, (*layout.planes[1:], None), strict=True):
         buffer[plane.offset + plane.nbytes : following.offset if following else None].zero_()
     codec = CODECS[layout.format]
-    for rows in row_chunks(layout.shape):
-        codec.pack(weight[rows], tuple([plane[rows] for plane in packed.planes]))
+    for rows in row_chunks(layout.shape, layout.row_block):
+        codec.pack(weight[rows], packed.rows(rows))
     return packed
 
 
@@ -107,7 +121,7 @@ def view(buffer: Tensor, plane: Plane) -> Tensor:
     """
     typed = buffer.view(torch_dtype(plane.dtype))
     offset = buffer.storage_offset() + plane.offset
-    strides = (plane.shape[1], 1) if len(plane.shape) == 2 else (1,)
+    strides = tuple([prod(plane.shape[axis + 1 :]) for axis in range(len(plane.shape))])
     return typed.as_strided(plane.shape, strides, offset // typed.itemsize)
 
 

@@ -27,9 +27,24 @@ class Workspace:
         # Cutting costs more than a small product, and a model has only a handful of matrix shapes.
         self._cuts: dict[tuple[str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
 
+        self._rows: dict[torch.dtype, Tensor] = {}
+
     @property
     def nbytes(self) -> int:
         return self.buffer.numel()
+
+    def rows(self, num_rows: int, like: Tensor) -> Tensor:
+        """Room for rows as wide as those of `like` [., D], unfilled; the same memory in every call, which only grows.
+
+        New memory would be mapped page by page every time, which takes longer than filling it.
+        """
+        numel = num_rows * like.shape[1]
+        room = self._rows.get(like.dtype)
+        if room is None or room.numel() < numel:
+            # What inference mode allocates could not be written outside of it.
+            with torch.inference_mode(False):
+                room = self._rows[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return room[:numel].view(num_rows, like.shape[1])
 
     def cut(self, layout: Layout, dtype: torch.dtype, deterministic: bool) -> Scratch:
         """Views for a product of activations of `dtype` with such a matrix. Raises FormatError if they do not fit."""

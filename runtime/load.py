@@ -11,8 +11,8 @@ from ..offload.arena import Arena
 from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.store.store import Store
 from ..quant.linear import Compute
-from ..quant.workspace import Workspace
 from .attention.torch_backend import TorchAttention
+from .computing import make_compute
 from .dtypes import DTYPES
 from .engine import Engine
 from .kv.cache import KVCache
@@ -29,7 +29,6 @@ from .plan.preparing import WINDOW_COPIES, WINDOW_NBYTES
 from .sampling.sampler import Sampler
 from .scheduler import PassLimits, Scheduler
 from .shape.config import ModelConfig
-from .shape.layouts import workspace_nbytes
 from .shape.model_shape import ModelShape
 from .shape.shards import ModelShards, model_shards
 from .weights.in_memory import MemorySink
@@ -54,8 +53,7 @@ class LoadedEngine:
 def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> LoadedEngine:
     """Weights come from `store` where there is one, else from the source's checkpoint, all into memory."""
     shape, shards = source.shape, model_shards(source.shape, plan.quant, plan.dtype)
-    scratch = Workspace(workspace_nbytes(shape, plan.quant, plan.dtype, plan.deterministic))
-    compute = Compute(scratch, plan.deterministic)
+    compute = make_compute(shape, plan)
     model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
     if store is None:
         _load_all(model, source.folder, shards, plan, compute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...moe.limits import COMBINE_TOKENS, ROW_MULTIPLE
+from ...moe.limits import ROW_MULTIPLE
 from ..shape.layouts import ITEM_NBYTES
 from ..shape.model_shape import ModelShape
 
@@ -26,13 +26,11 @@ def pass_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sampled: int
     inner = max((layer.experts.up.rows for layer in shape.layers if layer.experts), default=0)
     count = max((layer.experts.count for layer in shape.layers if layer.experts), default=0)
     rows = num_tokens * per_token + min(count, num_tokens * per_token) * ROW_MULTIPLE
-    combined = COMBINE_TOKENS * per_token * shape.hidden
     layer = (
         _HIDDEN_COPIES * hidden * item
         + _FP32_COPIES * hidden * 4
         + 3 * num_tokens * wide * item
-        + (rows * shape.hidden + combined) * item
-        + combined * 4
+        + rows * shape.hidden * item
         + 3 * num_tokens * inner * item
     )
     logits = num_sampled * shape.vocab * (item + 4) + SAMPLER_NBYTES

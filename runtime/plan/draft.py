@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...offload.machine.threads import crew_size
 from ..kv.spec import KVSpec
-from ..shape.layouts import resident_nbytes, workspace_nbytes
+from ..shape.layouts import helper_nbytes, resident_nbytes, workspace_nbytes
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .activations import pass_nbytes
@@ -52,6 +53,7 @@ class Draft:
         self.cache = CacheSize(specs, longest, tokens_per_pass)
         computing = pass_nbytes(shape, formats.dtype, tokens_per_pass, self.most_live, longest)
         self.scratch = workspace_nbytes(shape, formats.quant, formats.dtype, deterministic)
+        self.scratch += (crew_size() - 1) * helper_nbytes(shape, formats.quant, formats.dtype, deterministic)
         self.scratch += int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
         self.fixed = PROCESS_NBYTES + resident_nbytes(shape, formats.dtype) + self.scratch
 

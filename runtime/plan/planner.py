@@ -21,7 +21,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for; "auto" and None are decided by `make_plan`, everything else is a fixed point."""
+    """What the user asked for; "auto" and None are decided by `make_plan`, everything else is a fixed point.
+
+    `compute` "int8" rounds activations, too, and multiplies as integers; that takes weights in int8.
+    """
 
     dtype: str = "auto"
     quant: str = "auto"
@@ -29,6 +32,7 @@ class Settings:
     tokens_per_pass: int | None = None
     max_sequences: int = 128
     deterministic: bool = False
+    compute: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Plan:
     held_nbytes: int
     kv_nbytes: int
     scratch_nbytes: int
+    compute: str = "auto"
 
     @property
     def streams(self) -> bool:
@@ -101,7 +106,7 @@ class _Drafting:
         self._settings = settings
         self._job = job
         self._most_live = min(settings.max_sequences, job.sequences)
-        self.quants = FORMATS if settings.quant == "auto" else (settings.quant,)
+        self.quants = _quants(settings)
 
     def draft(self, quant: str, longest: int | None = None, tokens: int | None = None) -> Draft:
         """Of the job's longest rows in the smallest passes, where nothing else is said."""
@@ -126,6 +131,18 @@ class _Drafting:
     def _formats(self, quant: str) -> Formats:
         dtype = self._shape.dtype if self._settings.dtype == "auto" else self._settings.dtype
         return Formats(dtype, quant, dtype if self._settings.kv == "auto" else self._settings.kv)
+
+
+def _quants(settings: Settings) -> tuple[str, ...]:
+    """The weight formats that the settings leave open, from exact to smallest."""
+    if settings.compute == "auto":
+        return FORMATS if settings.quant == "auto" else (settings.quant,)
+    if settings.quant not in ("auto", settings.compute):
+        raise SettingError(
+            f"--compute {settings.compute} multiplies weights in {settings.compute}, and --quant {settings.quant} was "
+            "asked for; leave one of the two away"
+        )
+    return (settings.compute,)
 
 
 def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) -> Plan:
@@ -154,6 +171,7 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
         held_nbytes=placement.held_nbytes(draft.shards),
         kv_nbytes=kv_nbytes,
         scratch_nbytes=draft.scratch,
+        compute=settings.compute,
     )
 
 

@@ -9,7 +9,7 @@ from ...quant.scratch import scratch_nbytes
 from .model_shape import Matrix, ModelShape
 
 # The formats that `auto` considers, from exact to smallest.
-FORMATS = ("none", "int8", "nf4")
+FORMATS = ("none", "int8", "int4", "nf4")
 FLOAT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ITEM_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -34,6 +34,13 @@ def workspace_nbytes(shape: ModelShape, format_name: str, dtype: str, determinis
     layouts = [_layout(matrix, format_name, dtype) for matrix in _matrices(shape)]
     layouts.append(_layout(tied, "none", dtype))
     return max(scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts)
+
+
+def helper_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic: bool) -> int:
+    """Scratch of a thread that helps with experts."""
+    experts = [layer.experts for layer in shape.layers if layer.experts]
+    layouts = [_layout(matrix, format_name, dtype) for expert in experts for matrix in (expert.up, expert.down)]
+    return max((scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts), default=0)
 
 
 def _matrices(shape: ModelShape) -> Iterator[Matrix]:

@@ -100,9 +100,9 @@ def test_sampled_rows_differ_from_greedy_ones_and_by_seed(
     assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
 
 
-@pytest.mark.parametrize("quant", ["none", "nf4"])
+@pytest.mark.parametrize("quant", [["none"], ["int4"], ["nf4"], ["int8", "--compute", "int8"]], ids="-".join)
 def test_low_precision_is_exact_across_batches_too(
-    quant: str,
+    quant: list[str],
     checkpoint: Callable[[str], Path],
     cli: Callable[..., int],
     rows_file: Callable[[Path, list[dict[str, Any]]], Path],
@@ -114,7 +114,7 @@ def test_low_precision_is_exact_across_batches_too(
     answers = []
     for tokens_per_pass, max_sequences in (LIMITS[0], LIMITS[-1]):
         out = tmp_path / f"{tokens_per_pass}.jsonl"
-        settings = ("--dtype", "bf16", "--quant", quant, "--deterministic", "-q", "--tokens-per-pass", tokens_per_pass)
+        settings = ("--dtype", "bf16", "--quant", *quant, "--deterministic", "-q", "--tokens-per-pass", tokens_per_pass)
         assert cli("batch", checkpoint("qwen3_moe"), rows, "-o", out, *settings, "--max-sequences", max_sequences) == 0
         answers.append(rows_of(out))
     assert answers[0] == answers[1]

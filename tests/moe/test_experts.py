@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.moe.expert import ExpertBody, ExpertWeights, mix_experts
+from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
 from moedge.moe.held import HeldExperts
-from moedge.moe.limits import ROW_MULTIPLE
+from moedge.moe.limits import padded_rows
 from moedge.quant.linear import Compute
 from moedge.quant.tensor import pack
 from moedge.quant.workspace import Workspace
@@ -32,7 +32,7 @@ def test_every_assignment_has_one_row_of_its_expert(tokens: int, per_token: int,
         rows = groups.rows(expert)
         mine = places[expert_ids == expert]
         assert ((mine >= rows.start) & (mine < rows.stop)).all()
-        assert 0 <= rows.stop - rows.start - len(mine) < ROW_MULTIPLE
+        assert rows.stop - rows.start == padded_rows(len(mine)) >= len(mine)
         assert mine.tolist() == list(range(rows.start, rows.start + len(mine))), "in the order of tokens"
     assert groups.wanted == sorted(set(expert_ids.reshape(-1).tolist()))
 
@@ -52,17 +52,22 @@ def test_combine_undoes_the_sort_and_weighs() -> None:
 class ShuffledExperts(HeldExperts):
     """Experts that arrive in any order."""
 
-    def fetch(self, groups: ExpertGroups) -> Iterator[tuple[int, ExpertWeights]]:
+    def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
         wanted = groups.wanted
         random.shuffle(wanted)
-        for expert_id in wanted:
-            yield expert_id, self.experts[expert_id]
+        while wanted:
+            together = [wanted.pop() for _ in range(min(len(wanted), random.randint(1, 3)))]
+            yield [(expert_id, self.experts[expert_id]) for expert_id in together]
 
 
 def make_experts() -> tuple[torch.Tensor, torch.Tensor, list[ExpertWeights]]:
     torch.manual_seed(3)
     up, down = torch.randn(E, 2 * INNER, D) * 0.2, torch.randn(E, D, INNER) * 0.2
     return up, down, [ExpertWeights(pack(u, "none"), pack(d, "none")) for u, d in zip(up, down, strict=True)]
+
+
+def crew_of(size: int) -> Compute:
+    return Compute(Workspace(0), helpers=[Workspace(0) for _ in range(size - 1)])
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +80,7 @@ def test_mixing_agrees_with_the_definition(source: type[HeldExperts]) -> None:
     up, down, experts = make_experts()
     hidden = torch.randn(T, D)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
-    out = mix_experts(hidden, expert_ids, weights, source(experts), ExpertBody(gated), Compute(Workspace(0)))
+    out = mix_experts(hidden, expert_ids, weights, source(experts), ExpertBody(gated), crew_of(2))
     wanted = torch.zeros(T, D, dtype=torch.float64)
     for token in range(T):
         for place in range(A):
@@ -90,7 +95,7 @@ def test_the_arrival_order_leaves_no_trace() -> None:
     hidden = torch.randn(T, D)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
     outs = [
-        mix_experts(hidden, expert_ids, weights, ShuffledExperts(experts), ExpertBody(gated), Compute(Workspace(0)))
-        for _ in range(5)
+        mix_experts(hidden, expert_ids, weights, ShuffledExperts(experts), ExpertBody(gated), crew_of(size))
+        for size in (1, 1, 2, 2, 3)
     ]
     assert all(torch.equal(out, outs[0]) for out in outs)

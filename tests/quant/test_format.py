@@ -29,12 +29,11 @@ def test_planes_are_aligned_and_apart_and_inside_the_buffer(layout: Layout) -> N
 
 @given(LAYOUTS)
 def test_every_plane_has_the_rows_of_the_matrix(layout: Layout) -> None:
-    assert {plane.shape[0] for plane in layout.planes} == {layout.shape[0]}
+    num_blocks = -(-layout.shape[0] // layout.row_block)
+    assert {plane.shape[plane.row_axis] for plane in layout.planes} == {num_blocks * layout.row_block}
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"), [("none", 16), ("int8", 8 + 32 / 2048), ("nf4", 4.25)], ids=["none", "int8", "nf4"]
-)
+@pytest.mark.parametrize(("name", "bits"), [("none", 16), ("int8", 8 + 32 / 2048), ("int4", 5), ("nf4", 4.25)], ids=str)
 def test_bits_per_weight_are_those_promised(name: str, bits: float) -> None:
     shape = (1024, 2048)
     assert get_format(name).nbytes(shape, "bfloat16") * 8 / (1024 * 2048) == bits
@@ -62,7 +61,7 @@ def test_weights_of_other_dtypes_are_refused() -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(FormatError, match=r"'int3' is unknown; use one of none, int8, nf4\."):
+    with pytest.raises(FormatError, match=r"'int3' is unknown; use one of none, int8, int4, nf4\."):
         get_format("int3")
 
 
@@ -71,9 +70,10 @@ def test_scratch_is_bounded_by_a_strip_and_a_tile(layout: Layout, dtype: str, de
     num_columns = layout.shape[1]
     planes = scratch_planes(layout, dtype, deterministic)
     assert scratch_nbytes(layout, dtype, deterministic) == end_of(planes)
-    assert strip_rows(layout.shape) * num_columns <= STRIP_WEIGHTS
-    strip = 4 * STRIP_WEIGHTS + STRIP_WEIGHTS // 16
-    tile = 4 * TILE * (num_columns + strip_rows(layout.shape))
+    assert strip_rows(layout) * num_columns <= STRIP_WEIGHTS
+    assert strip_rows(layout) % layout.row_block == 0
+    strip = 4 * STRIP_WEIGHTS + STRIP_WEIGHTS // 2
+    tile = 4 * TILE * (num_columns + strip_rows(layout))
     assert end_of(planes) <= strip + tile + len(planes) * ALIGNMENT
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from moedge.quant import scratch
 from moedge.quant.format import ALIGNMENT, FORMATS, FormatError
-from moedge.quant.linear import INT8_KERNEL_ROWS, Compute
+from moedge.quant.linear import FEW_ROWS, Compute
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 from moedge.quant.workspace import Workspace
@@ -37,7 +37,8 @@ def test_products_agree_with_float64_over_the_same_packed_matrix(
 ) -> None:
     packed = pack(gaussian(100, 192, dtype), name)
     compute = compute_for(packed, dtype, deterministic)
-    for num_rows in (1, INT8_KERNEL_ROWS, INT8_KERNEL_ROWS + 1, TILE, TILE + 1, 3 * TILE):
+    few = FEW_ROWS.get(name, 8)
+    for num_rows in (1, few, few + 1, TILE, TILE + 1, 3 * TILE):
         x = gaussian(num_rows, 192, dtype, seed=num_rows)
         y = compute.linear(x, packed)
         assert (y.dtype, y.shape) == (dtype, (num_rows, 100))
@@ -48,7 +49,7 @@ def test_products_agree_with_float64_over_the_same_packed_matrix(
 @pytest.mark.parametrize("name", NAMES)
 def test_strips_cover_the_matrix_once(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "STRIP_WEIGHTS", 7 * 64)
-    packed = pack(gaussian(31, 64, torch.float32), name)
+    packed = pack(gaussian(131, 64, torch.float32), name)
     x = gaussian(40, 64, torch.float32, seed=1)
     y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
     assert error_of(y, x, packed) < TOLERANCES[torch.float32]
@@ -71,6 +72,50 @@ def test_the_bias_is_added(name: str, num_rows: int, deterministic: bool) -> Non
     compute = compute_for(packed, torch.float32, deterministic)
     x, bias = gaussian(num_rows, 64, torch.float32), gaussian(1, 20, torch.float32)[0]
     torch.testing.assert_close(compute.linear(x, packed, bias), compute.linear(x, packed) + bias)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_may_be_written_where_they_belong(name: str, deterministic: bool) -> None:
+    packed = pack(gaussian(100, 64, torch.bfloat16), name)
+    compute = compute_for(packed, torch.bfloat16, deterministic)
+    for num_rows in (2, 40):
+        x = gaussian(num_rows, 64, torch.bfloat16)
+        room = torch.full((num_rows + 2, 100), torch.nan, dtype=torch.bfloat16)
+        assert compute.linear(x, packed, out=room[1:-1]).data_ptr() == room[1].data_ptr()
+        assert torch.equal(room[1:-1], compute.linear(x, packed))
+        assert room[0].isnan().all()
+        assert room[-1].isnan().all()
+
+
+def integer_compute() -> Compute:
+    return Compute(Workspace(0), integer=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integer_products_are_those_of_rounded_activations(dtype: torch.dtype) -> None:
+    packed = pack(gaussian(100, 192, dtype), "int8")
+    x = gaussian(33, 192, dtype, seed=1) * torch.logspace(-3, 3, 33).unsqueeze(1).to(dtype)
+    x[5] = 0
+    y = integer_compute().linear(x, packed)
+    steps = x.double().abs().amax(1, keepdim=True) / 127
+    rounded = torch.where(steps > 0, (x.double() / steps).round(), 0.0)
+    exact = (rounded * steps) @ packed.dequantize(torch.empty(packed.shape)).double().t()
+    errors = (y.double() - exact).norm(dim=1)
+    # A number within a rounding of a half may go to the other side: one unit of one column.
+    assert (errors <= (TOLERANCES[dtype] + 2e-3) * exact.norm(dim=1)).all()
+    assert not y[5].any()
+
+
+def test_integer_products_cost_what_rounding_to_127_steps_costs() -> None:
+    packed = pack(gaussian(256, 1024, torch.bfloat16), "int8")
+    x = gaussian(64, 1024, torch.bfloat16, seed=1)
+    assert 0.003 < error_of(integer_compute().linear(x, packed), x, packed) < 0.015
+
+
+def test_an_integer_row_depends_neither_on_its_neighbours_nor_on_its_place() -> None:
+    packed = pack(gaussian(192, 512, torch.bfloat16), "int8")
+    assert differing_draws(integer_compute(), packed, gaussian(150, 512, torch.bfloat16, seed=2), num_draws=30) == 0
 
 
 def test_float16_products_do_not_overflow_where_bare_codes_would() -> None:

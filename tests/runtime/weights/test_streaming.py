@@ -41,7 +41,14 @@ def moved(loaded: LoadedEngine) -> int:
 
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("qwen3_moe", "none"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("granitemoe", "none"), ("llama", "none")],
+    [
+        ("qwen3_moe", "none"),
+        ("qwen3_moe", "nf4"),
+        ("qwen3_moe", "int4"),
+        ("gpt_oss", "int8"),
+        ("granitemoe", "none"),
+        ("llama", "none"),
+    ],
 )
 def test_tokens_are_the_same_at_every_budget(
     family: str, quant: str, checkpoint: Callable[[str], Path], tmp_path: Path

@@ -1,0 +1,82 @@
+"""Jobs run once each, side by side, and leave the caller's threads as they were."""
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from moedge.quant.crew import Crew
+
+PATIENCE = 30
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("num_jobs", [0, 1, 3, 50])
+def test_every_job_runs_once(size: int, num_jobs: int) -> None:
+    crew, done = Crew(size), Counter[int]()
+    for _ in range(3):
+        done.clear()
+        crew.run(range(num_jobs), lambda job, member: done.update([job]))
+        assert done == Counter(range(num_jobs))
+
+
+def test_jobs_run_at_the_same_time_in_threads_of_their_own() -> None:
+    meeting, members = threading.Barrier(3, timeout=PATIENCE), set[tuple[int, int]]()
+
+    def meet(job: int, member: int) -> None:
+        meeting.wait()
+        members.add((member, threading.get_ident()))
+
+    Crew(3).run(range(3), meet)
+    assert {member for member, _ in members} == {0, 1, 2}
+    assert len({thread for _, thread in members}) == 3
+
+
+@pytest.mark.parametrize(("steady", "shares"), [(False, {4}), (True, {2})])
+def test_threads_are_shared_out_and_given_back(steady: bool, shares: set[int]) -> None:
+    before, found = torch.get_num_threads(), set[int]()
+    try:
+        torch.set_num_threads(4)
+        Crew(2).run([1], lambda job, member: found.add(torch.get_num_threads()), steady)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert found == shares
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_a_job_raises_arrives_and_the_crew_works_on(culprit: int) -> None:
+    crew, meeting = Crew(2), threading.Barrier(2, timeout=PATIENCE)
+    threads = torch.get_num_threads()
+
+    def fail(job: int, member: int) -> None:
+        meeting.wait()
+        if member == culprit:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crew.run(range(2), fail)
+    assert torch.get_num_threads() == threads
+    done: list[int] = []
+    crew.run([7], lambda job, member: done.append(job))
+    assert done == [7]
+
+
+def test_tensors_of_the_caller_can_be_written_whatever_mode_they_were_made_in() -> None:
+    crew = Crew(2)
+    with torch.inference_mode():
+        inference = torch.zeros(4)
+    for out in (inference, torch.zeros(4)):
+        crew.run(range(4), lambda job, member, out=out: out[job].fill_(job))
+        assert out.tolist() == [0, 1, 2, 3]
+
+
+def test_threads_end_with_their_crew() -> None:
+    crew = Crew(3)
+    threads = [thread for thread in threading.enumerate() if thread.name == "moedge-crew"]
+    before = len(threads)
+    del crew
+    for thread in threads[-2:]:
+        thread.join(PATIENCE)
+    assert sum(thread.is_alive() for thread in threads) <= before - 2
