@@ -9,7 +9,7 @@ from ..offload.errors import BadCheckpoint, OutOfBudget
 from ..offload.store.errors import BadStore, DiskFull, StoreInUse
 from ..offload.stream.lane import StreamBroken
 from ..quant.format import FormatError
-from ..runtime.errors import DoesNotFit, ModelNotFound, SettingError, UnsupportedModel
+from ..runtime.errors import DoesNotFit, MissingExtra, ModelNotFound, SettingError, UnsupportedModel
 from ..runtime.jobs.refusals import InputRefused, InputUnreadable, OutputRefused
 from ..runtime.text.errors import PromptError, TokenizerError
 
@@ -39,6 +39,7 @@ OF_ERROR: dict[type[Exception], ExitCode] = {
     InputRefused: ExitCode.INPUT,
     InputUnreadable: ExitCode.INPUT,
     MemoryError: ExitCode.GAVE_OUT,
+    MissingExtra: ExitCode.ENVIRONMENT,
     ModelNotFound: ExitCode.MODEL,
     OutOfBudget: ExitCode.DOES_NOT_FIT,
     OutputRefused: ExitCode.USAGE,

@@ -13,6 +13,7 @@ from .sampling.draw import Draw
 from .sampling.sampler import Sampler
 from .scheduler import ScheduleCounts, Scheduler
 from .sequence import Sequence
+from .structured.mask_thread import MaskThread
 
 
 class Model(Protocol):
@@ -31,6 +32,7 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.metrics = Metrics()
+        self._masks = MaskThread()
 
     @property
     def busy(self) -> bool:
@@ -42,8 +44,9 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass over the weights; returns the sequences that it finished."""
         batch = self.scheduler.schedule()
+        masks = self._masks.begin(batch.sampling)
         logits = self.model.forward(batch)
-        samples = self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling])
+        samples = self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling], masks.result())
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples)
@@ -59,6 +62,10 @@ class Engine:
         """Passes until nothing is left; yields sequences as they finish."""
         while self.busy:
             yield from self.step()
+
+    def close(self) -> None:
+        """Ends the thread that computes masks."""
+        self._masks.close()
 
 
 def _draw(sequence: Sequence) -> Draw:

@@ -17,3 +17,7 @@ class DoesNotFit(Exception):
 
 class ModelNotFound(Exception):
     """There is no checkpoint under that name, here or on the hub."""
+
+
+class MissingExtra(Exception):
+    """A package of an optional extra is needed and not installed."""

@@ -46,6 +46,7 @@ class LoadedEngine:
     streamed: StreamedWeights | None = None
 
     def close(self) -> None:
+        self.engine.close()
         if self.streamed is not None:
             self.streamed.close()
 

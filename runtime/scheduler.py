@@ -92,7 +92,7 @@ class Scheduler:
         for index, sequence in enumerate(batch.sampling):
             token_id = int(samples.token_ids[index])
             if token_id == NO_TOKEN:
-                sequence.finish("error", "the model's logits are not finite numbers")
+                sequence.fail()
             else:
                 sequence.append(token_id, samples.logprobs.get(index))
         finished = [sequence for sequence in self.running if sequence.finished]

@@ -11,6 +11,7 @@ from .kv.table import BlockTable
 from .sampling.draw import TokenLogprob
 from .sampling.history import TokenHistory
 from .sampling.params import SamplingParams
+from .structured.state import GrammarState
 
 
 class SequenceStatus(Enum):
@@ -41,8 +42,8 @@ class Sequence:
     """`table.num_tokens` tokens of `token_ids` have their keys and values in the cache; the rest is pending.
 
     `sample` tells the n continuations of one prompt apart. `forks` are those that share this one's prompt and part
-    from it where the prompt ends. `num_lost` tokens were stored when it was preempted. `finish_reason` is stop, length
-    or error.
+    from it where the prompt ends. `grammar` allows its tokens, where it is asked for one. `num_lost` tokens were stored
+    when it was preempted. `finish_reason` is stop, length or error.
     """
 
     prompt_ids: list[int]
@@ -50,6 +51,7 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()
     sample: int = 0
     text: StopText | None = None
+    grammar: GrammarState | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -104,6 +106,8 @@ class Sequence:
             self.history.append(token_id)
         if self._ends(token_id):
             self.finish("stop")
+        elif self.grammar is not None and self.grammar.error:
+            self.fail()
         elif len(self.output_ids) >= self.params.max_tokens:
             self.finish("length")
 
@@ -112,6 +116,11 @@ class Sequence:
         self.finish_reason, self.error = reason, error
         self.clock.ended = time.monotonic()
 
+    def fail(self) -> None:
+        """Finishes a sequence for which there is no next token."""
+        reason = self.grammar.error if self.grammar is not None else ""
+        self.finish("error", reason or "the model's logits are not finite numbers")
+
     def _ends(self, token_id: int) -> bool:
         if token_id in self.eos_ids and not self.params.ignore_eos:
             return True
@@ -119,5 +128,9 @@ class Sequence:
             return True
         if self.text is not None:
             self.text.append(token_id)
-            return self.text.stopped
+            if self.text.stopped:
+                return True
+        if self.grammar is not None:
+            self.grammar.append(token_id)
+            return self.grammar.complete
         return False

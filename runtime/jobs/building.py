@@ -45,6 +45,7 @@ def build_row(body: Mapping[str, Any], endpoint: Endpoint, place: Place, default
         num_samples=num_samples,
         model=given.get("model"),
         return_token_ids=given.get("return_token_ids", False),
+        schema=_schema(given, defaults),
     )
 
 
@@ -65,6 +66,19 @@ def _params(given: Mapping[str, Any], row_id: str, defaults: Defaults) -> Sampli
     values["seed"] = given["seed"] if "seed" in given else row_seed(defaults.seed, row_id)
     values["logprobs"] = _num_logprobs(given)
     return SamplingParams(**values)
+
+
+def _schema(given: Mapping[str, Any], defaults: Defaults) -> str | None:
+    """A grammar alone ends its text: whatever else might would cut it."""
+    schema: str | None = given.get("response_format")
+    for name in ("stop", "stop_token_ids", "ignore_eos") if schema is not None else ():
+        if given.get(name, getattr(defaults, name)):
+            raise RowFault(
+                ErrorCode.INVALID_VALUE,
+                f"{name} and a JSON response_format are both given; keep one of them: JSON ends where it is complete",
+                name,
+            )
+    return schema
 
 
 def _max_tokens(given: Mapping[str, Any], defaults: Defaults) -> int:

@@ -37,6 +37,7 @@ class ErrorCode(StrEnum):
     INVALID_VALUE = "invalid_value"
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    INVALID_JSON_SCHEMA = "invalid_json_schema"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     NUMERICAL_ERROR = "numerical_error"
 
@@ -59,6 +60,7 @@ _ROW = {
     ErrorCode.INVALID_VALUE,
     ErrorCode.UNKNOWN_PARAMETER,
     ErrorCode.UNSUPPORTED_PARAMETER,
+    ErrorCode.INVALID_JSON_SCHEMA,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
     ErrorCode.NUMERICAL_ERROR,
 }

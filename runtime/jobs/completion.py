@@ -27,13 +27,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued."""
+    """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued.
+
+    `cut`: the text is the beginning of a JSON value, which `max_tokens` ended before it was whole.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    cut: bool = False
 
 
 def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, int]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from ..sampling.params import SamplingParams
+from ..structured.grammar import Grammars
+from ..structured.schema import SchemaError
+from ..structured.state import GrammarState
 from ..text.errors import PromptError
 from ..text.tokenizer import Tokenizer
 from .codes import ErrorCode
 from .context import context_error
+from .response_format import invalid_schema
 from .rows import ChatPrompt, Prompt, Row, RowError, TextPrompt
 
 
@@ -18,13 +22,18 @@ class RowEncoder:
         self._vocab = vocab
         self._context = context
         self._cache_tokens = cache_tokens
+        self._grammars = Grammars(tokenizer, vocab)
 
     def encode(self, row: Row) -> list[tuple[list[int], SamplingParams]] | RowError:
         """Token ids and settings of each of the row's choices, in the order of its answer."""
         try:
+            self.grammar(row)
             ids_of = {prompt: self._ids(prompt) for prompt in dict.fromkeys(row.prompts)}
         except PromptError as error:
             return RowError(ErrorCode.INVALID_VALUE, str(error), "prompt", row.line)
+        except SchemaError as error:
+            fault = invalid_schema(error)
+            return RowError(fault.code, fault.message, fault.param, row.line)
         for token_ids in ids_of.values():
             if not token_ids:
                 return RowError(
@@ -35,6 +44,10 @@ class RowEncoder:
                 return RowError(ErrorCode.INVALID_VALUE, message, "prompt", row.line)
         longest = max(map(len, ids_of.values()))
         return self._too_long(row, longest) or [(ids_of[prompt], params) for prompt, params in row.choices()]
+
+    def grammar(self, row: Row) -> GrammarState | None:
+        """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""
+        return None if row.schema is None else self._grammars.start(row.schema)
 
     def _too_long(self, row: Row, longest: int) -> RowError | None:
         if error := context_error(row, longest, self._context):

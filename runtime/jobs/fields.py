@@ -14,6 +14,7 @@ from .checks import Check, Integer, Number, flag, stop_strings, text, token_ids
 from .codes import ErrorCode, RowFault
 from .messages import messages
 from .prompts import prompts
+from .response_format import response_format
 from .rows import Endpoint
 
 CHAT, COMPLETION, SHORT = Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.SHORT
@@ -46,6 +47,7 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "n": _everywhere(Integer(NUM_SAMPLES)),
     "logprobs": {CHAT: flag, COMPLETION: Integer(LIMITS["logprobs"])},
     "top_logprobs": {CHAT: Integer(LIMITS["logprobs"])},
+    "response_format": _everywhere(response_format),
     "return_token_ids": _everywhere(flag),
 }
 
@@ -71,7 +73,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "logit_bias": ({},),
     "best_of": (1,),

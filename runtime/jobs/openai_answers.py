@@ -52,9 +52,12 @@ def _choice(row: Row, index: int, completion: Completion) -> dict[str, Any]:
     chat = row.endpoint is Endpoint.CHAT
     choice: dict[str, Any] = {"index": index}
     if chat:
-        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        content = None if completion.cut else completion.text
+        choice["message"] = {"role": "assistant", "content": content, "refusal": None}
     else:
-        choice["text"] = completion.text
+        choice["text"] = "" if completion.cut else completion.text
+    if completion.cut:
+        choice["partial"] = completion.text
     shape = _chat_logprobs if chat else _completion_logprobs
     choice["logprobs"] = None if completion.logprobs is None else shape(completion.logprobs)
     choice["finish_reason"] = completion.finish_reason

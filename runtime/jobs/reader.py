@@ -18,6 +18,7 @@ from .codes import ErrorCode, RowFault
 from .ids import UniqueIds, line_id
 from .lines import MAX_LINE_NBYTES, Line, read_lines
 from .openai_rows import is_openai, openai_body, openai_id
+from .response_format import Schemas
 from .rows import BadRow, Defaults, Endpoint, Row, RowError
 from .short_rows import is_short, short_body, short_id
 from .source import open_input, plain
@@ -29,7 +30,8 @@ _GZIP_DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)
 def read_rows(path: str | os.PathLike[str], defaults: Defaults) -> Iterator[Row | BadRow]:
     """Rows of a .jsonl or .jsonl.gz file, or of standard input for "-".
 
-    Holds one line and a digest per id. Raises `InputUnreadable` if there is no such file.
+    Holds one line and a digest per id. Raises `InputUnreadable` if there is no such file, MissingExtra if a row asks
+    for JSON and nothing is installed that could hold it to that.
     """
     with open_input(path) as raw:
         yield from rows_from(raw, defaults)
@@ -56,6 +58,7 @@ class _LineParser:
         self._defaults = defaults
         self._max_line_nbytes = max_line_nbytes
         self._ids = UniqueIds()
+        self._schemas = Schemas()
         self._num_rows = 0
         # An unreadable line is answered in the form of the line before it.
         self._short = False
@@ -68,7 +71,10 @@ class _LineParser:
             place = replace(place, id=self._id(values, line.number))
             self._ids.add(place.id, line.number, "id" if self._short else "custom_id")
             endpoint, body = (Endpoint.SHORT, short_body(values)) if self._short else openai_body(values)
-            return build_row(body, endpoint, place, self._defaults)
+            row = build_row(body, endpoint, place, self._defaults)
+            if row.schema is not None:
+                self._schemas.check(row.schema)
+            return row
         except RowFault as fault:
             return self._bad(place, fault)
 

@@ -65,7 +65,10 @@ class Defaults(SamplingParams):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`index` counts rows from 0, `line` counts the file's lines from 1; blank lines make them differ."""
+    """`index` counts rows from 0, `line` counts the file's lines from 1; blank lines make them differ.
+
+    `schema` is the text of a JSON schema that every answer must follow.
+    """
 
     index: int
     line: int
@@ -76,6 +79,7 @@ class Row:
     num_samples: int = 1
     model: str | None = None
     return_token_ids: bool = False
+    schema: str | None = None
 
     @property
     def short(self) -> bool:

@@ -73,7 +73,8 @@ class Job:
         first: list[Sequence] = []
         for token_ids, params in choices:
             text = self._encoder.tokenizer.stream(params.stop)
-            sequence = Sequence(token_ids, params, self._eos_ids, text=text)
+            grammar = self._encoder.grammar(row)
+            sequence = Sequence(token_ids, params, self._eos_ids, text=text, grammar=grammar)
             opened.sequences.append(sequence)
             opened.texts.append(text)
             self._open[sequence] = opened
@@ -92,7 +93,7 @@ class Job:
         row = opened.row
         broken = next((each for each in opened.sequences if each.finish_reason == "error"), None)
         if broken is not None:
-            self._fail(row, RowError(ErrorCode.NUMERICAL_ERROR, broken.error, None, row.line))
+            self._fail(row, _error(broken, row))
             return
         completions = [
             _completion(each, text, self._encoder.tokenizer)
@@ -106,6 +107,12 @@ class Job:
         self.counts.failed += 1
 
 
+def _error(broken: Sequence, row: Row) -> RowError:
+    if broken.grammar is not None and broken.grammar.error:
+        return RowError(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format", row.line)
+    return RowError(ErrorCode.NUMERICAL_ERROR, broken.error, None, row.line)
+
+
 def _completion(sequence: Sequence, text: TextStream, tokenizer: Tokenizer) -> Completion:
     text.finish()
     logprobs = None
@@ -117,6 +124,7 @@ def _completion(sequence: Sequence, text: TextStream, tokenizer: Tokenizer) -> C
         FinishReason(sequence.finish_reason),
         len(sequence.prompt_ids),
         logprobs,
+        cut=sequence.grammar is not None and sequence.finish_reason == "length",
     )
 
 

@@ -21,7 +21,10 @@ def short_failure(row_id: str, error: RowError) -> dict[str, Any]:
 
 
 def _choice(row: Row, completion: Completion) -> dict[str, Any]:
-    choice: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
+    choice: dict[str, Any] = {"text": None if completion.cut else completion.text}
+    if completion.cut:
+        choice["partial"] = completion.text
+    choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     return choice

@@ -1,6 +1,6 @@
 """From a pass's logits to its tokens: which rows need what, in tiles of bounded memory. Knows no model and no text.
 
-Masks of structured output belong into the logits before they come here, as -inf.
+Log-probabilities are the model's own: penalties, filters and masks decide what is taken, not how likely it was.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from .choice import Settings, choose
 from .draw import NO_TOKEN, Draw, Sampled, TokenLogprob
 from .logprobs import token_logprobs
+from .masks import TokenMasks, forbid
 from .penalties import penalise
 from .random import uniform
 
@@ -33,20 +34,25 @@ class Sampler:
 
     scratch_nbytes: int = 64 << 20
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+    def sample(self, logits: Tensor, draws: Sequence[Draw], masks: TokenMasks | None = None) -> Sampled:
         """One token for each row of `logits` [B, V] fp32, on any device; the logits are left as they are.
 
-        A row whose logits hold NaN or +inf, or nothing but -inf, gets `NO_TOKEN` and no logprobs.
+        A row whose logits hold NaN or +inf, or nothing but -inf where its mask allows tokens, gets `NO_TOKEN` and no
+        logprobs.
         """
         if len(draws) != len(logits):
             raise ValueError(f"Got logits of {len(logits)} rows and {len(draws)} draws; pass one draw per row.")
-        steered = [row for row, draw in enumerate(draws) if not draw.is_argmax]
-        token_ids = np.full(len(draws), NO_TOKEN) if len(steered) == len(draws) else _argmax(logits)
+        masked = {row: index for index, row in enumerate(masks.rows)} if masks is not None else {}
+        steered = [row for row, draw in enumerate(draws) if row not in masked and not draw.is_argmax]
+        idle = len(steered) + len(masked) < len(draws)
+        token_ids = _argmax(logits) if idle else np.full(len(draws), NO_TOKEN)
         for rows in self._tiles(steered, logits.shape[-1]):
-            tile_draws = [draws[row] for row in rows]
-            tile = _copy_rows(logits, rows)
-            penalise(tile, tile_draws)
-            token_ids[rows] = choose(tile, _settings(tile_draws, tile)).cpu().numpy()
+            token_ids[rows] = _pick(_copy_rows(logits, rows), [draws[row] for row in rows])
+        if masks is not None:
+            for rows in self._tiles(list(masked), logits.shape[-1]):
+                tile = _copy_rows(logits, rows)
+                forbid(tile, masks.bits[[masked[row] for row in rows]])
+                token_ids[rows] = _pick(tile, [draws[row] for row in rows])
         return Sampled(token_ids, self._logprobs(logits, draws, token_ids.tolist()))
 
     def _logprobs(self, logits: Tensor, draws: Sequence[Draw], token_ids: list[int]) -> dict[int, TokenLogprob]:
@@ -65,6 +71,14 @@ class Sampler:
     def _tiles(self, rows: list[int], vocab_size: int) -> Iterator[list[int]]:
         per_tile = max(1, self.scratch_nbytes // (BYTES_PER_LOGIT * vocab_size))
         return (rows[start : start + per_tile] for start in range(0, len(rows), per_tile))
+
+
+def _pick(tile: Tensor, draws: Sequence[Draw]) -> NDArray[np.int64]:
+    """One token for each row of a tile, which is a copy to be spoiled."""
+    if all(draw.is_argmax for draw in draws):
+        return _argmax(tile)
+    penalise(tile, draws)
+    return choose(tile, _settings(draws, tile)).cpu().numpy()
 
 
 def _argmax(logits: Tensor) -> NDArray[np.int64]:

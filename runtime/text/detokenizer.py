@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from .byte_fallback import ByteFallback
 from .byte_level import ByteLevel
 from .errors import TokenizerError
+from .vocabulary import Vocabulary
 
 # Each step here works on single tokens until Fuse joins them; then a space may be stripped from the beginning.
 _TOKENWISE = re.compile(r"Metaspace|(Replace ?)*(ByteFallback ?)?(Fuse( Strip)?)?")
@@ -36,6 +37,8 @@ class Detokenizer(Protocol):
 
 class Decoding(Protocol):
     """How one tokenizer's tokens become text."""
+
+    vocabulary: Vocabulary
 
     def data(self, token_id: int) -> bytes:
         """The bytes a token stands for in the middle of a text; none for an id outside the vocabulary."""

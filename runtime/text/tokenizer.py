@@ -48,6 +48,16 @@ class Tokenizer:
         return cls(read_folder(folder), now or datetime.now())
 
     @property
+    def num_tokens(self) -> int:
+        """Ids of the vocabulary with its added tokens; a model's logits are often wider."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that texts leave out."""
+        return self._decoding.vocabulary.special_ids
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
 

@@ -1,0 +1,98 @@
+"""`response_format` in OpenAI's form: read, refused where it cannot be kept, and answered whole or not at all."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai.types import Completion as OpenAICompletion
+from openai.types.chat import ChatCompletion
+
+from moedge.runtime.errors import MissingExtra
+from moedge.runtime.jobs.answers import Answers
+from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.completion import Completion, FinishReason
+from moedge.runtime.jobs.rows import BadRow, Row
+from moedge.runtime.structured.schema import ANY_OBJECT
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+Make = Callable[..., Any]
+
+
+def wrapped(schema: Any, **beside: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **beside}}
+
+
+def test_the_schema_keeps_the_order_of_its_properties(chat: Make, complete: Make, short: Make) -> None:
+    rows = [make(response_format=wrapped(SCHEMA, strict=True)) for make in (chat, complete)]
+    rows.append(short(prompt="a", response_format=wrapped(SCHEMA)))
+    for row in rows:
+        assert isinstance(row, Row)
+        assert row.schema == json.dumps(SCHEMA, separators=(",", ":"))
+
+
+def test_any_object_and_plain_text(chat: Make) -> None:
+    assert chat(response_format={"type": "json_object"}).schema == ANY_OBJECT
+    assert chat(response_format={"type": "text"}).schema is None
+    assert chat(response_format=None).schema is None
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "param"),
+    [
+        ("json", ErrorCode.INVALID_TYPE, "response_format"),
+        ({"type": "xml"}, ErrorCode.INVALID_VALUE, "response_format.type"),
+        ({"type": "json_object", "schema": {}}, ErrorCode.UNKNOWN_PARAMETER, "response_format.schema"),
+        ({"type": "json_schema"}, ErrorCode.INVALID_TYPE, "response_format.json_schema"),
+        (wrapped(None), ErrorCode.MISSING_PARAMETER, "response_format.json_schema.schema"),
+        (wrapped([1]), ErrorCode.INVALID_TYPE, "response_format.json_schema.schema"),
+        (wrapped({}, strict="yes"), ErrorCode.INVALID_TYPE, "response_format.json_schema.strict"),
+        (wrapped({}, shape=1), ErrorCode.UNKNOWN_PARAMETER, "response_format.json_schema.shape"),
+        (wrapped({"type": "foo"}), ErrorCode.INVALID_JSON_SCHEMA, "response_format"),
+        (wrapped({"not": {}}), ErrorCode.INVALID_JSON_SCHEMA, "response_format"),
+    ],
+)
+def test_what_cannot_be_kept_is_an_error_of_its_row(chat: Make, value: Any, code: ErrorCode, param: str) -> None:
+    row = chat(response_format=value)
+    assert isinstance(row, BadRow)
+    assert (row.error.code, row.error.param) == (code, param)
+    assert not row.error.refuses_job
+
+
+@pytest.mark.parametrize("other", [{"stop": "}"}, {"stop_token_ids": [5]}, {"ignore_eos": True}])
+def test_nothing_else_may_end_json(chat: Make, other: dict[str, Any]) -> None:
+    row = chat(response_format={"type": "json_object"}, **other)
+    assert isinstance(row, BadRow)
+    assert (row.error.code, row.error.param) == (ErrorCode.INVALID_VALUE, next(iter(other)))
+
+
+def test_a_file_of_one_schema_compiles_it_once(read: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedge.runtime.jobs import response_format
+
+    compiled: list[str] = []
+    monkeypatch.setattr(response_format, "compile_schema", compiled.append)
+    line = json.dumps({"prompt": "a", "response_format": wrapped(SCHEMA)})
+    assert len(read("\n".join([line] * 50).encode())) == 50
+    assert len(compiled) == 1
+
+
+def test_without_llguidance_the_job_does_not_start(chat: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtra, match="pip install"):
+        chat(response_format={"type": "json_object"})
+    assert isinstance(chat(response_format={"type": "text"}), Row)
+
+
+def test_json_that_was_cut_is_never_content(chat: Make, complete: Make, short: Make) -> None:
+    cut = Completion('{"a": 1', (1, 2), FinishReason.LENGTH, 3, cut=True)
+    form = {"type": "json_object"}
+    rows = chat(response_format=form), complete(response_format=form), short(prompt="a", response_format=form)
+    chatted, completed, brief = (json.loads(Answers("m", 0).answer(row, [cut])) for row in rows)
+    choice = ChatCompletion.model_validate(chatted["response"]["body"]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (None, "length")
+    text = OpenAICompletion.model_validate(completed["response"]["body"]).choices[0]
+    assert (text.text, text.finish_reason) == ("", "length")
+    assert (brief["text"], brief["finish_reason"]) == (None, "length")
+    for answer in (chatted["response"]["body"]["choices"][0], completed["response"]["body"]["choices"][0], brief):
+        assert answer["partial"] == '{"a": 1'
