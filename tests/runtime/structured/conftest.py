@@ -9,7 +9,7 @@ import torch
 from moedge.runtime.batch import Batch
 from moedge.runtime.engine import Engine
 from moedge.runtime.kv.cache import KVCache
-from moedge.runtime.kv.pool import NativePool
+from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.sampler import Sampler
 from moedge.runtime.scheduler import PassLimits, Scheduler
@@ -25,23 +25,17 @@ VOCAB = 3072 + 50
 class NoiseModel:
     """Logits are a hash of the tokens so far: as unlike language as can be, and the same on any schedule."""
 
-    def __init__(self) -> None:
-        self.tokens: dict[object, list[int]] = {}
-
     def forward(self, batch: Batch) -> torch.Tensor:
-        rows = []
+        rows = [torch.zeros(0, VOCAB)]
         for chunk in batch.chunks:
-            tokens = self.tokens.setdefault(chunk.sequence, [])
-            del tokens[chunk.past :]
-            tokens += batch.token_ids[0, chunk.begin : chunk.end].tolist()
-            if chunk.samples:
-                seed = hash(tuple(tokens)) % (1 << 63)
-                rows.append(torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)))
-        return torch.stack(rows) if rows else torch.zeros(0, VOCAB)
+            seed = hash(tuple(chunk.sequence.tokens(0, chunk.past + chunk.count))) % (1 << 63)
+            noise = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+            rows.append(noise.expand(len(chunk.sampling), VOCAB))
+        return torch.cat(rows)
 
 
 def noise_engine(blocks: int = 200, max_sequences: int = 16) -> Engine:
-    cache = KVCache([NativePool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", 16), blocks)], blocks)
+    cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", 16), blocks)])
     return Engine(NoiseModel(), Scheduler(PassLimits(64, max_sequences), cache), Sampler())
 
 

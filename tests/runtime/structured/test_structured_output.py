@@ -121,8 +121,21 @@ def test_preemption_and_neighbours_do_not_show_in_the_text(grammars: Grammars, t
 
     roomy, tight = noise_engine(blocks=400), noise_engine(blocks=7)
     assert all_texts(roomy) == all_texts(tight)
-    assert roomy.scheduler.num_preemptions == 0
-    assert tight.scheduler.num_preemptions > 0
+    assert roomy.scheduler.counts.preemptions == 0
+    assert tight.scheduler.counts.preemptions > 0
+
+
+def test_samples_of_one_prompt_part_with_grammars_of_their_own(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    first, *others = (start(grammars, tokenizer, PERSON, seed) for seed in range(5))
+    first.forks = others
+    alone = [start(grammars, tokenizer, PERSON, seed) for seed in range(5)]
+    engine = noise_engine()
+    run(engine, [first])
+    run(noise_engine(), alone)
+    assert engine.scheduler.counts.prefix_hit_tokens > 0
+    assert [text(sequence) for sequence in (first, *others)] == [text(sequence) for sequence in alone]
+    for sequence in (first, *others):
+        jsonschema.validate(json.loads(text(sequence)), PERSON)
 
 
 @given(st.integers(0, 30))
