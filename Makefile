@@ -32,6 +32,8 @@ matrix: $(STAMP)
 	$(BIN)/python bench/stream_bugs.py
 	$(BIN)/python bench/prepare_kill.py
 	$(BIN)/python bench/hostile.py
+	$(BIN)/python bench/kv_cache.py
+	$(BIN)/python bench/kv_waste.py
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)

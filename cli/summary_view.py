@@ -28,7 +28,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("passes", f"{summary.passes.count:,} of {summary.passes.sequences_mean or 0:,.1f} sequences"),
         ("memory", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
-        ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.preemptions} preemptions"),
+        ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
+        ("reuse", f"{kv.prefix_hit_tokens or 0:,} prompt tokens were in the cache; {kv.preemptions} preemptions"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
     ]
 

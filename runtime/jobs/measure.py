@@ -44,7 +44,9 @@ class JobSize:
     def shape(self) -> JobShape:
         if not self.lengths:
             return JobShape(1, 2)
-        return JobShape(self.sequences, max(self.lengths), min(self.lengths), self.prompt_tokens)
+        return JobShape(
+            self.sequences, max(self.lengths), min(self.lengths), self.prompt_tokens, self.max_generated_tokens
+        )
 
 
 def measure(rows: Iterable[Row | BadRow], encoder: RowEncoder) -> JobSize:

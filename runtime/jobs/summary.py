@@ -101,13 +101,14 @@ class Memory:
 
 @dataclass(slots=True)
 class KVBytes:
-    """Means over passes; the four after `allocated` add up to it, `shared` is what sharing blocks saved beside them."""
+    """Means over passes; the four after `allocated` add up to it. `scales` are part of `live`; `shared` was saved."""
 
     allocated: int | None = None
     live: int | None = None
     waste: int | None = None
     cached: int | None = None
     idle: int | None = None
+    scales: int | None = None
     shared: int | None = None
 
 

@@ -15,6 +15,8 @@ class GroupCache:
         self.pool = pool
         self.spec = pool.spec
         self.allocator = BlockAllocator(len(pool.records))
+        self.block_nbytes = pool.spec.block_nbytes
+        self.scale_share = pool.spec.scale_share
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` could be stored, were it alone: behind a window, only what it sees."""

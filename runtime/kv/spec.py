@@ -37,6 +37,13 @@ class KVSpec:
     def token_nbytes(self) -> float:
         return self.block_nbytes / self.block
 
+    @property
+    def scale_share(self) -> float:
+        """The part of a record that is scales and zeros."""
+        sides = (self.layout.keys, self.layout.values)
+        planes = (plane for side in sides for plane in (side.scales, side.zeros))
+        return sum(plane.nbytes for plane in planes if plane is not None) / self.layout.nbytes
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block)
 

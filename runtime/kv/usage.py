@@ -13,6 +13,7 @@ from .table import BlockTable
 class Usage:
     """Bytes: the first four add up to the allocation. Usages of several passes can be added.
 
+    `scales` is the part of `live` that is scales and zeros.
     `waste` are places in live blocks that hold no token, or one that no later token looks back to. `cached` blocks
     belong to nobody and can still be found, `idle` ones hold nothing. `shared` is what tables would hold beside
     `live` and `waste` if they shared no block.
@@ -22,6 +23,7 @@ class Usage:
     waste: int = 0
     cached: int = 0
     idle: int = 0
+    scales: int = 0
     shared: int = 0
 
     @property
@@ -33,6 +35,7 @@ class Usage:
         self.waste += other.waste
         self.cached += other.cached
         self.idle += other.idle
+        self.scales += other.scales
         self.shared += other.shared
 
 
@@ -40,14 +43,16 @@ def measure(groups: Iterable[GroupCache], tables: Iterable[BlockTable]) -> Usage
     """While a pass runs, its tokens counted as stored; `tables` are all that hold blocks."""
     usage, tables = Usage(), list(tables)
     for index, group in enumerate(groups):
-        allocator, nbytes = group.allocator, group.spec.block_nbytes
+        allocator, nbytes = group.allocator, group.block_nbytes
         waste = _empty_places(group, index, tables) * nbytes // group.spec.block
+        live = allocator.num_live * nbytes - waste
         usage.add(
             Usage(
-                live=allocator.num_live * nbytes - waste,
+                live=live,
                 waste=waste,
                 cached=allocator.num_cached * nbytes,
                 idle=allocator.num_free * nbytes,
+                scales=round(live * group.scale_share),
                 shared=(allocator.num_references - allocator.num_live) * nbytes,
             )
         )

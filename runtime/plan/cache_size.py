@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kv.spec import KVSpec
+from ..kv.spec import BLOCK_TOKENS, KVSpec
 from .search import largest
+
+# From the fewest to the most tokens a block: large ones are moved and gathered better, small ones waste less.
+BLOCKS = (4, 8, 16, BLOCK_TOKENS)
+MOST_WASTE = 0.03
+
+
+def choose_block(mean_tokens: float) -> int:
+    """Tokens per block, for sequences of `mean_tokens` in the mean over their lives.
+
+    The last block of a sequence has (block - 1) / 2 empty places in the mean.
+    """
+    fitting = [block for block in BLOCKS if (block - 1) / 2 <= MOST_WASTE * (mean_tokens + (block - 1) / 2)]
+    return max(fitting, default=min(BLOCKS))
 
 
 @dataclass(frozen=True, slots=True)

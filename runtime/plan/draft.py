@@ -22,11 +22,12 @@ SLACK_NBYTES = 48 << 20
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Of arithmetic, weights and KV cache."""
+    """Of arithmetic, weights and KV cache, the latter in blocks of `kv_block` tokens."""
 
     dtype: str
     quant: str
     kv: str
+    kv_block: int
 
 
 class Draft:
@@ -49,7 +50,7 @@ class Draft:
         self.tokens_per_pass = tokens_per_pass
         self.most_live = max(1, min(most_live, tokens_per_pass))
         self.shards: ModelShards = model_shards(shape, formats.quant, formats.dtype)
-        specs = tuple(KVSpec(group, formats.kv) for group in shape.kv_groups)
+        specs = tuple(KVSpec(group, formats.kv, formats.kv_block) for group in shape.kv_groups)
         self.cache = CacheSize(specs, longest, tokens_per_pass)
         computing = pass_nbytes(shape, formats.dtype, tokens_per_pass, self.most_live, longest)
         self.scratch = workspace_nbytes(shape, formats.quant, formats.dtype, deterministic)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 class JobShape:
     """`sequences` of at most `longest` tokens, prompt included.
 
-    `shortest` is the least that any of them needs, `prompt_tokens` the sum over their prompts; None is not known.
+    `shortest` is the least that any of them needs. `prompt_tokens` and `generated_tokens`, the latter at most, are sums
+    over all of them. None is not known.
     """
 
     sequences: int
     longest: int
     shortest: int | None = None
     prompt_tokens: int | None = None
+    generated_tokens: int | None = None
 
     @property
     def least(self) -> int:
@@ -25,3 +27,15 @@ class JobShape:
     @property
     def mean_prompt(self) -> float:
         return self.longest / 2 if self.prompt_tokens is None else self.prompt_tokens / self.sequences
+
+    @property
+    def mean_generated(self) -> float:
+        """Most tokens to generate, of the mean sequence."""
+        if self.generated_tokens is None:
+            return max(1.0, self.longest - self.mean_prompt)
+        return max(1.0, self.generated_tokens / self.sequences)
+
+    @property
+    def mean_live(self) -> float:
+        """Tokens that a sequence holds in the mean over its life, if answers end halfway."""
+        return self.mean_prompt + self.mean_generated / 4

@@ -51,8 +51,7 @@ def useful(job: JobShape, live: int) -> int:
     In steady state, every token generated frees 1/length of a place, for which that share of a prompt is due. Lengths
     are known as limits only: twice the share allows for answers that end halfway.
     """
-    prompt, generated = job.mean_prompt, max(1.0, job.longest - job.mean_prompt)
-    return int(live * (1 + prompt * max(2 / generated, 1 / START_PASSES)))
+    return int(live * (1 + job.mean_prompt * max(2 / job.mean_generated, 1 / START_PASSES)))
 
 
 def power_of_two(tokens: int) -> int:

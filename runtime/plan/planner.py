@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import DoesNotFit, SettingError
-from ..kv.spec import BLOCK_TOKENS
 from ..shape.layouts import FORMATS
 from ..shape.model_shape import ModelShape
+from .cache_size import choose_block
 from .draft import Draft, Formats
 from .job import JobShape
 from .pass_size import LEAST_TOKENS, choose_tokens, power_of_two
@@ -100,7 +100,7 @@ class _Drafting:
     """Makes drafts of one job, in the formats and limits that its settings leave open."""
 
     def __init__(self, shape: ModelShape, settings: Settings, job: JobShape) -> None:
-        if settings.max_sequences < 1 or (settings.tokens_per_pass or 1) < 1:
+        if settings.max_sequences < 1 or (settings.tokens_per_pass is not None and settings.tokens_per_pass < 1):
             raise SettingError("--tokens-per-pass and --max-sequences must be at least 1")
         self._shape = shape
         self._settings = settings
@@ -130,7 +130,8 @@ class _Drafting:
 
     def _formats(self, quant: str) -> Formats:
         dtype = self._shape.dtype if self._settings.dtype == "auto" else self._settings.dtype
-        return Formats(dtype, quant, dtype if self._settings.kv == "auto" else self._settings.kv)
+        kv = dtype if self._settings.kv == "auto" else self._settings.kv
+        return Formats(dtype, quant, kv, choose_block(self._job.mean_live))
 
 
 def _quants(settings: Settings) -> tuple[str, ...]:
@@ -157,7 +158,7 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
         dtype=draft.formats.dtype,
         quant=draft.formats.quant,
         kv=draft.formats.kv,
-        kv_block=BLOCK_TOKENS,
+        kv_block=draft.formats.kv_block,
         kv_blocks=blocks,
         kv_sequences=live,
         kv_tokens=min(whole, default=shape.context),

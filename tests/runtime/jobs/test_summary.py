@@ -54,7 +54,7 @@ def full() -> RunSummary:
         bytes=Moved(1, 2),
         utilisation=Utilisation(0.5, 1.0, 0.0),
         memory=Memory(tier, tier, tier),
-        kv=KV("int8", 32, 10, 512.0, KVBytes(8, 4, 2, 1, 1, 3), 0.1, 5, 2, 1, 64),
+        kv=KV("int8", 32, 10, 512.0, KVBytes(8, 4, 2, 1, 1, 1, 3), 0.1, 5, 2, 1, 64),
         experts=Experts(1, 8, 100, 0.9),
         weights=Weights({"nf4": 5}, {"nf4": 4, "none": 1}),
     )

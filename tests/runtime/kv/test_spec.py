@@ -1,0 +1,29 @@
+"""Bytes per token of real models are those that the field counts with."""
+
+import pytest
+
+from moedge.runtime.kv.spec import KVSpec
+from moedge.runtime.shape.model_shape import KVGroup
+
+KIB = 1024
+# Layers, KV heads, head size; KiB per token over all layers with scales: two groups of a head in int4.
+MODELS = {
+    "Qwen3-30B-A3B": ((48, 4, 128), {"bf16": 96, "int8": 48.75, "int4": 27.0}),
+    "Mixtral-8x7B": ((32, 8, 128), {"bf16": 128, "int8": 65.0, "int4": 36.0}),
+    "gpt-oss-20b": ((24, 8, 64), {"bf16": 48, "int8": 24.75, "int4": 15.0}),
+}
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_per_token(name: str, block: int) -> None:
+    (layers, heads, head_dim), wanted = MODELS[name]
+    group = KVGroup(tuple(range(layers)), heads, head_dim, None)
+    for kv, kib in wanted.items():
+        assert KVSpec(group, kv, block).token_nbytes / KIB == pytest.approx(kib, rel=0.01)
+
+
+@pytest.mark.parametrize(("kv", "share"), [("bf16", 0), ("int8", 2 / 130), ("int4", 8 / 72)])
+def test_share_of_scales(kv: str, share: float) -> None:
+    """For each head of 128 elements: int8 has one of 16 bits, int4 two groups with a scale and a zero each."""
+    assert KVSpec(KVGroup((0,), 4, 128, None), kv).scale_share == pytest.approx(share)
