@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def make_checkpoints(scratch: Path) -> list[Path]:
-    from conftest import build_model
+    from tiny_families import build_model
 
     folders = [scratch / family for family in FAMILIES]
     for family, folder in zip(FAMILIES, folders, strict=True):

@@ -8,19 +8,23 @@ from typing import Protocol
 import torch
 
 from ..batch import Batch
+from ..errors import UnsupportedModel
+from ..shape.model_shape import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What the model asks of one layer's attention.
 
-    A token sees the last `window` tokens, itself included; None for all. `softcap` c bounds scores to c*tanh(s/c).
+    A token sees the last `window` tokens, itself included, or those since the start of its `chunk` of positions; None
+    for all. `softcap` c bounds scores to c*tanh(s/c).
     `sinks` [Hq] are logits that take part in the softmax and lead to nothing.
     """
 
     layer: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
@@ -31,3 +35,12 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Stores the pass's k, v [T, Hkv, D] and returns what q [T, Hq, D] reads of them and the past: [T, Hq, D]."""
         ...
+
+
+def check_reach(call: AttentionCall, group: KVGroup) -> None:
+    """Raises UnsupportedModel unless a layer looks back as far as its cache was planned for."""
+    if (call.window or call.chunk) != group.window:
+        raise UnsupportedModel(
+            f"layer {call.layer} looks back {call.window or call.chunk} tokens, and config.json says {group.window} "
+            "(none for all); the cache would be wrong"
+        )

@@ -12,7 +12,7 @@ from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerPlace
 from ..shape.model_shape import KVGroup
 from .kernel import attend_fresh, attend_rows
-from .protocol import AttentionCall
+from .protocol import AttentionCall, check_reach
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
 ROWS = 256
@@ -40,6 +40,7 @@ class TorchAttention:
     ) -> torch.Tensor:
         place = self.cache.places[call.layer]
         pool = self.cache.pools[place.group]
+        check_reach(call, pool.spec.group)
         block_ids, offsets = self._places(batch, place.group)
         pool.write(place.index, block_ids, offsets, k, v)
         out = torch.empty_like(q)
@@ -52,7 +53,7 @@ class TorchAttention:
         return out
 
     def _is_fresh(self, call: AttentionCall, chunk: Chunk) -> bool:
-        reaches_all = call.window is None or chunk.count <= call.window
+        reaches_all = all(reach is None or chunk.count <= reach for reach in (call.window, call.chunk))
         plain = call.softcap is None and call.sinks is None
         return chunk.past == 0 and chunk.count > 1 and reaches_all and plain and not self.tiled
 
@@ -68,9 +69,9 @@ class TorchAttention:
                 padded = q.new_zeros(TILE_ROWS, *q.shape[1:])
                 padded[first - begin : last - begin] = tile
                 tile = padded
-            low, high = _key_range(call.window, begin, end, self.tiled)
+            low, high = _key_range(call, begin, end, self.tiled)
             keys, values = self._gather(place, chunk, low, high, last)
-            result = attend_rows(call, tile, keys, values, _mask(begin, end, low, high, call.window, q.dtype))
+            result = attend_rows(call, tile, keys, values, _mask(call, range(begin, end), range(low, high), q.dtype))
             if self.tiled:
                 result = result[first - begin : last - begin]
             out[first - chunk.past : last - chunk.past] = result
@@ -129,20 +130,25 @@ def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
             yield begin, min(begin + ROWS, last)
 
 
-def _key_range(window: int | None, begin: int, end: int, tiled: bool) -> tuple[int, int]:
+def _key_range(call: AttentionCall, begin: int, end: int, tiled: bool) -> tuple[int, int]:
     """First and last + 1 key position that rows begin to end can see."""
-    low = 0 if window is None else max(0, begin - window + 1)
+    low = 0 if call.window is None else max(0, begin - call.window + 1)
+    if call.chunk is not None:
+        low = begin // call.chunk * call.chunk
     if not tiled:
         return low, end
     return low // TILE_KEYS * TILE_KEYS, -(-end // TILE_KEYS) * TILE_KEYS
 
 
-def _mask(begin: int, end: int, low: int, high: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """[end - begin, high - low] of 0 and -inf; None where every row sees every key."""
-    if end - begin == 1 and end == high and (window is None or end - low <= window):
+def _mask(call: AttentionCall, rows: range, keys: range, dtype: torch.dtype) -> torch.Tensor | None:
+    """[len(rows), len(keys)] of 0 and -inf; None where every row sees every key."""
+    last_is_seen = len(rows) == 1 and rows.stop == keys.stop
+    if last_is_seen and (call.window is None or len(keys) <= call.window):
         return None
-    rows, keys = torch.arange(begin, end).unsqueeze(1), torch.arange(low, high)
-    hidden = keys > rows
-    if window is not None:
-        hidden |= keys <= rows - window
+    row, key = torch.arange(rows.start, rows.stop).unsqueeze(1), torch.arange(keys.start, keys.stop)
+    hidden = key > row
+    if call.window is not None:
+        hidden |= key <= row - call.window
+    if call.chunk is not None:
+        hidden |= key // call.chunk != row // call.chunk
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))

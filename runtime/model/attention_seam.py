@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..batch import Batch
 from ..errors import UnsupportedModel
+from .llama4 import RESCALE
 
 _HONOURED = {"sliding_window", "softcap", "s_aux"}
 # What transformers passes that cannot change the result of a pass without gradients, outputs of routers and caches.
@@ -68,12 +70,32 @@ def _attention(
         raise UnsupportedModel(
             f"{type(module).__name__} asks attention for {sorted(unknown)}, which moedge does not know"
         )
+    window = features.get("sliding_window") if attention_mask is None else attention_mask.window
+    # One family writes 0 for none.
+    window = window or None
+    chunked = _is_chunked(module)
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=features.get("sliding_window") if attention_mask is None else attention_mask.window,
+        window=None if chunked else window,
+        chunk=window if chunked else None,
         softcap=features.get("softcap"),
         sinks=features.get("s_aux"),
     )
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed.attention.attend(call, q, k, v, packed.batch).unsqueeze(0), None
+    if rescale := getattr(module, RESCALE, None):
+        query = rescale(query, packed.batch.positions)
+    width = max(query.shape[-1], value.shape[-1])
+    q, k, v = (_widen(x.squeeze(0).transpose(0, 1), width) for x in (query, key, value))
+    out = packed.attention.attend(call, q, k, v, packed.batch)
+    return out[..., : value.shape[-1]].unsqueeze(0), None
+
+
+def _is_chunked(module: torch.nn.Module) -> bool:
+    """Whether a layer looks back to the start of its chunk: the mask's size alone does not tell that from a window."""
+    kinds = getattr(module.config, "layer_types", None)
+    return kinds is not None and kinds[module.layer_idx] == "chunked_attention"
+
+
+def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros behind a head's elements [..., D] where keys and values differ in length: the cache holds one length."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -11,31 +11,44 @@ from pathlib import Path
 from typing import Any
 
 from ..shape.families import SUPPORTED
+from ..shape.rope import LAYER_KINDS
 
+# What runtime/shape reads of a config.
 _FIELDS = (
-    "attention_bias", "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
-    "max_window_layers", "mlp_bias", "mlp_only_layers", "moe_intermediate_size", "num_attention_heads", "num_experts",
-    "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts", "pad_token_id",
-    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "use_sliding_window", "vocab_size",
+    "attention_chunk_size", "attention_k_eq_v", "enable_moe_block", "first_k_dense_replace",
+    "global_attn_every_n_layers", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "max_window_layers", "moe_k", "moe_num_experts", "moe_topk", "n_routed_experts", "no_rope_layer_interval",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_local_experts", "num_nextn_predict_layers", "pad_token_id", "prefix_dense_sliding_window_pattern",
+    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "top_k_experts", "use_sliding_window",
+    "v_head_dim", "vocab_size",
 )  # fmt: skip
 
 
 def rebuild() -> dict[str, Any]:
     """The table, by `model_type`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    table = {}
-    for model_type in SUPPORTED:
-        config_class = CONFIG_MAPPING[model_type]
-        # The class's own defaults: an instance has replaced some by what follows from the others, such as head_dim.
-        values = {field.name: field.default for field in dataclasses.fields(config_class)}
-        table[model_type] = {
-            "architecture": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type],
-            "defaults": {name: values[name] for name in _FIELDS if name in values},
-            "aliases": dict(sorted(config_class.attribute_map.items())),
-        }
-    return table
+    return {model_type: _entry(CONFIG_MAPPING[model_type]) for model_type in SUPPORTED}
+
+
+def _entry(config_class: Any) -> dict[str, Any]:
+    # The class's own defaults: an instance has replaced some by what follows from the others, such as head_dim.
+    values = {field.name: field.default for field in dataclasses.fields(config_class)}
+    rope = config_class().to_dict().get("rope_parameters") or {}
+    by_kind = bool(rope.keys() & LAYER_KINDS)
+    parts = list(rope.values()) if by_kind else [rope]
+    return {
+        "defaults": {name: values[name] for name in _FIELDS if name in values},
+        "aliases": dict(sorted(config_class.attribute_map.items())),
+        "rope_by_kind": by_kind,
+        "partial_rotary": any("partial_rotary_factor" in (part or {}) for part in parts) or "rotary_dim" in values,
+        "transposed_experts": config_class.model_type in _TRANSPOSED,
+    }
+
+
+# Experts as [E, in, out]: a test compares this with the modules.
+_TRANSPOSED = {"aria_text", "gpt_oss", "llama4_text"}
 
 
 def main() -> None:

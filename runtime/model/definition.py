@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ..errors import UnsupportedModel
 from ..shape.config import ModelConfig
 from .attention_seam import register_attention
 from .experts_seam import register_experts
+from .llama4 import adapt
 
 SEAM = "moedge"
 
@@ -21,12 +24,16 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     register_experts(SEAM)
     config_class = CONFIG_MAPPING[config.family.model_type]
     values = {name: value for name, value in config.values.items() if name not in _OWN_CHOICE}
-    model_config = config_class(**values)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    with init_empty_weights(include_buffers=False):
-        model = model_class._from_config(
-            model_config, dtype=dtype, attn_implementation=SEAM, experts_implementation=SEAM
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(
+                config_class(**values), dtype=dtype, attn_implementation=SEAM, experts_implementation=SEAM
+            )
+    except (StrictDataclassError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Each class has checks of its own, and sizes that fit each other only in its own code.
+        reason = " ".join(str(error).split())[:300]
+        raise UnsupportedModel(f"config.json: transformers cannot make a model of it ({reason})") from None
+    adapt(model)
     return model.eval()
 
 

@@ -5,9 +5,9 @@ The only file that uses non-public names of transformers; tests/runtime/model/te
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +19,17 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.header import TensorEntry
+from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
-from ..shape.read import expert_index, is_expert
+from ..shape.read import LAYER, expert_index, is_expert
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+
+MOST_TOLD = 10
 
 
 class CheckpointLoader:
@@ -37,15 +40,40 @@ class CheckpointLoader:
         self._checkpoint = checkpoint
         # A bar for every layer would bury the progress of the job.
         logging.disable_progress_bar()
-        self._config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model), dtype=dtype)
+        self._config = LoadStateDictConfig(
+            weight_mapping=get_model_conversion_mapping(model), dtype=dtype, dtype_plan=model._get_dtype_plan(dtype)
+        )
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
+        num_layers = len(model.get_decoder().layers)
         for name, entry in checkpoint.entries.items():
-            match = _LAYER.search(name)
-            if match and is_expert(name, entry):
-                self._experts[int(match[1])].append(name)
+            match = LAYER.search(name)
+            index = int(match[1]) if match else None
+            if index is not None and index >= num_layers:
+                continue
+            if index is not None and is_expert(name, entry):
+                self._experts[index].append(name)
             else:
-                self._dense[int(match[1]) if match else None].append(name)
+                self._dense[index].append(name)
+
+    def check(self) -> None:
+        """Converts headers instead of tensors. Raises BadCheckpoint, with the first ten differences from the model."""
+        names = [name for names in (*self._dense.values(), *self._experts.values()) for name in names]
+        tensors = {name: _Header(self._checkpoint.entries[name]) for name in names}
+        on_meta = replace(self._config, device_map={"": torch.device("meta")})
+        found, _ = convert_and_load_state_dict_in_model(self._model, tensors, on_meta, None)
+        self._model.tie_weights()
+        parameters = {name for name, _ in self._model.named_parameters()}
+        told = [f"{name} is {list(have)}, wanted {list(want)}" for name, have, want in sorted(found.mismatched_keys)]
+        told += [f"{name} is missing" for name in sorted(found.missing_keys & parameters)]
+        told += [f"{described(name)} belongs to no part of the model" for name in _extra(found)]
+        told += [f"{name} cannot be converted" for name in sorted(found.conversion_errors)]
+        if told:
+            more = f"; and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+            raise BadCheckpoint(
+                f"{self._checkpoint.folder}: the files are not of the model that config.json describes: "
+                f"{'; '.join(told[:MOST_TOLD])}{more}"
+            )
 
     def load_dense(self, index: int, layer: nn.Module) -> None:
         """All of a layer but its experts' matrices."""
@@ -78,7 +106,7 @@ class CheckpointLoader:
         self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[None]})
         self._model.tie_weights()
         meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
-        if outside := [name for name in meta if not _LAYER.search(name)]:
+        if outside := [name for name in meta if not LAYER.search(name)]:
             raise BadCheckpoint(f"{len(outside)} parameters are not in the files, first {outside[:3]}")
 
     def _expert_tensors(self, index: int, window: range) -> Iterator[tuple[str, _StoredTensor]]:
@@ -96,7 +124,7 @@ class CheckpointLoader:
         if found.mismatched_keys:
             name, have, want = sorted(found.mismatched_keys)[0]
             raise BadCheckpoint(f"tensor {name} has shape {list(have)}, config.json wants {list(want)}")
-        if unexpected := sorted(name for name in found.unexpected_keys if not _is_known_extra(name)):
+        if unexpected := _extra(found):
             raise BadCheckpoint(f"{len(unexpected)} tensors belong to no part of the model, first {unexpected[:3]}")
 
 
@@ -121,6 +149,19 @@ class _StoredTensor:
         return tensor[index]
 
 
-def _is_known_extra(name: str) -> bool:
-    """Buffers that old checkpoints carry and the model computes itself, and heads that are tied."""
-    return name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))
+class _Header:
+    """A tensor without its bytes, for conversions on the meta device."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        dtype = _DTYPES.get(self._entry.dtype, torch.uint8)
+        return torch.empty(self._entry.shape, dtype=dtype, device="meta")[index]
+
+
+def _extra(found: Any) -> list[str]:
+    """Tensors of no use, without buffers that old checkpoints carry and models compute, and without tied heads."""
+    return sorted(
+        name for name in found.unexpected_keys if not name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))
+    )

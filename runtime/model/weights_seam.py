@@ -39,17 +39,25 @@ class TiledRows(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        # Blocks read their router's corrections and scales.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        """`others`, such as a router's corrections, are the same for every tile."""
         rows = x.reshape(-1, x.shape[-1])
-        outputs = [self._tile(rows[begin : begin + TILE]) for begin in range(0, len(rows), TILE)]
+        outputs = [self._tile(rows[begin : begin + TILE], others) for begin in range(0, len(rows), TILE)]
         if isinstance(outputs[0], torch.Tensor):
             return torch.cat(outputs)
         return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
-    def _tile(self, rows: torch.Tensor) -> Any:
+    def _tile(self, rows: torch.Tensor, others: tuple[Any, ...]) -> Any:
         tile = rows.new_zeros(TILE, rows.shape[1])
         tile[: len(rows)] = rows
-        out = self.inner(tile)
+        out = self.inner(tile, *others)
         if isinstance(out, torch.Tensor):
             return out[: len(rows)]
         return tuple(part[: len(rows)] for part in out)

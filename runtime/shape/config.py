@@ -12,15 +12,16 @@ from typing import Any
 from ...offload.checkpoint.folder_file import read_inside
 from ...offload.checkpoint.json_object import described, load_object
 from ..errors import UnsupportedModel
-from .config_fields import FIELDS, LISTS, checked_fields, out_of_range
+from .config_fields import FIELDS, LISTS, NESTED, checked_fields, out_of_range
 from .families import Family, family
 from .rope import ROPE_FIELDS, check_rope
+from .windows import CHUNKED, OPTIONAL, kind
 
 CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
 MAX_DEPTH = 32
 _NAMES_CODE = ("auto_map", "custom_pipelines", "kernel", "trust_remote_code", "_implementation")
-_KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS}
+_KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *NESTED}
 
 
 class ModelConfig:
@@ -31,7 +32,7 @@ class ModelConfig:
         _refuse_code(values, CONFIG)
         _refuse_quantized(values)
         self.values = checked_fields({key: value for key, value in values.items() if key in _KNOWN})
-        check_rope(self.values, by_layer_kind=self.family.window == "five_of_six")
+        check_rope(self.values, self.family.rope_by_kind, self.family.partial_rotary)
         self._check_heads()
         self._check_layer_types()
         self._check_experts()
@@ -66,8 +67,19 @@ class ModelConfig:
     @property
     def num_experts(self) -> int | None:
         """Experts of a layer, under whichever name; None for a dense family."""
-        count: int | None = self.get("num_experts") or self.get("num_local_experts")
+        return self._first(_COUNTS)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a token is routed to, under whichever name."""
+        count = self._first(_PER_TOKEN)
+        if count is None:
+            raise out_of_range("num_experts_per_tok", None, "a number, because the files hold experts")
         return count
+
+    def _first(self, names: tuple[str, ...]) -> int | None:
+        found: list[int] = [value for name in names if (value := self.get(name))]
+        return found[0] if found else None
 
     def _check_heads(self) -> None:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
@@ -82,22 +94,33 @@ class ModelConfig:
             raise out_of_range("pad_token_id", pad, f"less than vocab_size {self.size('vocab_size')}")
 
     def _check_layer_types(self) -> None:
-        kinds, num_layers, rule = self.get("layer_types"), self.size("num_hidden_layers"), self.family.window
-        if kinds is not None and len(kinds) != num_layers:
-            raise out_of_range("layer_types", kinds, f"a kind for each of {num_layers} layers")
-        slides = "sliding_attention" in kinds if kinds else rule in {"alternate", "five_of_six"}
-        if slides and self.get("sliding_window") is None:
-            raise out_of_range("sliding_window", None, "a number, because layers slide")
+        num_layers = self.size("num_hidden_layers")
+        for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer"):
+            given = self.get(name)
+            if given and len(given) != num_layers:
+                raise out_of_range(name, given, f"an item for each of {num_layers} layers")
+        kinds = {kind(self, layer) for layer in range(num_layers)}
+        if "chunked_attention" in kinds and self.family.model_type not in CHUNKED:
+            raise out_of_range("layer_types", "chunked_attention", "another kind of layer in this family")
+        if "sliding_attention" in kinds and self.family.model_type in CHUNKED:
+            raise out_of_range("layer_types", "sliding_attention", "another kind of layer in this family")
+        field = "attention_chunk_size" if self.family.model_type in CHUNKED else "sliding_window"
+        explicit = self.get("layer_types") or self.family.model_type not in OPTIONAL
+        if len(kinds - {"full_attention"}) and explicit and self.get(field) is None:
+            raise out_of_range(field, None, "a number, because layers slide")
 
     def _check_experts(self) -> None:
-        given = {name: self.values[name] for name in ("num_experts", "num_local_experts") if name in self.values}
+        given = {name: self.values[name] for name in _COUNTS if self.values.get(name) is not None}
         if len(set(given.values())) > 1:
-            raise out_of_range("num_local_experts", given["num_local_experts"], f"num_experts {given['num_experts']}")
-        count, per_token = self.num_experts, self.get("num_experts_per_tok")
+            (first, count), (other, found) = list(given.items())[:2]
+            raise out_of_range(other, found, f"{first} {count}")
+        count, per_token = self.num_experts, self._first(_PER_TOKEN)
         if count is not None and per_token is not None and per_token > count:
             raise out_of_range("num_experts_per_tok", per_token, f"at most num_experts {count}")
 
 
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 # Families whose own class wants it although head_dim is given.
 _WHOLE_HEADS = {"gemma3_text", "llama"}
 

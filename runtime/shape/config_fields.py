@@ -51,38 +51,107 @@ def _whole(least: int, most: int) -> Number:
 
 _FLAG = Choice((True, False))
 _SCALE = Number(1e-6, 1e6)
-_ACTIVATION = Choice(("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"))
+_EPSILON = Number(1e-20, 1)  # Zero would make NaN of a row of zeros.
+_ACTIVATION = Choice(
+    ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "sqrtsoftplus")
+)
 _LENGTH = _whole(1, 1 << 28)
 _TOKEN = _whole(-1, 1 << 20)
+_WIDTH = _whole(1, 1 << 20)
+_HEADS = _whole(1, 1_024)
+_HEAD_DIM = _whole(2, 1_024)
+_COUNT = _whole(1, 1_024)
+_SOME = _whole(0, 1_024)
+_LAYERS = _whole(1, 512)
+_LAYER = _whole(0, 512)
 FIELDS: dict[str, Number | Choice] = {
-    "num_hidden_layers": _whole(1, 512),
+    # Sizes
+    "num_hidden_layers": _LAYERS,
     "hidden_size": _whole(1, 65_536),
-    "intermediate_size": _whole(1, 1 << 20),
-    "moe_intermediate_size": _whole(1, 1 << 20),
-    "num_attention_heads": _whole(1, 1_024),
-    "num_key_value_heads": _whole(1, 1_024),
-    "head_dim": _whole(2, 1_024),
-    "num_experts": _whole(1, 1_024),
-    "num_local_experts": _whole(1, 1_024),
-    "num_experts_per_tok": _whole(1, 1_024),
-    "decoder_sparse_step": _whole(1, 512),
+    "intermediate_size": _WIDTH,
+    "intermediate_size_mlp": _WIDTH,
+    "moe_intermediate_size": _WIDTH,
+    "shared_expert_intermediate_size": _WIDTH,
+    "shared_intermediate_size": _whole(0, 1 << 20),
+    "prefix_dense_intermediate_size": _WIDTH,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "num_global_key_value_heads": _HEADS,
+    "head_dim": _HEAD_DIM,
+    "v_head_dim": _HEAD_DIM,
+    "global_head_dim": _HEAD_DIM,
+    "rotary_dim": _HEAD_DIM,
     "vocab_size": _whole(2, 1 << 20),
+    "vocab_size_per_layer_input": _whole(2, 1 << 20),
+    "hidden_size_per_layer_input": _whole(0, 65_536),
     "max_position_embeddings": _LENGTH,
+    "original_max_position_embeddings": _LENGTH,
+    # Experts
+    "num_experts": _COUNT,
+    "num_local_experts": _COUNT,
+    "n_routed_experts": _COUNT,
+    "moe_num_experts": _COUNT,
+    "num_experts_per_tok": _COUNT,
+    "moe_k": _COUNT,
+    "moe_topk": _COUNT,
+    "top_k_experts": _COUNT,
+    "num_shared_experts": _SOME,
+    "n_shared_experts": _SOME,
+    "moe_num_shared_experts": _SOME,
+    "n_group": _COUNT,
+    "topk_group": _COUNT,
+    "routed_scaling_factor": _SCALE,
+    "moe_routed_scaling_factor": _SCALE,
+    "router_scaling_factor": _SCALE,
+    "route_scale": _SCALE,
+    "moe_norm_min": Number(1e-20, 1),
+    "moe_router_logit_softcapping": Number(0, 1e6),
+    "norm_topk_prob": _FLAG,
+    "enable_moe_block": _FLAG,
+    "enable_moe_fp32_combine": _FLAG,
+    "moe_apply_router_weight_on_input": Choice((False,)),
+    "expert_selection_fn": Choice(("softmax", "sigmoid")),
+    "shared_expert_combination_strategy": Choice(("average", "sum")),
+    # Which layers have them, slide, are rotated
+    "decoder_sparse_step": _LAYERS,
+    "first_k_dense_replace": _LAYER,
+    "num_dense_layers": _LAYER,
+    "moe_layer_start_index": _LAYER,
+    "moe_layer_end_index": _whole(-1, 512),
+    "moe_layer_interval": _LAYERS,
+    "interleave_moe_layer_step": _LAYERS,
+    "num_nextn_predict_layers": _whole(0, 16),
+    "num_kv_shared_layers": _LAYER,
     "sliding_window": _LENGTH,
-    "sliding_window_pattern": _whole(1, 512),
-    "max_window_layers": _whole(0, 512),
+    "sliding_window_pattern": _LAYERS,
+    "prefix_dense_sliding_window_pattern": _LAYERS,
+    "global_attn_every_n_layers": _LAYERS,
+    "max_window_layers": _LAYER,
+    "attention_chunk_size": _LENGTH,
+    "no_rope_layer_interval": _LAYERS,
+    # Tokens
     "bos_token_id": _TOKEN,
     "pad_token_id": _TOKEN,
+    "eod_token_id": _TOKEN,
+    "sep_token_id": _TOKEN,
+    # Arithmetic
     "query_pre_attn_scalar": _whole(1, 1 << 20),
-    # Zero would make NaN of a row of zeros.
-    "rms_norm_eps": Number(1e-20, 1),
+    "rms_norm_eps": _EPSILON,
+    "layer_norm_eps": _EPSILON,
+    "layer_norm_epsilon": _EPSILON,
+    "norm_eps": _EPSILON,
+    "norm_epsilon": _EPSILON,
     "rope_theta": Number(2, 1e12),
     "rope_local_base_freq": Number(2, 1e12),
-    "partial_rotary_factor": Number(1, 1),
+    "partial_rotary_factor": Number(0.01, 1),
     "embedding_multiplier": _SCALE,
     "residual_multiplier": _SCALE,
     "attention_multiplier": _SCALE,
+    "attention_value_scale": _SCALE,
     "logits_scaling": _SCALE,
+    "logit_scale": _SCALE,
+    "attn_scale": _SCALE,
+    "floor_scale": _LENGTH,
     "final_logit_softcapping": _SCALE,
     "attn_logit_softcapping": _SCALE,
     "clip_qkv": _SCALE,
@@ -90,24 +159,51 @@ FIELDS: dict[str, Number | Choice] = {
     "swiglu_limit": _SCALE,
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
+    # Which parts there are
     "attention_bias": _FLAG,
+    "attention_out_bias": _FLAG,
+    "attention_k_eq_v": _FLAG,
+    "attn_temperature_tuning": _FLAG,
+    "gating": Choice((True, False, "per-head")),
+    "lm_head_bias": _FLAG,
     "mlp_bias": _FLAG,
-    "norm_topk_prob": _FLAG,
+    "mup_enabled": _FLAG,
+    "qk_layernorm": _FLAG,
+    "qkv_bias": _FLAG,
     "tie_word_embeddings": _FLAG,
+    "use_bias": _FLAG,
+    "use_double_wide_mlp": _FLAG,
+    "use_parallel_residual": _FLAG,
+    "use_post_norm": _FLAG,
+    "use_qk_norm": _FLAG,
+    "use_qkv_bias": _FLAG,
     "use_sliding_window": _FLAG,
-    # Attention is causal here.
-    "use_bidirectional_attention": Choice((False,)),
+    # Attention is causal here, as it is for text where only pictures are seen in both directions.
+    "use_bidirectional_attention": Choice((False, "vision")),
 }
 LISTS: dict[str, Number | Choice] = {
-    "layer_types": Choice(("full_attention", "sliding_attention")),
+    "layer_types": Choice(("full_attention", "sliding_attention", "chunked_attention")),
+    "mlp_layer_types": Choice(("dense", "sparse")),
     "mlp_only_layers": _whole(0, 511),
+    "moe_layers": _whole(0, 511),
+    "no_rope_layers": _whole(0, 1),
+    "num_attention_heads_per_layer": _HEADS,
     "eos_token_id": _TOKEN,
+    "layer_rope_theta": Number(2, 1e12),
+}
+# A layer's own settings, by its index.
+NESTED: dict[str, dict[str, Number | Choice]] = {
+    "per_layer_config": {"head_dim": _HEAD_DIM, "num_key_value_heads": _HEADS},
 }
 # Where null means something else than the default.
 _NULLABLE = {
     "num_key_value_heads", "head_dim", "sliding_window", "final_logit_softcapping", "attn_logit_softcapping",
     "clip_qkv", "bos_token_id", "pad_token_id", "eos_token_id", "layer_types", "mlp_only_layers",
-    "use_bidirectional_attention", "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
+    "use_bidirectional_attention", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "mlp_layer_types",
+    "moe_layers", "no_rope_layers", "num_attention_heads_per_layer", "num_global_key_value_heads", "rotary_dim",
+    "attention_chunk_size", "routed_scaling_factor", "attention_value_scale", "prefix_dense_intermediate_size",
+    "num_experts", "top_k_experts", "moe_intermediate_size", "eod_token_id", "sep_token_id", "rms_norm_eps",
+    "num_nextn_predict_layers", "n_shared_experts", "n_routed_experts", "max_window_layers", "sliding_window_pattern",
 }  # fmt: skip
 _MAX_ITEMS = 512
 
@@ -134,6 +230,20 @@ def _check(values: Mapping[str, Any]) -> None:
             raise out_of_range(name, value, FIELDS[name])
         if name in LISTS and not _are_all(value, item := LISTS[name]):
             raise out_of_range(name, value, f"a list of at most {_MAX_ITEMS} times {item}")
+        if name in NESTED:
+            _check_layers(name, value)
+
+
+def _check_layers(name: str, value: object) -> None:
+    if not isinstance(value, dict) or len(value) > _MAX_ITEMS:
+        raise out_of_range(name, value, f"an object of at most {_MAX_ITEMS} layers")
+    for index, settings in value.items():
+        if not (index.isascii() and index.isdecimal() and len(index) <= 4 and isinstance(settings, dict)):
+            raise out_of_range(f"{name}.{described(index)}", settings, "an object, under the index of a layer")
+        for key, number in settings.items():
+            rule = NESTED[name].get(key)
+            if rule is None or not rule.admits(number):
+                raise out_of_range(f"{name}.{described(key)}", number, rule or f"one of {', '.join(NESTED[name])}")
 
 
 def out_of_range(name: str, value: object, wanted: object) -> UnsupportedModel:

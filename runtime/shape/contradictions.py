@@ -1,9 +1,12 @@
-"""What config.json says of a checkpoint against what its headers say: found before a weight is read."""
+"""What config.json says of a checkpoint against what its headers say, as far as planning relies on it.
+
+That every tensor is there and fits is found by transformers' own conversion, on the meta device and before a weight is
+read (`model/loading.py`); this needs no torch.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from ...offload.checkpoint.checkpoint import Checkpoint
@@ -11,24 +14,27 @@ from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
 from .config import ModelConfig
-from .inventory import has_experts, layer_tensors, outer_tensors
+from .heads import head_dim, kv_heads
+from .read import by_layer, expert_index
 
-_LAYER = re.compile(r"(?:model\.)?layers\.(0|[1-9]\d{0,3})\.(.+)")
 _FLOATS = {"BF16", "F16", "F32", "F64"}
+# Buffers that old checkpoints carry and models make themselves.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _MOST_TOLD = 10
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises BadCheckpoint, with the first ten differences, unless the tensors are those of the config's model."""
-    layers, outer = _by_layer(checkpoint.entries)
+    """Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model."""
+    layers, outer = by_layer(config, checkpoint.entries)
     num_layers = config.size("num_hidden_layers")
     if sorted(layers) != list(range(num_layers)):
         raise BadCheckpoint(
             f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
             f"config.json wants num_hidden_layers {num_layers}"
         )
-    told = list(_differences(config, checkpoint, layers, outer))
+    told = [*_unusable(checkpoint), *_outer(config, outer)]
+    for index, tensors in sorted(layers.items()):
+        told += [f"layer {index}: {text}" for text in (*_attention(config, index, tensors), *_experts(config, tensors))]
     if told:
         more = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
         raise BadCheckpoint(
@@ -36,58 +42,43 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _differences(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    layers: Mapping[int, dict[str, TensorEntry]],
-    outer: dict[str, TensorEntry],
-) -> Iterator[str]:
+def _unusable(checkpoint: Checkpoint) -> Iterator[str]:
     for name, entry in checkpoint.entries.items():
-        if entry.dtype not in _FLOATS and not _is_computed(name):
+        if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
             yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
-    wanted = outer_tensors(config)
-    if config.get("tie_word_embeddings") and "lm_head.weight" in outer:
-        # Some write the tied head out; transformers does not read it, nor do we.
-        wanted["lm_head.weight"] = wanted["embed_tokens.weight"]
-    yield from _compare(outer, wanted, checkpoint, "")
-    spellings = {kind: layer_tensors(config, index) for index in layers for kind in [has_experts(config, index)]}
-    for index, found in sorted(layers.items()):
-        wanted = _nearest(found, spellings[has_experts(config, index)])
-        yield from _compare(found, wanted, checkpoint, f"layer {index}: ")
 
 
-def _nearest(
-    found: Mapping[str, TensorEntry], spellings: list[dict[str, tuple[int, ...]]]
-) -> dict[str, tuple[int, ...]]:
-    return min(spellings, key=lambda wanted: len(wanted.keys() ^ found.keys()))
+def _outer(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    wanted = (config.size("vocab_size"), config.size("hidden_size"))
+    by_suffix = {name.removeprefix("model."): entry for name, entry in tensors.items()}
+    names = ["embed_tokens.weight"] if config.get("tie_word_embeddings") else ["embed_tokens.weight", "lm_head.weight"]
+    for name in names:
+        if name not in by_suffix:
+            yield f"{name} {list(wanted)} is missing"
+        else:
+            yield from _compare(by_suffix[name], wanted)
 
 
-def _compare(found: Mapping[str, TensorEntry], wanted: Shapes, checkpoint: Checkpoint, where: str) -> Iterator[str]:
-    for name in wanted.keys() - found.keys():
-        yield f"{where}{name} {list(wanted[name])} is missing"
-    for name, entry in found.items():
-        if name in wanted and entry.shape != wanted[name]:
-            file = checkpoint.file_of(entry.name)
-            yield f"{file}: {entry.name} is {list(entry.shape)}, wanted {list(wanted[name])}"
-        if name not in wanted and not _is_computed(name):
-            yield f"{checkpoint.file_of(entry.name)}: {described(entry.name)} belongs to no part of the model"
+def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """The cache is sized by the config: its keys must be as wide as the files make them."""
+    key = tensors.get("self_attn.k_proj.weight")
+    if key is not None:
+        # Values may be longer than keys, and decide the cache then; the keys' own width is what the file shows.
+        size = config.get("head_dim") if config.get("v_head_dim") else head_dim(config, layer)
+        yield from _compare(key, (kv_heads(config, layer) * size, config.size("hidden_size")))
 
 
-def _by_layer(entries: Mapping[str, TensorEntry]) -> tuple[dict[int, dict[str, TensorEntry]], dict[str, TensorEntry]]:
-    """Tensors of each layer, by their name in it, and the others, by their name without the model's prefix."""
-    layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
-    outer: dict[str, TensorEntry] = {}
-    for name, entry in entries.items():
-        match = _LAYER.fullmatch(name)
-        part, own = (layers[int(match[1])], match[2]) if match else (outer, name.removeprefix("model."))
-        # Under both prefixes at once, the second one is an extra.
-        part[name if own in part else own] = entry
-    return layers, outer
+def _experts(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    single = {index for name in tensors if (index := expert_index(name)) is not None}
+    stacked = {entry.shape[0] for entry in tensors.values() if len(entry.shape) == 3}
+    found = stacked or ({len(single)} if single else set())
+    if found and found != {config.num_experts}:
+        yield f"the files hold {sorted(found)} experts, wanted {config.num_experts}"
 
 
-def _is_computed(name: str) -> bool:
-    """A buffer that old checkpoints carry and the model makes itself."""
-    return name.endswith("rotary_emb.inv_freq")
+def _compare(entry: TensorEntry, wanted: tuple[int, ...]) -> Iterator[str]:
+    if entry.shape != wanted:
+        yield f"{entry.name} is {list(entry.shape)}, wanted {list(wanted)}"
 
 
 def _span(layers: Mapping[int, object]) -> str:

@@ -1,76 +1,89 @@
-"""The model families that moedge runs, and the little that their config files do not say.
+"""The model families that moedge runs, those that it refuses, and the little that their config files do not say.
 
 Defaults of config fields come from `defaults.json`, which `runtime/model/defaults.py` generates from transformers.
+docs/models.md, which `make matrix` generates, says what ran with which release of transformers.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import UnsupportedModel
 
-# Which layers look back only `sliding_window` tokens where config.json has no `layer_types`.
-WindowRule = Literal["none", "all", "alternate", "five_of_six", "after_max_window_layers"]
+MOE = (
+    "afmoe", "aria_text", "beam", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
+    "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "kolibri1", "laguna", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_moe", "solar_open",
+)  # fmt: skip
+DENSE = (
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
+    "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "olmo",
+    "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+    "vaultgemma",
+)  # fmt: skip
+SUPPORTED = tuple(sorted(MOE + DENSE))
+WANTING = {
+    "latent attention: its cache holds latents, which the paged cache cannot store": (
+        "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa",
+        "hy_v4", "kimi_k2", "longcat_flash", "minicpm3", "youtu",
+    ),
+    "recurrent layers: they need a state per sequence": (
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text",
+        "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
+    ),
+    "compressed attention: its layers keep running summaries of the past, which the paged cache cannot store": (
+        "deepseek_v4",
+    ),
+    "block-sparse attention: its indexer chooses blocks of a cache that it keeps itself": ("minimax_m3_vl_text",),
+    "attention that is computed from more than queries, keys and values": ("diffllama", "doge", "hrm_text"),
+    "attention that hands on nothing of a pass": ("nemotron", "stablelm"),
+    "experts inside its attention layers": ("jetmoe",),
+}  # fmt: skip
+# Where checkpoints name a dense matrix otherwise than transformers' module: part of the name, and what it becomes.
+_RENAMED: dict[str, Mapping[str, str]] = {
+    "hy_v3": {"mlp.shared_mlp.": "mlp.shared_experts.", "mlp.router.gate.": "mlp.gate."},
+    "laguna": {"mlp.shared_expert.": "mlp.shared_experts."},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One transformers `model_type`. `transposed_experts` says that expert matrices are stored as [E, in, out]."""
+    """One transformers `model_type`.
+
+    `transposed_experts` says that expert matrices are stored as [E, in, out], `rope_by_kind` that rotary parameters
+    are given for each kind of layer, `partial_rotary` that some of a head's elements may be left unrotated.
+    """
 
     model_type: str
-    architecture: str
-    window: WindowRule = "none"
     transposed_experts: bool = False
+    rope_by_kind: bool = False
+    partial_rotary: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-
-
-_WINDOWS: dict[str, WindowRule] = {
-    "gemma3_text": "five_of_six",
-    "gpt_oss": "alternate",
-    "granitemoe": "none",
-    "llama": "none",
-    "mixtral": "all",
-    "olmoe": "none",
-    "qwen3": "after_max_window_layers",
-    "qwen3_moe": "all",
-}
-SUPPORTED = tuple(_WINDOWS)
-_WANTING = {
-    "latent attention: its cache holds latents, which the paged cache cannot store": (
-        "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2",
-    ),
-    "recurrent layers: they need a state per sequence": (
-        "qwen3_next", "qwen3_5_moe", "jamba", "nemotron_h", "minimax", "kimi_linear", "lfm2_moe", "mamba", "mamba2",
-    ),
-    "experts that are computed outside transformers' experts interface": ("llama4_text", "llama4"),
-}  # fmt: skip
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 def family(model_type: object) -> Family:
     """The family of a `model_type`; raises UnsupportedModel, naming what is missing where that is known."""
-    if not isinstance(model_type, str) or model_type not in _WINDOWS:
-        raise UnsupportedModel(_refusal(model_type))
-    generated = _generated()[model_type]
-    return Family(
-        model_type,
-        generated["architecture"],
-        _WINDOWS[model_type],
-        transposed_experts=model_type == "gpt_oss",
-        defaults=generated["defaults"],
-        aliases=generated["aliases"],
-    )
+    if not isinstance(model_type, str) or model_type not in SUPPORTED:
+        raise UnsupportedModel(refusal(model_type))
+    return Family(model_type, **_generated()[model_type], renamed=_RENAMED.get(model_type, {}))
 
 
-def _refusal(model_type: object) -> str:
-    for reason, members in _WANTING.items():
+def refusal(model_type: object) -> str:
+    """Why a `model_type` does not run."""
+    for reason, members in WANTING.items():
         if model_type in members:
-            return f"model type {model_type!r} has {reason}. moedge runs {', '.join(SUPPORTED)} for now."
-    return f"model type {model_type!r:.80} is not supported; moedge runs {', '.join(SUPPORTED)} for now."
+            return f"model type {model_type!r} has {reason}. docs/models.md lists the {len(SUPPORTED)} that run."
+    return f"model type {model_type!r:.80} is not supported; docs/models.md lists the {len(SUPPORTED)} that run."
 
 
 @cache

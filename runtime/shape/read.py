@@ -9,18 +9,25 @@ from collections.abc import Iterable, Mapping
 from ...offload.checkpoint.header import TensorEntry
 from ..errors import UnsupportedModel
 from .config import ModelConfig
+from .heads import head_dim, kv_heads
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+from .windows import window
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
-_ROUTER = re.compile(r"(^|\.)(gate|router|router\.layer)\.weight$")
-_DOWN = re.compile(r"(^|\.)(down_proj|w2|output_linear)(\.weight)?$")
+_ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
+_DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|output_linear)(\.weight)?$")
 _BITS_OF = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
 def is_router(name: str) -> bool:
     """Whether a weight scores experts; routers stay as they are, so that routing is exact."""
     return _ROUTER.search(name) is not None
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a layer's two-dimensional tensor is a linear layer's weight that moves and is packed."""
+    return name.endswith(".weight") and not name.endswith("norm.weight") and not is_router(name)
 
 
 def expert_index(name: str) -> int | None:
@@ -34,16 +41,36 @@ def is_expert(name: str, entry: TensorEntry) -> bool:
     return expert_index(name) is not None or len(entry.shape) == 3
 
 
-def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelShape:
-    """Raises UnsupportedModel where names or shapes are not those of the config's family."""
+def by_layer(
+    config: ModelConfig, entries: Mapping[str, TensorEntry]
+) -> tuple[dict[int, dict[str, TensorEntry]], dict[str, TensorEntry]]:
+    """Tensors of each layer, by their name in it, and the others; without layers that only predict further tokens."""
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
     outside: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        match = _LAYER.search(name)
-        if match:
-            layers[int(match[1])][match[2]] = entry
-        else:
+        match = LAYER.search(name)
+        if match is None:
             outside[name] = entry
+        elif not is_extra_layer(config, int(match[1])):
+            layers[int(match[1])][_renamed(match[2], config)] = entry
+    return layers, outside
+
+
+def is_extra_layer(config: ModelConfig, index: int) -> bool:
+    """Whether a layer of the files is one that guesses tokens after the next: transformers leaves those out too."""
+    num_layers = config.size("num_hidden_layers")
+    return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
+
+
+def _renamed(name: str, config: ModelConfig) -> str:
+    for found, wanted in config.family.renamed.items():
+        name = name.replace(found, wanted)
+    return name
+
+
+def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelShape:
+    """Raises UnsupportedModel where names or shapes are not those of the config's family."""
+    layers, outside = by_layer(config, entries)
     num_layers = config.size("num_hidden_layers")
     if sorted(layers) != list(range(num_layers)):
         raise UnsupportedModel(f"config.json says {num_layers} layers, the files hold {_ranges(layers)}")
@@ -68,28 +95,10 @@ def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Mode
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """Layers grouped by what their cache must hold, in the order of their first layer."""
-    heads = config.size("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config.size("hidden_size") // heads
-    groups: dict[int | None, list[int]] = defaultdict(list)
+    groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")):
-        groups[_window(config, layer)].append(layer)
-    return tuple(KVGroup(tuple(layers), kv_heads, head_dim, window) for window, layers in groups.items())
-
-
-def _window(config: ModelConfig, layer: int) -> int | None:
-    window, kinds, rule = config.get("sliding_window"), config.get("layer_types"), config.family.window
-    if window is None or rule == "none" or config.get("use_sliding_window") is False:
-        return None
-    if kinds is not None:
-        slides = kinds[layer] == "sliding_attention"
-    elif rule == "alternate":
-        slides = layer % 2 == 0
-    elif rule == "five_of_six":
-        slides = (layer + 1) % int(config.get("sliding_window_pattern") or 6) != 0
-    else:
-        slides = rule == "all" or layer >= config.size("max_window_layers")
-    return int(window) if slides else None
+        groups[kv_heads(config, layer), head_dim(config, layer), window(config, layer)].append(layer)
+    return tuple(KVGroup(tuple(layers), *key) for key, layers in groups.items())
 
 
 def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:
@@ -97,7 +106,7 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) 
     dense = {
         name: entry
         for name, entry in tensors.items()
-        if name not in expert_names and len(entry.shape) == 2 and name.endswith(".weight") and not is_router(name)
+        if name not in expert_names and len(entry.shape) == 2 and is_matrix(name)
     }
     resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
     matrices = tuple(Matrix(name.removesuffix(".weight"), *entry.shape) for name, entry in sorted(dense.items()))
@@ -123,7 +132,7 @@ def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[E
     if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
     matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
-    return ExpertsShape(count.pop(), config.size("num_experts_per_tok"), *matrices), set(fused) | set(single)
+    return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(single)
 
 
 def _find(tensors: Mapping[str, TensorEntry], suffix: str) -> TensorEntry | None:

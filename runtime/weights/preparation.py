@@ -52,6 +52,7 @@ class Preparation:
         self._window_nbytes = window_nbytes
 
     def run(self, shards: ModelShards, sink: ShardSink) -> None:
+        self._loader.check()
         for index, layer in enumerate(self._model.get_decoder().layers):
             assembly = LayerAssembly(layer, shards.layers[index], self._compute)
             self._loader.load_dense(index, layer)

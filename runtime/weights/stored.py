@@ -27,7 +27,7 @@ SMALL_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 FILE_PREFIX = "file:"
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8"}
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -76,7 +76,7 @@ def write_resident(writer: StoreWriter, model: PreTrainedModel, folder: Path) ->
     """The parameters that are not packed, and the checkpoint's small files."""
     if writer.has(RESIDENT_FILE):
         return
-    tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_parameters(model)}
+    tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_tensors(model)}
     for name in SMALL_FILES:
         if (path := folder / name).is_file():
             tensors[FILE_PREFIX + name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
@@ -88,7 +88,7 @@ def write_resident(writer: StoreWriter, model: PreTrainedModel, folder: Path) ->
 
 def read_resident(store: Store, model: PreTrainedModel) -> None:
     """Gives a meta model its resident parameters. Raises UnsupportedModel where the store has other ones."""
-    wanted = dict(_resident_parameters(model))
+    wanted = dict(_resident_tensors(model))
     stored = {name: tensor for name, tensor in store.resident.items() if not name.startswith(FILE_PREFIX)}
     if wanted.keys() != stored.keys():
         different = sorted(wanted.keys() ^ stored.keys())[:3]
@@ -99,7 +99,10 @@ def read_resident(store: Store, model: PreTrainedModel) -> None:
         value = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype])
         store.read_into(tensor.place, _view(value), check=True)
         path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, nn.Parameter(value, requires_grad=False))
+        is_parameter = isinstance(wanted[name], nn.Parameter)
+        setattr(
+            model.get_submodule(path), attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value
+        )
     model.tie_weights()
 
 
@@ -112,13 +115,18 @@ def extract_files(store: Store, folder: Path) -> None:
             (folder / name.removeprefix(FILE_PREFIX)).write_bytes(data)
 
 
-def _resident_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are not packed; a tied head is its embedding, an untied one has a shard of its own."""
+def _resident_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that are not packed, and buffers that checkpoints hold, such as routers' corrections.
+
+    A tied head is its embedding, an untied one has a shard of its own.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
     packed = head.weight if isinstance(head, nn.Linear) and head.weight is not embedding else None
     for name, parameter in model.named_parameters():
         if parameter is not packed:
             yield name, parameter
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_families import FEATURES
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.families import SUPPORTED
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, window: int = 3) -> Any:
@@ -59,7 +59,7 @@ def test_the_names_of_transformers_that_are_not_public_are_still_there() -> None
     assert "model" in inspect.signature(get_model_conversion_mapping).parameters
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", FEATURES)
 def test_parameters_are_bit_equal(family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]) -> None:
     folder = checkpoint(family)
     ours, theirs = load(folder).state_dict(), stock(folder).state_dict()

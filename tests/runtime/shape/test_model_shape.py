@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny_families import build_model, stored_numel
 from torch import nn
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
+from moedge.quant.linear import Compute
+from moedge.quant.workspace import Workspace
 from moedge.runtime.errors import UnsupportedModel
+from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
+from moedge.runtime.model.definition import define
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.families import SUPPORTED
+from moedge.runtime.shape.families import MOE, SUPPORTED
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
+from moedge.runtime.shape.shards import model_shards
 
 
 def read(folder: Path) -> ModelShape:
@@ -26,29 +33,37 @@ def read(folder: Path) -> ModelShape:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_shape_agrees_with_the_stock_model(
-    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
-) -> None:
-    folder = checkpoint(family)
-    shape, model = read(folder), stock(folder)
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    layers = model.get_decoder().layers
+def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
+    model = build_model(family)
+    model.save_pretrained(tmp_path)
+    shape = read(tmp_path)
+    assert shape.parameters == stored_numel(model)
+    assert (shape.head is None) == model.config.tie_word_embeddings
+    # The definition that will be filled, with what llama4 needs.
+    defined = define(ModelConfig.read(tmp_path), torch.float32)
+    layers = defined.get_decoder().layers
     assert len(shape.layers) == len(layers)
     for ours, theirs in zip(shape.layers, layers, strict=True):
-        linears = {name: tuple(m.weight.shape) for name, m in theirs.named_modules() if type(m) is nn.Linear}
-        assert {m.name: (m.rows, m.cols) for m in ours.dense} == linears
+        LayerAssembly(theirs, model_shards(shape, "none", "fp32").layers[ours.index], Compute(Workspace(0)))
         stacked = [p for p in theirs.parameters() if p.dim() == 3]
         assert (ours.experts is None) == (not stacked)
         if ours.experts:
             assert ours.experts.count == stacked[0].shape[0]
             assert ours.experts.count * ours.experts.numel == sum(p.numel() for p in stacked)
-            assert ours.experts.per_token == model.config.num_experts_per_tok
-    assert (shape.head is None) == model.config.tie_word_embeddings
+            experts = next(module for module in theirs.modules() if hasattr(module, "is_transposed"))
+            assert experts.is_transposed == ModelConfig.read(tmp_path).family.transposed_experts
+    assert shape.num_experts == 0 or shape.layers[-1].experts.per_token == 2
+    assert (shape.num_experts > 0) == (family in MOE)
+    check_heads(shape, layers)
+
+
+def check_heads(shape: ModelShape, layers: Any) -> None:
     for group in shape.kv_groups:
-        for layer in group.layers:
-            attention = layers[layer].self_attn
-            assert group.head_dim == attention.head_dim
-            assert group.kv_heads * group.head_dim == attention.k_proj.out_features
+        for index in group.layers:
+            attention = layers[index].self_attn
+            assert group.head_dim == max(attention.head_dim, getattr(attention, "v_head_dim", 0))
+            if isinstance(getattr(attention, "k_proj", None), nn.Linear):
+                assert group.kv_heads * attention.head_dim == attention.k_proj.out_features
 
 
 def test_windows_of_configs_without_layer_types() -> None:
@@ -106,7 +121,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
         ({"num_local_experts": "8"}, "num_local_experts"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "already quantized"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"num_hidden_layers": 4}, "4 layers"),
+        ({"num_hidden_layers": 5}, "5 layers"),
     ],
 )
 def test_hostile_and_unknown_configs_are_refused(

@@ -1,0 +1,60 @@
+"""What llama4 computes outside the seams, made to go through them: its experts, and the scale of its queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+# Set on an attention module: what its queries [1, H, T, D] become at positions [1, T].
+RESCALE = "rescale_queries"
+
+
+def adapt(model: nn.Module) -> None:
+    """Changes the model's own modules; their parameters and names stay."""
+    if type(model).__name__ == "Llama4ForCausalLM":
+        # Its own answer is made for the model with pictures around it.
+        model.get_decoder = lambda: model.model  # type: ignore[assignment]
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Llama4TextMoe":
+            _adapt_experts(module)
+        elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            # transformers counts positions from the row's first token, which is not the sequence's.
+            module.attn_temperature_tuning = False
+            setattr(module, RESCALE, partial(_rescale, scale=module.attn_scale, floor=module.floor_scale))
+
+
+def _adapt_experts(moe: Any) -> None:
+    """transformers runs every expert on every token, most of them on zeros; this runs those that were chosen.
+
+    A router's weight multiplies what an expert reads, not what it returns.
+    """
+    experts = moe.experts
+    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
+    experts._apply_gate = partial(_activate, activation=experts.act_fn)
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = hidden.reshape(-1, moe.hidden_dim)
+        scores, logits = moe.router(rows)
+        weights, expert_ids = scores.topk(moe.top_k, dim=-1)
+        inputs = (rows.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)
+        routed = experts.packed(inputs, expert_ids.reshape(-1, 1), weights.new_ones(len(inputs), 1))
+        out = moe.shared_expert(rows) + routed.view(len(rows), moe.top_k, -1).sum(dim=1)
+        return out, logits
+
+    moe.forward = forward
+
+
+def _activate(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * activation(gate)
+
+
+def _rescale(queries: torch.Tensor, positions: torch.Tensor, scale: float, floor: float) -> torch.Tensor:
+    """Layers without rotary positions sharpen their attention with the distance from the start."""
+    factors = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+    return (queries * factors.unsqueeze(1).unsqueeze(-1)).to(queries.dtype)

@@ -1,0 +1,42 @@
+"""Families with a feature each, whole: streamed at the smallest budget and packed, with transformers' tokens."""
+
+from pathlib import Path
+
+import pytest
+from family_run import FamilyRun, run_family
+from tiny_families import FEATURES
+
+from moedge.runtime.model import attention_seam
+from moedge.runtime.shape import windows
+
+
+@pytest.mark.parametrize("family", FEATURES)
+def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    assert run_family(family, tmp_path).failure == ""
+
+
+def test_without_its_own_lines_llama4_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: queries scaled by their place in the pass, as the stock module does it."""
+    monkeypatch.setattr(attention_seam, "RESCALE", "no such attribute")
+    assert "differ" in run_family("llama4_text", tmp_path).failure
+
+
+def test_a_chunk_taken_for_a_window_is_refused_or_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_seam, "_is_chunked", lambda module: False)
+    assert "differ" in run_family("llama4_text", tmp_path).failure
+
+
+def test_a_window_that_the_cache_was_not_planned_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(windows.SLIDING, "phimoe", lambda config, layer: layer == 0)
+    with pytest.raises(Exception, match=r"layer 1 looks back 16 tokens, and config\.json says None"):
+        run_family("phimoe", tmp_path)
+
+
+def test_a_run_that_shows_nothing_fails() -> None:
+    rows = [[token, token + 1] for token in range(0, 60, 2)]
+    assert FamilyRun(rows, rows, rows, 1, 9, 3).failure == ""
+    assert "0 bytes streamed" in FamilyRun(rows, rows, rows, 0, 9, 3).failure
+    assert "degenerate" in FamilyRun(rows[:2], rows[:2], rows[:2], 1, 9, 3).failure
+    assert "streamed: tokens of 1 of 30" in FamilyRun(rows, [[0, 0], *rows[1:]], rows, 1, 9, 3).failure
