@@ -34,6 +34,7 @@ matrix: $(STAMP)
 	$(BIN)/python bench/hostile.py
 	$(BIN)/python bench/kv_cache.py
 	$(BIN)/python bench/kv_waste.py
+	$(BIN)/python bench/matrix_models.py
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)

@@ -9,6 +9,7 @@ from tiny_families import build_model
 
 from moedge.runtime.load import load_engine
 from moedge.runtime.model_source import open_source
+from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.plan.planner import JobShape, Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sequence import Sequence
@@ -56,7 +57,7 @@ def run_family(family: str, folder: Path) -> FamilyRun:
     settings = Settings("fp32", "none", "fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
     with open_source(str(folder / "checkpoint")) as source:
         smallest, whole = budget_range(source.shape, settings, job)
-        prepare(source, folder / "store", "none", "fp32")
+        prepare(source, folder / "store", "none", "fp32", Budgets())
         streamed = _run(source, make_plan(source.shape, settings, smallest, job), folder / "store")
         packed = _run(source, make_plan(source.shape, settings, 2 * whole, job), None)
     return FamilyRun(expected, streamed[0], packed[0], streamed[1], streamed[2], packed[2])

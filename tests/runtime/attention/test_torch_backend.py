@@ -6,6 +6,7 @@ import torch
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
 from moedge.runtime.batch import Batch, pack
+from moedge.runtime.errors import UnsupportedModel
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
@@ -26,6 +27,9 @@ def reference(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         scores = torch.tanh(scores / call.softcap) * call.softcap
     distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
     hidden = (distance < 0) | (distance >= (call.window or n))
+    if call.chunk:
+        chunks = torch.arange(n) // call.chunk
+        hidden |= chunks[:, None] != chunks[None, :]
     scores = scores.masked_fill(hidden, float("-inf"))
     if call.sinks is not None:
         sinks = call.sinks.double().view(-1, 1, 1).expand(-1, n, 1)
@@ -37,8 +41,8 @@ def reference(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 class Setup:
     """Sequences of LENGTHS tokens with random q, k, v, attended in chunks over a cache full of NaN."""
 
-    def __init__(self, block: int, tiled: bool, kv_format: str = "fp32") -> None:
-        spec = KVSpec(KVGroup((0, 1), KV_HEADS, DIM, None), kv_format, block)
+    def __init__(self, block: int, tiled: bool, kv_format: str = "fp32", reach: int | None = None) -> None:
+        spec = KVSpec(KVGroup((0, 1), KV_HEADS, DIM, reach), kv_format, block)
         pool = KVPool(spec, sum(spec.blocks_for(length) for length in LENGTHS))
         pool.records.fill_(0xFF)
         self.cache = KVCache([pool])
@@ -76,6 +80,7 @@ CALLS = {
     "plain": AttentionCall(1, DIM**-0.5),
     "window": AttentionCall(1, 0.3, window=20),
     "sinks": AttentionCall(1, 0.3, sinks=torch.linspace(-2, 3, HEADS)),
+    "chunk": AttentionCall(1, 0.3, chunk=20),
     "softcap": AttentionCall(1, 0.9, softcap=2.0),
     "all": AttentionCall(1, 0.9, window=33, softcap=5.0, sinks=torch.linspace(-2, 3, HEADS)),
 }
@@ -85,7 +90,8 @@ CALLS = {
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 @pytest.mark.parametrize("name", CALLS)
 def test_any_chunking_agrees_with_float64(name: str, chunk: int, tiled: bool) -> None:
-    setup, call = Setup(32, tiled), CALLS[name]
+    call = CALLS[name]
+    setup = Setup(32, tiled, reach=call.window or call.chunk)
     outs = setup.run(call, chunk, together=True)
     for out, q, k, v in zip(outs, setup.q, setup.k, setup.v, strict=True):
         wanted = reference(call, q, k, v)
@@ -95,10 +101,17 @@ def test_any_chunking_agrees_with_float64(name: str, chunk: int, tiled: bool) ->
 @pytest.mark.parametrize("name", CALLS)
 def test_tiled_attention_has_the_same_bits_in_every_chunking_and_block_size(name: str) -> None:
     """The exactness contract: neither chunks, nor neighbours, nor blocks are a numeric variable."""
-    wanted = Setup(32, tiled=True).run(CALLS[name], 200, together=True)
+    call = CALLS[name]
+    reach = call.window or call.chunk
+    wanted = Setup(32, tiled=True, reach=reach).run(call, 200, together=True)
     for block, chunk, together in ((16, 1, True), (64, 5, False), (32, 16, True), (32, 50, False)):
-        outs = Setup(block, tiled=True).run(CALLS[name], chunk, together)
+        outs = Setup(block, tiled=True, reach=reach).run(call, chunk, together)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True)), (block, chunk, together)
+
+
+def test_a_cache_planned_for_another_reach_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"layer 1 looks back 20 tokens, and config\.json says None"):
+        Setup(32, tiled=True).run(CALLS["window"], 200, together=True)
 
 
 def test_fast_attention_does_not_promise_bits() -> None:
