@@ -210,10 +210,10 @@ def test_models_shows_a_shape(
 ) -> None:
     assert cli("models", "show", checkpoint("mixtral"), "--json") == 0
     shape = json.loads(capsys.readouterr().out)
-    assert (shape["layers"], shape["experts"]) == (3, 12)
+    assert (shape["layers"], shape["experts"]) == (4, 32)
     assert shape["active_parameters"] < shape["parameters"]
     assert cli("models", "show", checkpoint("mixtral")) == 0
-    assert "12 experts in all" in capsys.readouterr().out
+    assert "32 experts in all" in capsys.readouterr().out
     assert cli("models", "families") == 0
     assert "gpt_oss" in capsys.readouterr().out.split()
 
