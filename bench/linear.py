@@ -4,7 +4,8 @@
 
 Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Compute beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
-2. what the constants were chosen by: TILE, INT8_KERNEL_ROWS, STRIP_WEIGHTS.
+2. what constants were chosen by, TILE and STRIP_WEIGHTS, and what measure_few_rows finds: where kernels on codes meet
+   widening.
 """
 
 import argparse
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moedge.quant import bitsandbytes_kernels, scratch
+from moedge.quant.few_rows import measure_few_rows
 from moedge.quant.linear import Compute
+from moedge.quant.products import Products
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 from moedge.quant.workspace import Workspace
@@ -46,13 +49,6 @@ def bitsandbytes_product(x: Tensor, codes: Tensor, absmax: Tensor, shape: tuple[
     return linear(x, torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, 64, "nf4", shape, x.dtype))
 
 
-def converted(compute: Compute, x: Tensor, packed: PackedTensor) -> Tensor:
-    """Without the int8 kernel, whatever the number of rows."""
-    y = x.new_empty(len(x), packed.shape[0])
-    compute._multiply_strips(x, packed, y)
-    return y
-
-
 def tiled(x: Tensor, weight: Tensor, tile: int) -> list[Tensor]:
     """Products of `tile` rows each, as many as cover x."""
     return [torch.mm(x[:tile], weight.t()) for _ in range(0, len(x), tile)]
@@ -66,7 +62,7 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
 
 
 def print_products(weight: Tensor, repeats: int) -> None:
-    packed = {name: pack(weight, name) for name in ("none", "int8", "nf4")}
+    packed = {name: pack(weight, name) for name in ("none", "int8", "int4", "nf4")}
     codes, absmax = packed["nf4"].planes
     wide = absmax.float()
     computes = {(name, det): compute_for(packed[name], weight.dtype, det) for name in packed for det in (False, True)}
@@ -76,6 +72,7 @@ def print_products(weight: Tensor, repeats: int) -> None:
         candidates: Candidates = {"mm": partial(torch.mm, x, weight.t())}
         for (name, deterministic), compute in computes.items():
             candidates[name + " tiled" * deterministic] = partial(compute.linear, x, packed[name])
+        candidates["int8 x int8"] = partial(Products(Workspace(0), integer=True).linear, x, packed["int8"])
         candidates["bnb nf4"] = partial(bitsandbytes_product, x, codes, wide, packed["nf4"].shape)
         rows[str(num_rows)] = best_times(candidates, repeats)
     print_table("products (us)", rows)
@@ -92,18 +89,18 @@ def print_tiles(weight: Tensor, repeats: int) -> None:
     print_table("tiles over a plain matrix (us)", rows)
 
 
-def print_int8_kernel(weight: Tensor, repeats: int) -> None:
-    packed = pack(weight, "int8")
-    codes, scales = packed.planes
-    compute = compute_for(packed, weight.dtype, False)
+def print_few_rows(weight: Tensor, repeats: int, name: str) -> None:
+    packed = pack(weight, name)
+    workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(weight.dtype), False))
     rows = {}
-    for num_rows in (1, 4, 8, 12, 16, 24):
+    for num_rows in (1, 4, 8, 12, 16, 24, 32, 48):
         x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
-        kernel = partial(torch._weight_int8pack_mm, x, codes, scales.to(x.dtype))
-        rows[str(num_rows)] = best_times(
-            {"kernel": kernel, "converted": partial(converted, compute, x, packed)}, repeats
-        )
-    print_table("int8: torch's kernel or converted (us)", rows)
+        candidates: Candidates = {
+            "kernel": partial(Products(workspace, few_rows={name: num_rows}).linear, x, packed),
+            "widened": partial(Products(workspace, few_rows={}).linear, x, packed),
+        }
+        rows[str(num_rows)] = best_times(candidates, repeats)
+    print_table(f"{name}: torch's kernel or widened (us); measured: up to {measure_few_rows(name)} rows", rows)
 
 
 def print_strips(weight: Tensor, repeats: int) -> None:
@@ -132,5 +129,6 @@ if __name__ == "__main__":
     print(f"{arguments.dtype} {list(arguments.shape)}, {arguments.threads} threads")
     print_products(matrix, arguments.repeats)
     print_tiles(matrix, arguments.repeats)
-    print_int8_kernel(matrix, arguments.repeats)
+    for name in ("int8", "int4"):
+        print_few_rows(matrix, arguments.repeats, name)
     print_strips(torch.randn(4096, 4096).to(matrix.dtype), arguments.repeats)

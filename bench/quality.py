@@ -18,7 +18,15 @@ from moedge.runtime.plan.planner import JobShape, Settings, make_plan
 from moedge.runtime.scoring import perplexity
 
 DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe"
-ROWS = [("fp32", "none"), ("bf16", "none"), ("bf16", "int8"), ("bf16", "nf4")]
+# Arithmetic, weights, --compute.
+ROWS = [
+    ("fp32", "none", "auto"),
+    ("bf16", "none", "auto"),
+    ("bf16", "int8", "auto"),
+    ("bf16", "int8", "int8"),
+    ("bf16", "int4", "auto"),
+    ("bf16", "nf4", "auto"),
+]
 
 
 def stock_perplexity(folder: Path, token_ids: list[int], window: int) -> float:
@@ -47,13 +55,14 @@ def main() -> None:
     print("|---|---|---|---|---|")
     print(f"| fp32 | transformers | | {stock:.4f} | |")
     with open_source(str(options.model)) as source:
-        for dtype, quant in ROWS:
+        for dtype, quant, compute in ROWS:
             job = JobShape(1, options.window)
-            plan = make_plan(source.shape, Settings(dtype, quant, max_sequences=1), 8 << 30, job)
+            plan = make_plan(source.shape, Settings(dtype, quant, max_sequences=1, compute=compute), 8 << 30, job)
             loaded = load_engine(source, plan)
             ours = perplexity(loaded.engine, token_ids, options.window)
             packed = sum(loaded.shards.packed_nbytes().values())
-            print(f"| {dtype} | {quant} | {packed:,} | {ours:.4f} | {ours / stock - 1:+.3%} |", flush=True)
+            arithmetic = "int8 x int8" if compute == "int8" else dtype
+            print(f"| {arithmetic} | {quant} | {packed:,} | {ours:.4f} | {ours / stock - 1:+.3%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from .demo import demo
 from .exit_codes import ExitCode, exit_code
 from .models import app as models
 from .prepare import prepare
-from .process import return_memory, wait_briefly
+from .process import return_memory, wait_without_spinning
 from .run import run
 
 app = typer.Typer(
@@ -49,7 +49,7 @@ def _root(
 
 def main() -> None:
     """Runs the command line; a refusal prints one message and exits with its code, a bug saves its traceback."""
-    wait_briefly()
+    wait_without_spinning()
     return_memory()
     try:
         app()

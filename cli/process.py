@@ -9,19 +9,16 @@ from contextlib import suppress
 # glibc's name for the size from which an allocation is a mapping of its own (malloc.h).
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_NBYTES = 1 << 20
-# Less than 0.1 ms: longer than from one operation to the next, shorter than what it saves.
-_SPINS = "2000"
 
 
-def wait_briefly() -> None:
-    """Lets idle OpenMP threads spin for a moment, then sleep; what the user set in the environment stays.
+def wait_without_spinning() -> None:
+    """Lets idle OpenMP threads sleep; what the user set in the environment stays.
 
-    By default they spin on while another process has their core: with both cores of a small machine busy elsewhere,
-    passes took 20 to 40 times as long. Asleep at once, they take a tenth of a millisecond to wake up, and a pass has a
-    thousand small operations (docs/performance.md).
+    They spin by default, and spin on while another process has their core: with both cores of a small machine busy
+    elsewhere, passes took 20 to 40 times as long (docs/performance.md). Batch jobs share their machines. That sleepers
+    take a tenth of a millisecond to wake up is why small operations get one thread (quant/linear.py).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def return_memory() -> None:

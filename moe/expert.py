@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..quant.linear import Compute
+from ..quant.products import Products
 from ..quant.tensor import PackedTensor
 from .groups import ExpertGroups, combine, group_by_expert
 
@@ -30,7 +31,7 @@ class ExpertBody:
     activate: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Compute) -> None:
+    def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Products) -> None:
         """Replaces rows [n, D], an expert's inputs, by its outputs."""
         inner = self.activate(compute.linear(rows, weights.up, weights.up_bias))
         compute.linear(inner, weights.down, weights.down_bias, out=rows)
@@ -64,12 +65,12 @@ def mix_experts(
     groups = group_by_expert(expert_ids, experts.num_experts)
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
-    def run_expert(arrived: Arrived, compute: Compute) -> None:
+    def run_expert(arrived: Arrived, products: Products) -> None:
         expert_id, expert = arrived
         mine = groups.rows(expert_id)
         # Gathered here, not before: the thread that computes on them next has them in its cache.
         torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
-        body.forward(rows[mine], expert, compute)
+        body.forward(rows[mine], expert, products)
 
     for arrived in experts.fetch(groups):
         # Largest groups first, so that no thread is left with one when the others are done.

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from . import int4
-from .linear import Compute
+from .products import Products
 from .scratch import scratch_nbytes
 from .tensor import dtype_name, pack
 from .workspace import Workspace
@@ -44,8 +44,8 @@ def _meeting_point(format_name: str) -> int:
     packed = pack(torch.randn(SHAPE, dtype=torch.bfloat16), format_name)
     x = torch.randn(ROWS, SHAPE[1], dtype=torch.bfloat16)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
-    kernel = Compute(workspace, few_rows={format_name: ROWS})
-    widening = Compute(workspace, few_rows={})
+    kernel = Products(workspace, few_rows={format_name: ROWS})
+    widening = Products(workspace, few_rows={})
     seconds = [_best_seconds(partial(compute.linear, x, packed)) for compute in (kernel, widening)]
     return max(1, min(MOST_ROWS, int(ROWS * seconds[1] / seconds[0])))
 

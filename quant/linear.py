@@ -1,40 +1,31 @@
-"""Products of activations with packed matrices, on whatever device they are. Knows kernels and when each is best."""
+"""Products for a model: one at a time with as many threads as pay, or many side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from . import int4, int8
-from .codec import CODECS
 from .crew import Crew
-from .scratch import TILE, is_direct, strip_rows
-from .tensor import PackedTensor, dtype_name
-from .workspace import Scratch, Workspace
+from .products import FEW_ROWS, Products
+from .tensor import PackedTensor
+from .workspace import Workspace
 
 Job = TypeVar("Job")
 
-# Rows up to which torch's kernels on codes are taken where nothing was measured (few_rows.py).
-FEW_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24})
+# Threads take about 0.1 ms to wake up and meet again. An operation on fewer numbers than this takes one of them no
+# longer than a few tenths, so half of its work is not worth a meeting.
+FEW_NUMBERS = 1 << 20
+# The same for products: bytes of a matrix that are read once for every so many rows.
+SMALL_NBYTES = 2 << 20
+ROWS_A_SWEEP = 16
 
 
-class Compute:
-    """How activations meet packed matrices: as fast as possible, or so that a row's bits depend on that row alone.
-
-    `deterministic`: one kernel per format whatever the number of rows; rows go through it TILE at a time, copied to
-    the same place and padded with zeros, so that every call has the same shapes, strides and alignment. What is then
-    left to vary is the machine, its libraries and its number of threads. Plain products do differ: the same row
-    among 1 and 64, or 64 and 300 others, meets other kernels that sum in another order.
-
-    `integer`: matrices in int8 meet activations rounded to int8, each row with a scale of its own (W8A8). Integer sums
-    are exact, so such products are deterministic as they are.
-
-    `helpers` are the workspaces of further threads for `share`.
-    """
+class Compute(Products):
+    """Products that use all of torch's threads where that pays; `helpers` are workspaces of threads for `share`."""
 
     def __init__(
         self,
@@ -44,69 +35,41 @@ class Compute:
         few_rows: Mapping[str, int] = FEW_ROWS,
         helpers: Sequence[Workspace] = (),
     ) -> None:
-        self.workspace = workspace
-        self.deterministic = deterministic
-        self.integer = integer
-        self.few_rows = few_rows
-        self._members = (self, *(Compute(helper, deterministic, integer, few_rows) for helper in helpers))
+        super().__init__(workspace, deterministic, integer, few_rows)
+        self._members = [Products(each, deterministic, integer, few_rows) for each in (workspace, *helpers)]
         self._crew = Crew(len(self._members))
+        self._num_threads = torch.get_num_threads()
 
-    def share(self, jobs: Iterable[Job], work: Callable[[Job, Compute], None]) -> None:
-        """Calls work(job, compute) for jobs that do not depend on each other, side by side where there are helpers."""
-        self._crew.run(jobs, lambda job, member: work(job, self._members[member]), steady=self.deterministic)
+    @contextmanager
+    def small_steps(self, numbers: int) -> Iterator[None]:
+        """While inside, operations use one thread if those on `numbers` numbers are too small for more.
+
+        Not where bits must not depend on the size of a pass.
+        """
+        if self.deterministic or numbers >= FEW_NUMBERS or self.workspace.buffer.device.type != "cpu":
+            yield
+            return
+        with _threads(1):
+            yield
+
+    def share(self, jobs: Iterable[Job], work: Callable[[Job, Products], None]) -> None:
+        """Calls work(job, products) for jobs that do not depend on each other, side by side with the helpers."""
+        with _threads(self._num_threads):
+            self._crew.run(jobs, lambda job, member: work(job, self._members[member]), steady=self.deterministic)
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, K] times packed [N, K] transposed, plus bias [N]: [T, N] in x's dtype, any weight dtype.
-
-        In `out` where given: rows without gaps, in other memory than x. Raises FormatError if the workspace is too
-        small for such a product (scratch.scratch_nbytes).
-        """
-        y = x.new_empty(len(x), packed.shape[0]) if out is None else out
-        if self.integer and packed.layout.format == "int8":
-            int8.multiply_integers(x, packed.planes, y)
-        elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
-            torch.mm(x, packed.planes[0].t(), out=y)
-        elif not self.deterministic and (multiply := self._kernel(x, packed)):
-            y.copy_(multiply(x, packed.planes)[:, : y.shape[1]])
-        else:
-            self._multiply_strips(x, packed, y)
-        return y if bias is None else y.add_(bias)
-
-    def _kernel(self, x: Tensor, packed: PackedTensor) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor] | None:
-        """The kernel that multiplies by codes as they lie, where there is one and rows are few.
-
-        In float32 and float16 these kernels are slower than widening even for one row.
-        """
-        name = packed.layout.format
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.few_rows.get(name, 0):
-            return None
-        if name == "int8":
-            return int8.multiply
-        return int4.multiply if int4.has_kernel() else None
-
-    def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
-        scratch = self.workspace.cut(packed.layout, x.dtype, self.deterministic)
-        direct = is_direct(packed.layout, dtype_name(x.dtype))
-        codec = CODECS[packed.layout.format]
-        # Slices, since torch.split costs eight times as much as one of them.
-        for start in range(0, packed.shape[0], rows := strip_rows(packed.layout)):
-            planes = packed.rows(strip := slice(start, start + rows))
-            part = y[:, strip]
-            weight, factor = (planes[0], None) if direct else codec.factor(planes, *scratch[:2])
-            weight = weight[: part.shape[1]]
-            if self.deterministic:
-                _multiply_tiles(x, weight, part, scratch)
-            else:
-                torch.mm(x, weight.t(), out=part)
-            if factor is not None:
-                part.mul_(factor)
+        if packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES:
+            return super().linear(x, packed, bias, out)
+        with _threads(self._num_threads):
+            return super().linear(x, packed, bias, out)
 
 
-def _multiply_tiles(x: Tensor, weight: Tensor, y: Tensor, scratch: Scratch) -> None:
-    product = scratch.y[:, : len(weight)]
-    for start in range(0, len(x), TILE):
-        rows = x[start : start + TILE]
-        scratch.x[: len(rows)].copy_(rows)
-        scratch.x[len(rows) :].zero_()
-        torch.mm(scratch.x, weight.t(), out=product)
-        y[start : start + TILE].copy_(product[: len(rows)])
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Costs nothing beside an operation: no thread starts or ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

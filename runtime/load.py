@@ -58,9 +58,9 @@ def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> L
     model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
     if store is None:
         _load_all(model, source.folder, shards, plan, compute)
-        return LoadedEngine(_engine(PackedModel(model), shape, plan), shards)
+        return LoadedEngine(_engine(PackedModel(model, compute), shape, plan), shards)
     streamed = _open_store(model, Store.open(store), shards, plan, compute)
-    return LoadedEngine(_engine(PackedModel(model), shape, plan), shards, streamed)
+    return LoadedEngine(_engine(PackedModel(model, compute), shape, plan), shards, streamed)
 
 
 def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
@@ -75,7 +75,7 @@ def _cache(shape: ModelShape, plan: Plan) -> KVCache:
     pools = [KVPool(spec, count) for spec, count in zip(specs, plan.kv_blocks, strict=True)]
     host = [Arena(spec.block_nbytes, count).slots() for spec, count in zip(specs, plan.parked_blocks, strict=True)]
     # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
-    settings = (shape, plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.deterministic)
+    settings = (shape, plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.deterministic, plan.compute)
     return KVCache(pools, root=root_hash(settings), host_slots=host if any(plan.parked_blocks) else None)
 
 

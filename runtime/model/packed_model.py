@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from ...quant.linear import Compute
 from ..attention.protocol import AttentionBackend
 from ..batch import Batch
 from .attention_seam import PackedPass
@@ -13,8 +14,9 @@ from .attention_seam import PackedPass
 class PackedModel:
     """`forward` runs a pass; `attention` must be set before the first one, once the cache has been sized."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compute: Compute) -> None:
         self._model = model.requires_grad_(False)
+        self._compute = compute
         self.attention: AttentionBackend | None = None
 
     @torch.inference_mode()
@@ -22,12 +24,13 @@ class PackedModel:
         """Logits [R, V] of the batch's `logit_rows`, in fp32."""
         if self.attention is None:
             raise RuntimeError("no attention backend: set `attention` before the first pass")
-        out = self._model(
-            batch.token_ids,
-            position_ids=batch.positions,
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            packed=PackedPass(batch, self.attention),
-        )
+        with self._compute.small_steps(batch.num_tokens * self._model.config.hidden_size):
+            out = self._model(
+                batch.token_ids,
+                position_ids=batch.positions,
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                packed=PackedPass(batch, self.attention),
+            )
         logits: torch.Tensor = out.logits
         return logits.squeeze(0).float()

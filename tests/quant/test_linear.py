@@ -4,7 +4,8 @@ from torch import Tensor
 
 from moedge.quant import scratch
 from moedge.quant.format import ALIGNMENT, FORMATS, FormatError
-from moedge.quant.linear import FEW_ROWS, Compute
+from moedge.quant.linear import FEW_NUMBERS, Compute
+from moedge.quant.products import FEW_ROWS, Products
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 from moedge.quant.workspace import Workspace
@@ -180,3 +181,38 @@ def test_products_leave_the_packed_matrix_and_the_activations_as_they_were() -> 
     compute_for(packed, torch.bfloat16, True).linear(x, packed)
     assert torch.equal(x, gaussian(40, 64, torch.bfloat16))
     assert all(torch.equal(plane, was) for plane, was in zip(packed.planes, before, strict=True))
+
+
+def test_small_operations_get_one_thread_and_large_products_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    found: list[int] = []
+    monkeypatch.setattr(Products, "linear", lambda *args: found.append(torch.get_num_threads()))
+    try:
+        compute, steady = Compute(Workspace(0)), Compute(Workspace(0), deterministic=True)
+        small, large = (PackedTensor.wrap(torch.zeros(rows, 1024)) for rows in (16, 1024))
+        for one, numbers in ((compute, FEW_NUMBERS - 1), (compute, FEW_NUMBERS), (steady, 1)):
+            with one.small_steps(numbers):
+                found.append(torch.get_num_threads())
+                one.linear(torch.zeros(1, 1024), small)
+                one.linear(torch.zeros(1, 1024), large)
+                one.share([0], lambda job, products: found.append(torch.get_num_threads()))
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 1, 3, 3, *[3] * 4, *[3] * 4]
+
+
+def test_many_rows_make_a_small_matrix_a_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    found: list[int] = []
+    monkeypatch.setattr(Products, "linear", lambda *args: found.append(torch.get_num_threads()))
+    try:
+        compute = Compute(Workspace(0))
+        with compute.small_steps(1):
+            for num_rows in (1, 1024):
+                compute.linear(torch.zeros(num_rows, 64), PackedTensor.wrap(torch.zeros(256, 64)))
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 2]

@@ -1,0 +1,209 @@
+"""The contenders of bench/compare.py: each loads a model once and is timed on the same rows, phase by phase.
+
+    python bench/contenders.py '{"contender": "transformers", "model": ..., "setting": "eager", "batches": [8], ...}'
+
+One process per contender and setting, so that nobody inherits another's memory or threads. Prints a JSON line per run:
+tokens per second of the prompt and of decoding, peak memory, and the share of the machine's CPU time that others used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
+if __name__ == "__main__" and '"moedge"' in sys.argv[1]:
+    from moedge.cli.process import return_memory, wait_without_spinning
+
+    wait_without_spinning()
+    return_memory()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Rows: `batches` of sequences of `prompt` random tokens, `new` tokens for each. `setting` is its own."""
+
+    contender: str
+    model: str
+    setting: str
+    batches: list[int]
+    prompt: int
+    new: int
+    repeats: int
+    threads: int
+    ram: str
+    binaries: str = ""
+
+    def prompts(self, batch: int) -> list[list[int]]:
+        import torch
+
+        generator = torch.Generator().manual_seed(batch)
+        return torch.randint(300, 31000, (batch, self.prompt), generator=generator).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    batch: int
+    prompt_tok_s: float
+    decode_tok_s: float
+    peak_gib: float
+    others: float
+
+
+class Bystanders:
+    """The share of the machine's CPU time that processes outside this one and its children use."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def share(self) -> float:
+        busy, own, wall = (end - begin for end, begin in zip(self._now(), self._begin, strict=True))
+        return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        times = os.times()
+        own = times.user + times.system + times.children_user + times.children_system
+        # Without idle and waiting for disks.
+        return (sum(ticks[:3]) + sum(ticks[5:])) / os.sysconf("SC_CLK_TCK"), own, time.perf_counter()
+
+
+def repeated(task: Task, run: Callable[[int], tuple[float, float]]) -> Iterator[Timing]:
+    """Times `run(batch)`, which returns seconds of the prompt and of the `new - 1` passes after it."""
+    for batch in task.batches:
+        run(batch)
+        for _ in range(task.repeats):
+            bystanders = Bystanders()
+            prompt_seconds, decode_seconds = run(batch)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            yield Timing(
+                batch,
+                batch * task.prompt / prompt_seconds,
+                batch * (task.new - 1) / decode_seconds,
+                peak,
+                bystanders.share(),
+            )
+
+
+def run_moedge(task: Task) -> Iterator[Timing]:
+    import torch
+
+    from moedge.runtime.load import load_engine
+    from moedge.runtime.model_source import open_source
+    from moedge.runtime.plan.budgets import Budgets
+    from moedge.runtime.plan.job import JobShape
+    from moedge.runtime.plan.planner import Settings, make_plan
+    from moedge.runtime.sampling.params import SamplingParams
+    from moedge.runtime.sequence import Sequence
+    from moedge.runtime.weights.making import place_for, prepare
+
+    torch.set_num_threads(task.threads)
+    quant, _, compute = task.setting.partition("+")
+    with open_source(task.model) as source, tempfile.TemporaryDirectory(dir=Path.cwd()) as stores:
+        settings = Settings("auto", quant, max_sequences=max(task.batches), compute=compute or "auto")
+        job = JobShape(max(task.batches), task.prompt + task.new)
+        plan = make_plan(source.shape, settings, Budgets(task.ram).host_nbytes(), job)
+        store = None
+        if plan.streams:
+            store = place_for(source, plan.quant, plan.dtype, Path(stores))
+            prepare(source, store, plan.quant, plan.dtype)
+        with closing(load_engine(source, plan, store)) as loaded:
+            engine = loaded.engine
+
+            def run(batch: int) -> tuple[float, float]:
+                for prompt in task.prompts(batch):
+                    engine.add(Sequence(prompt, SamplingParams(task.new, ignore_eos=True)))
+                begun = time.perf_counter()
+                # Sequences that decode while the last prompts are computed are not counted, though they work.
+                decoding = []
+                while engine.busy:
+                    before, start = engine.metrics.generated_tokens, time.perf_counter()
+                    all_live = not engine.scheduler.waiting and len(engine.scheduler.running) == batch
+                    decodes = all_live and all(one.num_pending == 1 for one in engine.scheduler.running)
+                    engine.step()
+                    if not decodes:
+                        prompt_end = time.perf_counter()
+                    elif engine.metrics.generated_tokens - before == batch:
+                        decoding.append(time.perf_counter() - start)
+                return prompt_end - begun, sum(decoding) / len(decoding) * (task.new - 1)
+
+            yield from repeated(task, run)
+
+
+def run_transformers(task: Task) -> Iterator[Timing]:
+    """`setting` is the implementation of experts; accelerate's disk offload where the contender is `accelerate`."""
+    import torch
+    from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+    torch.set_num_threads(task.threads)
+    stamps: list[float] = []
+
+    class Stamp(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            stamps.append(time.perf_counter())
+            return scores
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, torch.inference_mode():
+        offload: dict[str, Any] = {}
+        if task.contender == "accelerate":
+            offload = {"device_map": "auto", "max_memory": {"cpu": task.ram}}
+            offload |= {"offload_folder": folder, "offload_state_dict": True}
+        model = AutoModelForCausalLM.from_pretrained(
+            task.model, dtype=torch.bfloat16, experts_implementation=task.setting, **offload
+        ).eval()
+
+        def run(batch: int) -> tuple[float, float]:
+            ids = torch.tensor(task.prompts(batch))
+            stamps.clear()
+            begun = time.perf_counter()
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.new, min_new_tokens=task.new,
+                do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([Stamp()]),
+            )  # fmt: skip
+            return stamps[0] - begun, stamps[-1] - stamps[0]
+
+        yield from repeated(task, run)
+
+
+def run_llama(task: Task) -> Iterator[Timing]:
+    """llama.cpp's own benchmark; `setting` is extra options of its command line, `model` a GGUF file."""
+    context = max(task.batches) * (task.prompt + task.new) + 256
+    sizes = ["-c", context, "-b", 2048, "-ub", 512, "-npp", task.prompt, "-ntg", task.new, "-t", task.threads]
+    batches = ",".join(map(str, task.batches))
+    command = [
+        str(Path(task.binaries) / "llama-batched-bench"), "-m", task.model, *map(str, sizes), "-tb", str(task.threads),
+        "-npl", batches, "--output-format", "jsonl", *task.setting.split(),
+    ]  # fmt: skip
+    for _ in range(task.repeats):
+        bystanders = Bystanders()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                found = json.loads(line)
+                yield Timing(found["pl"], found["speed_pp"], found["speed_tg"], peak, bystanders.share())
+
+
+CONTENDERS: dict[str, Callable[[Task], Iterator[Timing]]] = {
+    "moedge": run_moedge,
+    "transformers": run_transformers,
+    "accelerate": run_transformers,
+    "llama.cpp": run_llama,
+}
+
+
+if __name__ == "__main__":
+    wanted = Task(**json.loads(sys.argv[1]))
+    for timing in CONTENDERS[wanted.contender](wanted):
+        print(json.dumps(asdict(timing)), flush=True)
