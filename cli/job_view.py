@@ -48,7 +48,7 @@ class JobView:
             self._say(f"{failing:,} rows may need more than the {plan.kv_tokens:,} tokens that fit: error rows")
         self._say(
             f"weights {plan.quant} {gib(plan.weights_nbytes)}, KV cache {plan.kv} {gib(plan.kv_nbytes)} for "
-            f"{plan.kv_sequences:,} sequences of {plan.kv_tokens:,} tokens, within {gib(plan.budget_nbytes)} of host "
+            f"{plan.kv_sequences:,} sequences at their longest, within {gib(plan.budget_nbytes)} of host "
             f"memory; arithmetic {plan.dtype}; {plan.tokens_per_pass:,} tokens a pass"
         )
         if plan.streams:
