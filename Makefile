@@ -35,6 +35,8 @@ matrix: $(STAMP)
 	$(BIN)/python bench/kv_cache.py
 	$(BIN)/python bench/kv_waste.py
 	$(BIN)/python bench/matrix_models.py
+	$(BIN)/python bench/kill.py
+	$(BIN)/python bench/job_scale.py
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)

@@ -13,9 +13,12 @@ from . import options
 def batch(
     model: options.MODEL,
     input_file: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="Rows: OpenAI batch lines or short ones, .jsonl or .jsonl.gz.")
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="Rows: OpenAI batch lines or short ones, .jsonl or .jsonl.gz; - is standard input."
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Answers in input order; must not exist yet.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Answers in input order.")],
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -32,17 +35,22 @@ def batch(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Malformed lines become error rows.")] = False,
-    summary: Annotated[Path | None, typer.Option("--summary", help="Write the run's numbers here, as JSON.")] = None,
-    progress: Annotated[
-        options.Progress, typer.Option(help="auto is bars on a terminal, plain lines elsewhere.")
-    ] = options.Progress.AUTO,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    until: options.UNTIL = None,
+    max_rows: options.MAX_ROWS = None,
+    max_failures: options.MAX_FAILURES = None,
+    accept_drift: options.ACCEPT_DRIFT = None,
+    summary: options.SUMMARY = None,
+    progress: options.PROGRESS = options.Progress.AUTO,
+    output_format: options.FORMAT = options.Format.HUMAN,
+    quiet: options.QUIET = False,
 ) -> None:
-    """Answer a file of prompts.
+    """Answer a file of prompts. The same command goes on with a job that was stopped, killed or cut off.
 
-    Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl.
+    Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
+    is finished is kept in OUTPUT's name with .job until you remove it.
     """
-    from ..runtime.jobs.batch_run import BatchRequest
+    from ..runtime.jobs.limits import Limits
+    from ..runtime.jobs.request import BatchRequest, GoOn
     from ..runtime.jobs.rows import Defaults
     from ..runtime.plan.budgets import Budgets
     from ..runtime.plan.planner import Settings
@@ -55,6 +63,8 @@ def batch(
         settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
         budgets=Budgets(ram, disk, disk_dir),
+        limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
+        go_on=GoOn(drift=tuple(accept_drift or ())),
     )
-    raise typer.Exit(JobView(progress, quiet).run(request, summary))
+    raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))

@@ -14,7 +14,7 @@ from . import options
 
 def demo() -> None:
     """Run a batch job on the bundled 5 M parameter mixture of experts."""
-    from ..runtime.jobs.batch_run import BatchRequest
+    from ..runtime.jobs.request import BatchRequest
     from ..runtime.jobs.rows import Defaults
     from .job_view import JobView
 

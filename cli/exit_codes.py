@@ -10,7 +10,19 @@ from ..offload.store.errors import BadStore, DiskFull, StoreInUse
 from ..offload.stream.lane import StreamBroken
 from ..quant.format import FormatError
 from ..runtime.errors import DoesNotFit, MissingExtra, ModelNotFound, SettingError, UnsupportedModel
-from ..runtime.jobs.refusals import InputRefused, InputUnreadable, OutputRefused
+from ..runtime.jobs.journal.errors import BadJournal, JournalFailed, OtherVersion
+from ..runtime.jobs.refusals import (
+    BadLimit,
+    ExportFailed,
+    InputChanged,
+    InputRefused,
+    InputUnreadable,
+    JobInUse,
+    JobMismatch,
+    JobNotFound,
+    OutputRefused,
+)
+from ..runtime.jobs.stall import STALLED_EXIT_CODE, Stalled
 from ..runtime.text.errors import PromptError, TokenizerError
 
 
@@ -24,27 +36,37 @@ class ExitCode(IntEnum):
     ENVIRONMENT = 6
     INPUT = 7
     GAVE_OUT = 8
-    STOPPED = 75
+    STOPPED = STALLED_EXIT_CODE
     INTERRUPTED = 130
     TERMINATED = 143
 
 
 OF_ERROR: dict[type[Exception], ExitCode] = {
     BadCheckpoint: ExitCode.MODEL,
+    BadJournal: ExitCode.GAVE_OUT,
+    BadLimit: ExitCode.USAGE,
     BadSize: ExitCode.USAGE,
     BadStore: ExitCode.MODEL,
     DiskFull: ExitCode.GAVE_OUT,
     DoesNotFit: ExitCode.DOES_NOT_FIT,
+    ExportFailed: ExitCode.GAVE_OUT,
     FormatError: ExitCode.DOES_NOT_FIT,
+    InputChanged: ExitCode.INPUT,
     InputRefused: ExitCode.INPUT,
     InputUnreadable: ExitCode.INPUT,
+    JobInUse: ExitCode.ENVIRONMENT,
+    JobMismatch: ExitCode.USAGE,
+    JobNotFound: ExitCode.USAGE,
+    JournalFailed: ExitCode.GAVE_OUT,
     MemoryError: ExitCode.GAVE_OUT,
     MissingExtra: ExitCode.ENVIRONMENT,
     ModelNotFound: ExitCode.MODEL,
+    OtherVersion: ExitCode.ENVIRONMENT,
     OutOfBudget: ExitCode.DOES_NOT_FIT,
     OutputRefused: ExitCode.USAGE,
     PromptError: ExitCode.INPUT,
     SettingError: ExitCode.DOES_NOT_FIT,
+    Stalled: ExitCode.STOPPED,
     StoreInUse: ExitCode.ENVIRONMENT,
     StreamBroken: ExitCode.GAVE_OUT,
     TokenizerError: ExitCode.MODEL,

@@ -2,41 +2,68 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console
 
-from ..runtime.jobs.batch_run import BatchRequest, BatchRun
+from ..runtime.jobs.batch_run import BatchRun
+from ..runtime.jobs.request import BatchRequest
 from ..runtime.jobs.summary import RunSummary
-from ..runtime.pace import Pace
+from ..runtime.pace import Pace, Work
+from .events import Events
 from .exit_codes import ExitCode
-from .options import Progress
-from .progress import BarProgress, NoProgress, PlainProgress, ProgressView
-from .signals import StopSignals
+from .options import Format, Progress
+from .progress import BarProgress, EventProgress, NoProgress, PlainProgress, ProgressView
+from .signals import Stopped, StopSignals
 from .summary_view import summary_table
+from .tolerant import TolerantStream
 from .wording import duration, gib
 
 
 class JobView:
-    """Runs a job and says what it does, in the style of progress that was asked for."""
+    """Runs a job and says what it does, in the style that was asked for."""
 
-    def __init__(self, progress: Progress, quiet: bool) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
-        self._style = Progress.NONE if quiet else progress
+    def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
+        as_json = output_format is Format.JSON
+        stderr = cast(Any, TolerantStream(sys.stderr))
+        self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
+        self._style = Progress.NONE if quiet or as_json else progress
+        self._events = Events(as_json)
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
-        with BatchRun(request) as run, StopSignals() as signals:
-            self._prepare(run)
-            self._generate(run, signals)
-            stopped = signals.requested
-            summary = run.finish() if stopped is None else run.stop()
+        with StopSignals() as signals:
+            try:
+                return self._run(request, summary_path, signals)
+            except Stopped as stopped:
+                self._say("stopped before a row was in work")
+                self._events.emit("stopped", reason="signal", id=None, done=0)
+                return stopped.code
+
+    def _run(self, request: BatchRequest, summary_path: Path | None, signals: StopSignals) -> ExitCode:
+        with BatchRun(request) as run:
+            if not run.finished:
+                self._prepare(run)
+            with signals.deferred():
+                if not run.finished:
+                    self._generate(run, signals)
+                reason = "signal" if signals.requested is not None else run.stopped_because
+                summary = run.finish() if reason is None else run.stop(reason)
         if summary_path is not None:
             summary.write(summary_path)
-        self._console.print(summary_table(summary))
-        return self._conclude(run, summary) if stopped is None else self._stopped(run, summary, stopped)
+        if summary.passes.count is not None:
+            self._console.print(summary_table(summary))
+        if reason is None:
+            return self._conclude(run, summary)
+        return self._stopped(run, summary, reason, signals.requested or ExitCode.STOPPED)
 
     def _prepare(self, run: BatchRun) -> None:
-        self._say(run.preflight.report(run.request.lenient))
+        checked, done = run.preflight, run.ledger.num_done
+        self._say(checked.report(run.request.lenient))
+        if run.ledger.resumed:
+            left = checked.num_rows - done
+            self._say(f"going on with job {run.ledger.job_id}: {done:,} rows done, {left:,} to do")
         size = run.measure()
         self._say(f"{size.prompt_tokens:,} prompt tokens, at most {size.max_generated_tokens:,} to generate")
         if size.too_long:
@@ -46,6 +73,17 @@ class JobView:
         plan = run.plan()
         if failing := size.longer_than(plan.kv_tokens):
             self._say(f"{failing:,} rows may need more than the {plan.kv_tokens:,} tokens that fit: error rows")
+        self._events.emit(
+            "job",
+            id=run.ledger.job_id,
+            folder=str(run.ledger.folder.path),
+            rows=checked.num_rows,
+            done=done,
+            prompt_tokens=size.prompt_tokens,
+            max_generated_tokens=size.max_generated_tokens,
+            too_long=size.too_long,
+            plan=plan.as_dict(),
+        )
         self._say(
             f"weights {plan.quant} {gib(plan.weights_nbytes)}, KV cache {plan.kv} {gib(plan.kv_nbytes)} for "
             f"{plan.kv_sequences:,} sequences at their longest, within {gib(plan.budget_nbytes)} of host "
@@ -56,18 +94,25 @@ class JobView:
             self._say(f"{gib(plan.held_nbytes)} of weights are held, {gib(streamed)} are read from disk in every pass")
         run.load()
         self._say(f"loaded in {duration(run.seconds.load or 0)}")
+        self._events.emit("loaded", seconds=run.seconds.load)
 
     def _generate(self, run: BatchRun, signals: StopSignals) -> None:
-        pace = Pace(run.preflight.num_rows)
+        size, done = run.size, run.ledger.num_done
+        tokens_per_pass = run.plan_made.tokens_per_pass
+        pace = Pace(Work(run.preflight.num_rows, done, size.prompt_tokens, size.max_generated_tokens, tokens_per_pass))
         with self._progress(pace.total) as progress:
-            for counts in run.passes():
-                pace.update(counts.ok + counts.failed, run.metrics)
+            for _ in run.passes():
+                committed = run.ledger.committed
+                pace.update(committed.ok + committed.failed, committed.failed, run.metrics)
                 progress.show(pace)
                 if signals.requested is not None:
+                    self._say("stopping after this pass; once more to leave at once")
                     return
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style
+        if self._events.wanted:
+            return EventProgress(self._events)
         if style is Progress.AUTO:
             style = Progress.BAR if self._console.is_terminal else Progress.PLAIN
         if style is Progress.BAR:
@@ -75,19 +120,26 @@ class JobView:
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
 
     def _conclude(self, run: BatchRun, summary: RunSummary) -> ExitCode:
-        host = summary.memory.host
-        if (host.peak or 0) > (host.budget or 0):
+        rows, host = summary.rows, summary.memory.host
+        self._events.emit("finished", ok=rows.ok, failed=rows.failed, output=str(run.paths.out))
+        if (host.peak or 0) > (host.budget or host.peak or 0):
             self._say(
                 f"over budget: {gib(host.peak or 0)} of host memory were used, {gib(host.budget or 0)} were granted"
             )
             return ExitCode.GAVE_OUT
-        if summary.rows.failed:
-            self._say(f"{summary.rows.failed:,} rows failed: {run.paths.errors} says why")
+        self._say(f"{rows.ok:,} answers are in {run.paths.out}")
+        if rows.failed:
+            self._say(
+                f"{rows.failed:,} rows failed: {run.paths.errors} says why; "
+                f"`moedge jobs resume {run.ledger.job_id} --failed` runs them again"
+            )
             return ExitCode.SOME_ROWS_FAILED
         return ExitCode.OK
 
-    def _stopped(self, run: BatchRun, summary: RunSummary, code: ExitCode) -> ExitCode:
-        self._say(f"stopped: {summary.rows.total:,} finished rows are in {run.paths.partial}")
+    def _stopped(self, run: BatchRun, summary: RunSummary, reason: str, code: ExitCode) -> ExitCode:
+        self._say(f"stopped: {reason}; {summary.rows.total:,} finished rows are in {run.paths.partial}")
+        self._say(f"the same command goes on, and so does `moedge jobs resume {run.ledger.job_id}`")
+        self._events.emit("stopped", reason=reason, id=run.ledger.job_id, done=summary.rows.total)
         return code
 
     def _say(self, text: str) -> None:

@@ -13,6 +13,7 @@ import typer
 from .batch import batch
 from .demo import demo
 from .exit_codes import ExitCode, exit_code
+from .jobs import app as jobs
 from .models import app as models
 from .prepare import prepare
 from .process import return_memory, wait_without_spinning
@@ -29,6 +30,7 @@ app.command()(batch)
 app.command()(run)
 app.command()(prepare)
 app.command()(demo)
+app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
 
 

@@ -34,6 +34,10 @@ class Progress(StrEnum):
     AUTO, BAR, PLAIN, NONE = "auto", "bar", "plain", "none"
 
 
+class Format(StrEnum):
+    HUMAN, JSON = "human", "json"
+
+
 DTYPE = Annotated[DType, typer.Option("--dtype", help="Precision of the arithmetic; auto is the checkpoint's own.")]
 QUANT = Annotated[Quant, typer.Option("--quant", help="Weights in memory; auto is the least lossy format that fits.")]
 COMPUTE = Annotated[
@@ -59,3 +63,18 @@ DISK = Annotated[
 DISK_DIR = Annotated[
     Path | None, typer.Option("--disk-dir", help="Where stores of packed weights lie; the user's cache by default.")
 ]
+UNTIL = Annotated[
+    str | None, typer.Option("--until", metavar="HH:MM", help="Stop at this time of day; the job can be gone on with.")
+]
+MAX_ROWS = Annotated[int | None, typer.Option("--max-rows", min=1, help="Run so many rows now, the first unfinished.")]
+MAX_FAILURES = Annotated[
+    str | None, typer.Option("--max-failures", metavar="N|P%", help="Stop when more rows of the job than this failed.")
+]
+ACCEPT_DRIFT = Annotated[
+    list[str] | None,
+    typer.Option("--accept-drift", metavar="NAME", help="Go on though this differs from what the job was begun with."),
+]
+SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write the run's numbers here, as JSON.")]
+PROGRESS = Annotated[Progress, typer.Option("--progress", help="auto is bars on a terminal, plain lines elsewhere.")]
+FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
+QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, a line every ten seconds elsewhere, or nothing."""
+"""How far a job is: a bar on a terminal, a line every ten seconds elsewhere, events for scripts, or nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from ..runtime.pace import Pace
-from .wording import duration, gib
+from .events import Events
+from .wording import clock, duration, gib
 
 PLAIN_INTERVAL_S = 10.0
+EVENT_INTERVAL_S = 1.0
 
 
 class ProgressView(Protocol):
@@ -36,18 +38,52 @@ class NoProgress:
         pass
 
 
-class PlainProgress(NoProgress):
-    """For logs: a line when ten seconds have passed since the last one."""
+class SeldomProgress(NoProgress):
+    """Shows when `interval_s` seconds have passed since the last time."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._printed = time.monotonic()
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._shown = time.monotonic()
 
     def show(self, pace: Pace) -> None:
         now = time.monotonic()
-        if now - self._printed >= PLAIN_INTERVAL_S:
-            self._printed = now
-            self._console.print(f"{pace.done:,}/{pace.total:,} rows  {rates(pace)}", markup=False, soft_wrap=True)
+        if now - self._shown >= self._interval_s:
+            self._shown = now
+            self.print(pace)
+
+    def print(self, pace: Pace) -> None:
+        raise NotImplementedError
+
+
+class PlainProgress(SeldomProgress):
+    """For logs: a line every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(PLAIN_INTERVAL_S)
+        self._console = console
+
+    def print(self, pace: Pace) -> None:
+        self._console.print(f"{pace.done:,}/{pace.total:,} rows  {rates(pace)}", markup=False, soft_wrap=True)
+
+
+class EventProgress(SeldomProgress):
+    """For scripts: an event every second."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(EVENT_INTERVAL_S)
+        self._events = events
+
+    def print(self, pace: Pace) -> None:
+        self._events.emit(
+            "progress",
+            done=pace.done,
+            failed=pace.failed,
+            rows=pace.total,
+            generated_tok_s=pace.generated_tok_s,
+            prompt_tok_s=pace.prompt_tok_s,
+            seconds_left=pace.seconds_left,
+            resident_nbytes=pace.resident_nbytes,
+        )
 
 
 class BarProgress:
@@ -70,6 +106,8 @@ class BarProgress:
 
 
 def rates(pace: Pace) -> str:
-    left = "" if pace.seconds_left is None else f"  left {duration(pace.seconds_left)}"
+    left = (
+        "" if pace.seconds_left is None else f"  left {duration(pace.seconds_left)}, ready {clock(pace.seconds_left)}"
+    )
     tokens = f"{pace.generated_tok_s:,.1f} tok/s out, {pace.prompt_tok_s:,.1f} in"
     return f"{tokens}  {gib(pace.resident_nbytes)}{left}"

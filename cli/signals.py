@@ -1,30 +1,62 @@
-"""Signals that ask for a clean stop: the first is remembered, the second ends at once."""
+"""Signals that ask for a stop: at once while nothing can be lost, after the pass while rows are in work."""
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from .exit_codes import ExitCode
 
-_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.TERMINATED,
+}
+
+
+class Stopped(BaseException):
+    """A signal came while nothing was in work."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class StopSignals:
-    """While open, `requested` is the exit code of the signal that came, or None."""
+    """While open, a signal ends what runs with `Stopped`; within `deferred`, `requested` is its exit code instead.
+
+    A second signal ends the process at once: what was confirmed is on disk, and no cleanup may hold it up.
+    """
 
     def __init__(self) -> None:
         self.requested: ExitCode | None = None
+        self._deferred = False
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._remember) for number in _CODES}
+        # What was ignored before stays so: that is how nohup keeps a job alive.
+        caught = [number for number in _CODES if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        code = _CODES[signal.Signals(number)]
         if self.requested is not None:
-            raise KeyboardInterrupt
-        self.requested = _CODES[signal.Signals(number)]
+            os._exit(code)
+        self.requested = code
+        if not self._deferred:
+            raise Stopped(code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 
 def gib(nbytes: float) -> str:
     """`12.34 GiB`; `5 MiB` where that would be all zeros."""
@@ -15,6 +17,13 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def clock(seconds: float) -> str:
+    """What clocks show in so many seconds: `05:40`, with the day where it is not today's."""
+    now = datetime.now()
+    then = now + timedelta(seconds=seconds)
+    return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
 
 
 def count(number: float) -> str:

@@ -47,5 +47,11 @@ def stock() -> Callable[[Path], Any]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Jobs are listed in the user's state folder; the tests' are not the user's. Processes started here inherit it."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _two_threads() -> None:
     torch.set_num_threads(2)

@@ -23,6 +23,8 @@ CHUNK_NBYTES = 1 << 20
 NUM_THREADS = 4
 RETRY_SECONDS = (0.02, 0.1, 0.3)
 _JOIN_SECONDS = 5.0
+# A reader that is stuck will not come back: whoever stops because of it should not wait for it.
+_JOIN_FAILED_SECONDS = 0.2
 _PATIENCE_SECONDS = 0.25
 
 
@@ -108,8 +110,8 @@ class ReaderLane:
             self._arrived.notify_all()
 
     def close(self) -> None:
+        deadline = time.monotonic() + (_JOIN_SECONDS if self._failure is None else _JOIN_FAILED_SECONDS)
         self.fail(StreamBroken("the lane is closed; nothing further arrives"))
-        deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         # A thread that hangs in a read keeps its memory alive by itself; its descriptor must stay its own too.

@@ -23,8 +23,9 @@ class Pace(Enum):
 class Watchdog:
     """While entered, a thread watches two counters; when neither changes for `limit_seconds`, the run is stuck.
 
-    `work` counts what the run is for (passes, rows), `nbytes_moved` what a lane has brought. Then all stacks go to
-    stderr and `stop` is called once, on the watching thread, with a sentence that says for how long nothing moved.
+    `work` counts what the run is for (passes, rows), `nbytes_moved` what a lane has brought. Then `dump` writes all
+    stacks, to stderr by default, and `stop` is called, once and on the watching thread, with a sentence that says for
+    how long nothing moved.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Watchdog:
         stop: Callable[[str], None],
         limit_seconds: float = LIMIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        dump: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
         self._nbytes_moved = nbytes_moved
         self._stop = stop
         self._limit_seconds = limit_seconds
         self._clock = clock
+        self._dump = dump or _dump_to_stderr
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._counts = (-1, -1)
@@ -73,8 +76,9 @@ class Watchdog:
             self.check()
 
     def _give_up(self) -> None:
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        self._stop(
-            f"nothing was computed and no byte moved for {self._limit_seconds:.0f} s; where each thread stood is on "
-            "stderr, a resumed job continues from its last saved row"
-        )
+        self._dump()
+        self._stop(f"nothing was computed and no byte moved for {self._limit_seconds:.0f} s")
+
+
+def _dump_to_stderr() -> None:
+    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)

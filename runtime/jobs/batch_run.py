@@ -3,78 +3,80 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
 from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
-from ..plan.budgets import Budgets
-from ..plan.planner import Plan, Settings, make_plan
+from ..plan.planner import Plan, make_plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
 from ..weights.making import store_for
 from .answers import Answers
 from .encode import RowEncoder
+from .ledger import JobLedger
+from .limits import StopRule
 from .measure import JobSize, measure
 from .outputs import claim_output
-from .preflight import preflight
+from .pending import Pending
 from .reader import read_rows
-from .refusals import InputRefused
-from .report import summarise
-from .rows import BadRow, Defaults, Row
-from .run import Job, JobCounts
+from .report import summarise, summarise_rows
+from .request import BatchRequest
+from .row_file import RowFile
+from .rows import BadRow
+from .run import Job
+from .spool import seekable
+from .stall import StallGuard
 from .summary import RunSummary, Seconds
-from .writer import OrderedWriter
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """What the user asked for; `model` is a folder, a store or a hub id."""
-
-    model: str
-    input: Path
-    output: Path
-    settings: Settings = field(default_factory=Settings)
-    defaults: Defaults = field(default_factory=Defaults)
-    budgets: Budgets = field(default_factory=Budgets)
-    lenient: bool = False
 
 
 class BatchRun:
     """Phases in order: construct (files are checked), `measure`, `plan`, `load`, `passes`, then `finish` or `stop`.
 
-    Use as a context manager: leaving it ends every process and thread, and discards what was not published.
+    A job that is `finished` when it is constructed needs `finish` alone. Use as a context manager: leaving it ends
+    every process and thread; every answer that was confirmed is kept.
     """
 
     def __init__(self, request: BatchRequest) -> None:
         self.request = request
-        self.counts = JobCounts()
         self.seconds = Seconds()
-        self._started = time.time()
+        self.stopped_because: str | None = None
+        self._stop_rule = StopRule(request.limits)
+        self._begun = time.perf_counter()
+        self._loaded: LoadedEngine | None = None
         with ExitStack() as resources:
             self.source = resources.enter_context(open_source(request.model))
             self.paths = claim_output(request.output, request.input, self.source.folder)
-            self.preflight = preflight(request.input, request.defaults)
-            if self.preflight.refused(request.lenient):
-                raise InputRefused(self.preflight.report(request.lenient))
+            self.ledger = resources.enter_context(JobLedger(request, self.paths, self.source))
+            self.preflight = self.ledger.preflight
             self._resources = resources.pop_all()
 
+    @property
+    def finished(self) -> bool:
+        return self.ledger.finished
+
     def measure(self) -> JobSize:
-        """Tokenizes every row once: what is too long is known before a weight is loaded."""
-        shape = self.source.shape
-        self._tokenizer = self._resources.enter_context(Tokenizer.load(self.source.folder))
-        self.size = measure(self._rows(), RowEncoder(self._tokenizer, shape.vocab, shape.context))
+        """Tokenizes every row to be run once: what is too long is known before a weight is loaded."""
+        shape, ledger = self.source.shape, self.ledger
+        self._tokenizer = self._resources.enter_context(Tokenizer.load(self.source.folder, ledger.created))
+        file = self._resources.enter_context(seekable(ledger.input, ledger.folder))
+        self._file = RowFile(file, self.request.defaults)
+        bad = set(self.preflight.bad_rows)
+        rows = (self._file.row(row) for row in ledger.rows_to_run() if row not in bad)
+        self.size, order = measure(rows, RowEncoder(self._tokenizer, shape.vocab, shape.context))
+        self._order = array("Q", order.rows())
         return self.size
 
     def plan(self) -> Plan:
+        """The job begins here: its first record says what "auto" became."""
         self._job = self.size.shape()
-        settings = self.source.settle(self.request.settings)
-        self._plan = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), self._job)
-        return self._plan
+        settings = self.source.settle(self.ledger.settings())
+        self.plan_made = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), self._job)
+        self.ledger.begin(self.plan_made)
+        return self.plan_made
 
     def load(self) -> LoadedEngine:
         """Weights into memory, from a store where they do not fit; the store is made first where it is missing.
@@ -82,38 +84,50 @@ class BatchRun:
         Ends with a rehearsal of the worst pass.
         """
         begun = time.perf_counter()
-        store = store_for(self.source, self._plan, self.request.budgets)
-        self._loaded = load_engine(self.source, self._plan, store)
+        store = store_for(self.source, self.plan_made, self.request.budgets)
+        self._loaded = load_engine(self.source, self.plan_made, store)
         self._resources.callback(self._loaded.close)
-        rehearse(self._loaded.engine, self._plan, self._job)
+        rehearse(self._loaded.engine, self.plan_made, self._job)
         if self._loaded.streamed is not None:
             self._loaded.streamed.start_counting()
         self.seconds.load = time.perf_counter() - begun
-        self._writer = self._resources.enter_context(OrderedWriter(self.paths))
         return self._loaded
 
     @property
     def metrics(self) -> Metrics:
+        assert self._loaded is not None
         return self._loaded.engine.metrics
 
-    def passes(self) -> Iterator[JobCounts]:
-        """Runs the job, a pass per iteration."""
-        begun, shape = time.perf_counter(), self.source.shape
-        encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self._plan.kv_tokens)
-        job = Job(self._loaded.engine, encoder, Answers(self.request.model, int(self._started)), self._writer)
-        self.counts = job.counts
-        for counts in job.run(self._rows()):
-            self.seconds.generate = time.perf_counter() - begun
-            yield counts
+    def passes(self) -> Iterator[None]:
+        """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
+        assert self._loaded is not None
+        begun, shape, ledger = time.perf_counter(), self.source.shape, self.ledger
+        encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self.plan_made.kv_tokens)
+        answers = Answers(ledger.model_name, int(ledger.created.timestamp()))
+        job = Job(self._loaded.engine, encoder, answers, ledger.journal, self._file.digest)
+        pending = Pending(ledger.journal.state, self._file, self._order, self._bad_rows())
+        with ledger.working(), StallGuard(self._work, self._loaded.streamed, ledger.folder.stacks) as guard:
+            for _ in guard.watched(job.run(pending.waves())):
+                self.seconds.generate = time.perf_counter() - begun
+                yield
+                self.stopped_because = (
+                    self._stop_rule.reason(ledger.journal.state.counts.failed, self.preflight.num_rows)
+                    or ledger.cancelled()
+                )
+                if self.stopped_because is not None:
+                    return
+            ledger.journal.sync()
+        if not ledger.finished:
+            self.stopped_because = f"{self.request.limits.max_rows:,} rows were run"
 
     def finish(self) -> RunSummary:
         """Publishes the output files and sums up."""
-        self._writer.finish(self.preflight.num_rows)
+        self.ledger.finish()
         return self._sum_up()
 
-    def stop(self) -> RunSummary:
+    def stop(self, reason: str) -> RunSummary:
         """Publishes what is finished as the partial file, and sums up."""
-        self._writer.finish_partial()
+        self.ledger.stop(reason)
         return self._sum_up()
 
     def __enter__(self) -> Self:
@@ -122,9 +136,19 @@ class BatchRun:
     def __exit__(self, *error: object) -> None:
         self._resources.close()
 
-    def _rows(self) -> Iterator[Row | BadRow]:
-        return read_rows(self.request.input, self.request.defaults)
+    def _work(self) -> int:
+        return self.metrics.passes + self.ledger.journal.state.counts.rows
+
+    def _bad_rows(self) -> Iterator[BadRow]:
+        """Read in order once more, because only that shows which ids come twice."""
+        wanted = set(self.preflight.bad_rows).intersection(self.ledger.rows_to_run())
+        if wanted:
+            rows = read_rows(self.ledger.input, self.request.defaults)
+            yield from (row for row in rows if isinstance(row, BadRow) and row.index in wanted)
 
     def _sum_up(self) -> RunSummary:
-        self.seconds.total = time.time() - self._started
-        return summarise(self.source, self._plan, self._loaded, self.counts, self.seconds)
+        self.seconds.total = time.perf_counter() - self._begun
+        counts = self.ledger.journal.state.counts
+        if self._loaded is None:
+            return summarise_rows(counts)
+        return summarise(self.source, self.plan_made, self._loaded, counts, self.seconds)

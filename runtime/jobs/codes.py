@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     INVALID_JSON_SCHEMA = "invalid_json_schema"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     NUMERICAL_ERROR = "numerical_error"
+    WORKER_CRASHED = "worker_crashed"
 
     @property
     def severity(self) -> Severity:
@@ -63,6 +64,7 @@ _ROW = {
     ErrorCode.INVALID_JSON_SCHEMA,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
     ErrorCode.NUMERICAL_ERROR,
+    ErrorCode.WORKER_CRASHED,
 }
 
 

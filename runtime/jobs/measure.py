@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..plan.job import JobShape
+from ..sampling.params import SamplingParams
 from .encode import RowEncoder
+from .order import SpeedOrder
 from .rows import BadRow, Row, RowError
+
+Choices = Sequence[tuple[list[int], SamplingParams]]
+_FIRST = 1 << 62
 
 
 @dataclass(slots=True)
@@ -23,19 +28,18 @@ class JobSize:
     # Rows by the tokens that their longest sequence may come to.
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, row: Row | BadRow, encoder: RowEncoder) -> None:
+    def add(self, choices: Choices | RowError) -> int:
+        """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
         self.rows += 1
-        if isinstance(row, BadRow):
-            return
-        choices = encoder.encode(row)
         if isinstance(choices, RowError):
             self.too_long += choices.code == "context_length_exceeded"
-            return
+            return 0
         self.sequences += len(choices)
-        self.lengths[max(len(token_ids) + params.max_tokens for token_ids, params in choices)] += 1
-        for token_ids, params in choices:
-            self.prompt_tokens += len(token_ids)
-            self.max_generated_tokens += params.max_tokens
+        self.prompt_tokens += sum(len(token_ids) for token_ids, _ in choices)
+        self.max_generated_tokens += sum(params.max_tokens for _, params in choices)
+        longest = max(len(token_ids) + params.max_tokens for token_ids, params in choices)
+        self.lengths[longest] += 1
+        return longest
 
     def longer_than(self, num_tokens: int) -> int:
         """Rows with a sequence that may come to more."""
@@ -49,8 +53,11 @@ class JobSize:
         )
 
 
-def measure(rows: Iterable[Row | BadRow], encoder: RowEncoder) -> JobSize:
-    size = JobSize()
+def measure(rows: Iterable[Row | BadRow], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
+    """Rows that will not run come first in the order: their errors need no pass."""
+    size, order = JobSize(), SpeedOrder()
     for row in rows:
-        size.add(row, encoder)
-    return size
+        choices = row.error if isinstance(row, BadRow) else encoder.encode(row)
+        longest = size.add(choices)
+        order.add(row.index, () if isinstance(choices, RowError) else choices[0][0], longest or _FIRST)
+    return size, order

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 
 class NewFile:
-    """Written under a hidden name in the same folder; `publish` gives it its name, replacing what has it."""
+    """Written under another name on the same disk; `publish` gives it its own, replacing what has it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hidden: Path | None = None) -> None:
         self.path = path
         # The process id keeps a second job for the same name from writing into this one's file.
-        self._hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._file = self._hidden.open("w+b")
+        self.hidden = hidden or path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._file = self.hidden.open("w+b")
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
 
-    def lines(self) -> Iterator[bytes]:
-        """What was written so far; write nothing more afterwards."""
-        self._file.seek(0)
-        return iter(self._file)
+    def flush(self) -> None:
+        """What was written can be read under the hidden name."""
+        self._file.flush()
 
     def publish(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._hidden.replace(self.path)
+        self.hidden.replace(self.path)
         _sync_folder(self.path.parent)
 
     def discard(self) -> None:
         self._file.close()
-        self._hidden.unlink(missing_ok=True)
+        self.hidden.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ from .rows import Endpoint, Row, RowError
 # JSON has no -inf; OpenAI and vLLM write this for "practically never".
 MIN_LOGPROB = -9999.0
 # What a row gets though nothing is wrong with it.
-_NOT_THE_ROWS = {ErrorCode.NUMERICAL_ERROR}
+_NOT_THE_ROWS = {ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
 
 def openai_answer(row: Row, completions: Sequence[Completion], model: str, created: int) -> dict[str, Any]:

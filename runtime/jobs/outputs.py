@@ -23,6 +23,11 @@ class OutputPaths:
     def partial(self) -> Path:
         return self.out.with_suffix(".partial.jsonl")
 
+    @property
+    def job(self) -> Path:
+        """The job's folder: one for all outputs whose other names would be the same."""
+        return self.out.with_suffix(".job")
+
     def refuse_existing(self) -> None:
         for path in (self.out, self.errors):
             # A dangling link counts: renaming over it would destroy it.
@@ -35,18 +40,41 @@ def claim_output(
     input_path: str | os.PathLike[str],
     model_path: str | os.PathLike[str] | None = None,
 ) -> OutputPaths:
-    """Raises `OutputRefused` (`OutputExists` if something is there). Writes nothing."""
-    paths = OutputPaths(Path(out))
+    """Raises `OutputRefused`, `OutputExists` if something is there that no job has begun. Writes nothing."""
+    try:
+        return _claim(OutputPaths(Path(out)), input_path, model_path)
+    except (OSError, ValueError) as error:
+        raise OutputRefused(f"{out} cannot be an output ({error}); choose another name") from None
+
+
+def _claim(
+    paths: OutputPaths, input_path: str | os.PathLike[str], model_path: str | os.PathLike[str] | None
+) -> OutputPaths:
+    out = paths.out
     if paths.out.is_dir():
         raise OutputRefused(f"{out} is a folder; give a file name in it, such as {paths.out / 'out.jsonl'}")
     if paths.out.suffix == ".gz":
         raise OutputRefused(f"{out}: output is not compressed; leave .gz away")
-    _check_folder(paths.out.parent, model_path)
+    if out.suffix == ".job":
+        raise OutputRefused(f"{out}: .job is what the folder of a job is called; choose another output name")
+    _check_folder(out.parent, model_path)
+    _check_names(paths)
     for path in (paths.out, paths.errors, paths.partial):
         if path.exists() and Path(input_path).exists() and path.samefile(input_path):
             raise OutputRefused(f"{path} is the input, which would be overwritten; choose another output name")
-    paths.refuse_existing()
+    if not (paths.job / "journal").is_file():
+        paths.refuse_existing()
     return paths
+
+
+def _check_names(paths: OutputPaths) -> None:
+    """All of them now: a name that is too long must not show when the work is done."""
+    if "\0" in paths.out.name:
+        raise OutputRefused(f"{paths.out.name!a} cannot be an output: it has a NUL in it; choose another name")
+    limit = os.pathconf(paths.out.parent, "PC_NAME_MAX")
+    for path in (paths.out, paths.errors, paths.partial):
+        if len(os.fsencode(path.name)) > limit:
+            raise OutputRefused(f"{path.name} has more than {limit} bytes; choose a shorter output name")
 
 
 def _check_folder(folder: Path, model_path: str | os.PathLike[str] | None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from io import BufferedReader
 
@@ -34,6 +36,7 @@ class Problems:
 class Preflight:
     """`rows` counts runnable rows by endpoint (chat, completion, short); the three kinds of problems are apart
     because they decide differently: whole files, malformed lines, rows that merely get an error for an answer.
+    `bad_rows` are the indices of all rows with an error.
     """
 
     path: str
@@ -43,6 +46,7 @@ class Preflight:
     line_problems: Problems
     row_problems: Problems
     num_duplicate_ids: int
+    bad_rows: Items[int] = ()
 
     @property
     def num_rows(self) -> int:
@@ -81,10 +85,17 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
     return tally.preflight(os.fspath(path), fingerprint)
 
 
+def file_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
+    """Of a whole file, read for nothing else."""
+    with open_regular(path) as file:
+        return HashingReader(file).fingerprint()
+
+
 class _Tally:
     def __init__(self, max_listed: int) -> None:
         self.num_rows = 0
         self._max_listed = max_listed
+        self._bad_rows = array("Q")
         self._rows: Counter[str] = Counter()
         self._codes: Counter[ErrorCode] = Counter()
         self._first: dict[Severity, list[RowError]] = {severity: [] for severity in Severity}
@@ -93,6 +104,7 @@ class _Tally:
         self.num_rows += 1
         if isinstance(row, BadRow):
             self._note(row.error)
+            self._bad_rows.append(row.index)
         else:
             self._rows[row.endpoint.name.lower()] += 1
 
@@ -108,6 +120,7 @@ class _Tally:
             line_problems=self._problems(Severity.LINE),
             row_problems=self._problems(Severity.ROW),
             num_duplicate_ids=self._codes[ErrorCode.DUPLICATE_ID],
+            bad_rows=self._bad_rows,
         )
 
     def _note(self, error: RowError) -> None:

@@ -41,7 +41,7 @@ def rows_from(
     raw: BufferedReader, defaults: Defaults, max_line_nbytes: int = MAX_LINE_NBYTES
 ) -> Iterator[Row | BadRow]:
     """As `read_rows`; a file that is wrong as a whole ends with one `BadRow` whose line is 0."""
-    parser = _LineParser(defaults, max_line_nbytes)
+    parser = LineParser(defaults, max_line_nbytes)
     try:
         for line in read_lines(plain(raw), max_line_nbytes):
             yield parser.parse(line)
@@ -53,8 +53,10 @@ def rows_from(
         yield parser.end_badly(fault)
 
 
-class _LineParser:
-    def __init__(self, defaults: Defaults, max_line_nbytes: int) -> None:
+class LineParser:
+    """Lines of one file to rows; `parse` takes them in their order, `again` any that was parsed without a fault."""
+
+    def __init__(self, defaults: Defaults, max_line_nbytes: int = MAX_LINE_NBYTES) -> None:
         self._defaults = defaults
         self._max_line_nbytes = max_line_nbytes
         self._ids = UniqueIds()
@@ -70,13 +72,21 @@ class _LineParser:
             values = self._object(line)
             place = replace(place, id=self._id(values, line.number))
             self._ids.add(place.id, line.number, "id" if self._short else "custom_id")
-            endpoint, body = (Endpoint.SHORT, short_body(values)) if self._short else openai_body(values)
-            row = build_row(body, endpoint, place, self._defaults)
+            row = self._row(values, place)
             if row.schema is not None:
                 self._schemas.check(row.schema)
             return row
         except RowFault as fault:
             return self._bad(place, fault)
+
+    def again(self, line: Line, index: int) -> Row:
+        """Neither the id nor the schema is looked at twice."""
+        values = self._object(line)
+        return self._row(values, Place(index, line.number, self._id(values, line.number)))
+
+    def _row(self, values: dict[str, Any], place: Place) -> Row:
+        endpoint, body = (Endpoint.SHORT, short_body(values)) if self._short else openai_body(values)
+        return build_row(body, endpoint, place, self._defaults)
 
     def end_badly(self, fault: RowFault) -> BadRow:
         return self._bad(Place(self._num_rows, 0, line_id(0)), fault)

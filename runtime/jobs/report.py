@@ -11,7 +11,7 @@ from ..metrics import Metrics, quantiles
 from ..model_source import ModelSource
 from ..plan.planner import Plan
 from ..shape.layouts import ITEM_NBYTES
-from .run import JobCounts
+from .journal.state import Counts
 from .summary import (
     KV,
     Experts,
@@ -31,13 +31,13 @@ from .summary import (
 )
 
 
-def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: JobCounts, seconds: Seconds) -> RunSummary:
+def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Counts, seconds: Seconds) -> RunSummary:
     metrics, shape, streamed = loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
         command="batch",
-        rows=Rows(counts.ok + counts.failed, counts.ok, counts.failed),
-        tokens=Tokens(metrics.asked_tokens, metrics.generated_tokens),
+        rows=Rows(counts.rows, counts.ok, counts.failed),
+        tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
         model={
             "name": source.name,
             "type": shape.model_type,
@@ -54,6 +54,16 @@ def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Job
         kv=_kv(plan, loaded),
         experts=Experts(held=sum(plan.placement.held_experts), total=shape.num_experts),
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
+    )
+
+
+def summarise_rows(counts: Counts) -> RunSummary:
+    """Of a job that had been finished before: nothing was measured."""
+    return RunSummary(
+        version=version("moedge"),
+        command="batch",
+        rows=Rows(counts.rows, counts.ok, counts.failed),
+        tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
     )
 
 

@@ -1,9 +1,10 @@
-"""A job: rows in, answers out in input order, the engine kept full in between. Knows no command line."""
+"""A job's passes: rows in, answers into the journal, the engine kept full in between. Knows no command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..engine import Engine
 from ..sampling.draw import TokenLogprob as DrawnLogprob
@@ -12,18 +13,14 @@ from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from .answers import Answers
 from .codes import ErrorCode
-from .completion import Completion, FinishReason, TokenLogprob
+from .completion import Completion, FinishReason, TokenLogprob, usage
 from .encode import RowEncoder
+from .journal.journal import Journal
+from .journal.record import Done
 from .rows import BadRow, Row, RowError
-from .writer import OrderedWriter
 
-
-@dataclass(slots=True)
-class JobCounts:
-    """Rows that were answered and that failed so far."""
-
-    ok: int = 0
-    failed: int = 0
+# Rows that go into work with one record of the journal.
+_ADMITTED_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -37,30 +34,46 @@ class _OpenRow:
 
 
 class Job:
-    """Runs rows through an engine; between two passes the counts, the engine's metrics and the writer are current."""
+    """Runs rows through an engine; between two passes the engine's metrics and the journal are current."""
 
-    def __init__(self, engine: Engine, encoder: RowEncoder, answers: Answers, writer: OrderedWriter) -> None:
-        self.counts = JobCounts()
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: RowEncoder,
+        answers: Answers,
+        journal: Journal,
+        digest: Callable[[int], str],
+    ) -> None:
+        """`digest` identifies the line of a row, by the row's number."""
         self._engine = engine
         self._encoder = encoder
         self._answers = answers
-        self._writer = writer
+        self._journal = journal
+        self._digest = digest
         self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
         self._open: dict[Sequence, _OpenRow] = {}
 
-    def run(self, rows: Iterator[Row | BadRow]) -> Iterator[JobCounts]:
-        """One pass per iteration, until every row has its answer."""
-        more = True
-        while more or self._engine.busy:
-            while more and self._engine.scheduler.hungry:
-                row = next(rows, None)
-                more = row is not None
-                if row is not None:
-                    self._start(row)
-            if self._engine.busy:
-                for sequence in self._engine.step():
-                    self._finish(sequence)
-            yield self.counts
+    def run(self, waves: Iterable[Iterator[Row | BadRow]]) -> Iterator[None]:
+        """One pass per iteration, until every row has its answer; a wave is finished before the next begins."""
+        for rows in waves:
+            more = True
+            while more or self._engine.busy:
+                while more and self._engine.scheduler.hungry:
+                    more = self._admit(list(islice(rows, _ADMITTED_TOGETHER)))
+                if self._engine.busy:
+                    for sequence in self._engine.step():
+                        self._finish(sequence)
+                yield
+
+    def _admit(self, rows: list[Row | BadRow]) -> bool:
+        """Whether there may be more."""
+        runnable = [row.index for row in rows if isinstance(row, Row)]
+        if runnable:
+            # Before anything touches the row's text: whatever it does to this process, its successor knows of it.
+            self._journal.begin(runnable)
+        for row in rows:
+            self._start(row)
+        return bool(rows)
 
     def _start(self, row: Row | BadRow) -> None:
         choices = row.error if isinstance(row, BadRow) else self._encoder.encode(row)
@@ -99,12 +112,15 @@ class Job:
             _completion(each, text, self._encoder.tokenizer)
             for each, text in zip(opened.sequences, opened.texts, strict=True)
         ]
-        self._writer.add(row.index, self._answers.answer(row, completions))
-        self.counts.ok += 1
+        tokens = usage(completions, row.num_samples)
+        line = self._answers.answer(row, completions)
+        self._record(row.index, False, tokens["prompt_tokens"], tokens["completion_tokens"], line)
 
     def _fail(self, row: Row | BadRow, error: RowError) -> None:
-        self._writer.add(row.index, self._answers.failure(row, error), failed=True)
-        self.counts.failed += 1
+        self._record(row.index, True, 0, 0, self._answers.failure(row, error))
+
+    def _record(self, row: int, failed: bool, prompt_tokens: int, generated_tokens: int, line: str) -> None:
+        self._journal.done(Done(row, failed, prompt_tokens, generated_tokens, self._digest(row), line))
 
 
 def _error(broken: Sequence, row: Row) -> RowError:

@@ -35,14 +35,18 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return open_input(path)
 
 
+def zipped(raw: BufferedReader) -> bool:
+    """Told by the first bytes, not by a name."""
+    return raw.peek(2)[:2] == _GZIP_MAGIC
+
+
 def plain(raw: BufferedReader) -> Stream:
     """`raw` without its gzip layer and its byte order mark; gzip is told by its first bytes, not by a name.
 
     Raises `RowFault` for UTF-16 and UTF-32: JSON text starts with two ASCII characters, so that a NUL among
     the first four bytes tells them without a mark as well (RFC 4627, section 3).
     """
-    zipped = raw.peek(2)[:2] == _GZIP_MAGIC
-    stream: Stream = gzip.GzipFile(fileobj=raw) if zipped else raw
+    stream: Stream = gzip.GzipFile(fileobj=raw) if zipped(raw) else raw
     head = stream.peek(4)[:4]
     if head.startswith(_UTF16_BOMS) or b"\0" in head:
         raise RowFault(ErrorCode.UNSUPPORTED_ENCODING, "the file looks like UTF-16 or UTF-32; save it as UTF-8")

@@ -32,6 +32,7 @@ class StreamedWeights:
         self.head_shard = self._hold(store.head) if store.head else None
         self._not_counted = 0
         self._streams: list[ShardStream[torch.Tensor]] = []
+        self._lanes: list[ReaderLane] = []
         dense = [places.dense for places in store.layers[placement.held_dense :] if places.dense is not None]
         self._dense = self._open_stream(dense, placement.dense_ring)
         experts = [
@@ -47,6 +48,16 @@ class StreamedWeights:
     def nbytes_streamed(self) -> int:
         """Bytes that came from the disk during passes so far."""
         return sum(stream.nbytes_arrived for stream in self._streams) - self._not_counted
+
+    @property
+    def nbytes_moved(self) -> int:
+        """Grows with every chunk that a reader brings, also of shards that are not whole yet."""
+        return sum(lane.nbytes_moved for lane in self._lanes)
+
+    def fail(self, cause: BaseException) -> None:
+        """Whoever waits for bytes gets StreamBroken from `cause`."""
+        for lane in self._lanes:
+            lane.fail(cause)
 
     def start_counting(self) -> None:
         """Forgets the bytes of passes so far."""
@@ -97,6 +108,7 @@ class StreamedWeights:
         lane = ReaderLane(sources, memory.numpy().data)
         stream = ShardStream(lane, Ring(ring_nbytes), memory, [_shard(place) for place in places])
         self._streams.append(stream)
+        self._lanes.append(lane)
         return stream
 
 

@@ -2,7 +2,11 @@
 
 import io
 import json
+import sys
 from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,3 +63,75 @@ def short() -> Callable[..., Any]:
         return read_object(line)
 
     return make
+
+
+def load(name: str) -> ModuleType:
+    """A module beside the tests, which cannot import each other."""
+    return load_path(Path(__file__).parent / f"{name}.py")
+
+
+def load_path(path: Path) -> ModuleType:
+    name = path.stem
+    if name not in sys.modules:
+        spec = util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def load_file() -> Callable[[Path], ModuleType]:
+    return load_path
+
+
+@pytest.fixture(scope="session")
+def fake() -> ModuleType:
+    """A batch job without a model: see fake_engine.py."""
+    return load("fake_engine")
+
+
+@pytest.fixture(scope="session")
+def disk_faults() -> ModuleType:
+    return load("disk_faults")
+
+
+@pytest.fixture
+def job(fake: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """`job(hook=None, **request)` runs a batch job over `in.jsonl` with the fake engine, in this process."""
+
+    def run(hook: Callable[[Any], None] | None = None, **changes: Any) -> Any:
+        from moedge.runtime.jobs.request import BatchRequest
+
+        fake.install(lambda: fake.FakeEngine(hook), monkeypatch.setattr)
+        request = {"model": "fake", "input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl", **changes}
+        return fake.run(BatchRequest(**request))
+
+    return run
+
+
+@pytest.fixture
+def rows_in(tmp_path: Path) -> Callable[[int], Path]:
+    """`rows_in(20)` writes that many short rows, the third of which fails, to `in.jsonl`."""
+
+    def write(count: int) -> Path:
+        path = tmp_path / "in.jsonl"
+        with path.open("w") as file:
+            for row in range(count):
+                extra = {"tools": [1]} if row == 2 else {}
+                line = {"id": f"r{row}", "prompt": f"row {row}", "max_tokens": 1 + row % 7, **extra}
+                file.write(json.dumps(line) + "\n")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Callable[[], dict[str, bytes]]:
+    """The two output files as they are, by name; absent ones are left out."""
+
+    def read() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.glob("out*.jsonl")}
+
+    return read

@@ -24,7 +24,12 @@ def test_every_line_that_is_not_blank_comes_once_with_its_number(lines: list[byt
         for number, line in enumerate(lines, 1)
         if len(line) > LIMIT or line.strip(b" \t\r")
     ]
-    assert lines_of(end.join(lines) + (end if ended else b"")) == expected
+    data = end.join(lines) + (end if ended else b"")
+    found = lines_of(data)
+    assert [(line.number, line.content) for line in found] == expected
+    for line in found:
+        assert data[line.offset :].startswith(lines[line.number - 1])
+        assert data[: line.offset].count(b"\n") == line.number - 1
 
 
 def test_i7_only_newlines_split() -> None:
@@ -33,7 +38,11 @@ def test_i7_only_newlines_split() -> None:
 
 
 def test_i8_a_line_over_the_limit_costs_its_own_place_only() -> None:
-    assert lines_of(b"a\n" + b"x" * 3_000_000 + b"\nb") == [(1, b"a"), (2, None), (3, b"b")]
+    assert lines_of(b"a\n" + b"x" * 3_000_000 + b"\nb") == [
+        (1, 0, b"a"),
+        (2, 2, None),
+        (3, 3_000_003, b"b"),
+    ]
 
 
 def test_i8_the_limit_itself_fits_with_either_line_end() -> None:
@@ -65,5 +74,5 @@ def test_i8_a_line_without_end_takes_no_more_memory_than_twice_the_limit() -> No
     lines = list(read_lines(stream, limit))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert lines == [(1, None)]
+    assert lines == [(1, 0, None)]
     assert peak < 2 * limit + (1 << 20)

@@ -1,0 +1,131 @@
+"""`moedge jobs`: which jobs there are, how far they are, and going on with them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options
+
+app = typer.Typer(help="Jobs: which there are, how far they are, and going on with them.", no_args_is_help=True)
+JOB = Annotated[str, typer.Argument(metavar="JOB", help="Its id or the beginning of it, its folder, or its output.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.")]
+
+
+@app.command()
+def ls(as_json: JSON = False) -> None:
+    """List jobs that were begun here or by you, with what is done of them."""
+    from ..runtime.jobs.journal.errors import BadJournal, OtherVersion
+    from ..runtime.jobs.registry import jobs
+    from ..runtime.jobs.status import JobStatus
+
+    for folder in jobs():
+        try:
+            status = JobStatus.read(folder)
+        except (BadJournal, OtherVersion) as error:
+            print(f"{'unreadable':32}  {folder.path}: {error}", file=sys.stderr)
+            continue
+        if as_json:
+            print(json.dumps(status.batch_object()))
+            continue
+        counts = status.state.counts
+        rows = f"{counts.rows:,}/{status.state.num_rows:,} rows"
+        print(f"{status.job_id}  {status.standing:11}  {rows:>20}  {counts.failed:>7,} failed  {status.output}")
+
+
+@app.command()
+def show(job: JOB, as_json: JSON = False) -> None:
+    """Show how a job stands and what it was begun with."""
+    from ..runtime.jobs.registry import find_job
+    from ..runtime.jobs.status import JobStatus
+
+    status = JobStatus.read(find_job(job))
+    if as_json:
+        print(json.dumps(status.batch_object(), indent=2))
+        return
+    counts, opened = status.state.counts, status.state.opened
+    lines = {
+        "job": f"{status.job_id}, {status.standing}" + (f": {status.reason}" if status.reason else ""),
+        "rows": f"{counts.ok:,} answered, {counts.failed:,} failed, {status.state.num_rows - counts.rows:,} to do",
+        "tokens": f"{counts.generated_tokens:,} generated, {counts.prompt_tokens:,} prompt",
+        "model": opened["request"]["model"],
+        "input": opened["request"]["input"],
+        "output": status.output,
+        "folder": status.folder.path,
+        **opened["identity"],
+    }
+    for label, text in lines.items():
+        print(f"{label:20} {text}")
+
+
+@app.command()
+def resume(
+    job: JOB,
+    failed: Annotated[bool, typer.Option("--failed", help="Run the rows that failed once more.")] = False,
+    ram: options.RAM = "auto",
+    disk: options.DISK = "auto",
+    disk_dir: options.DISK_DIR = None,
+    until: options.UNTIL = None,
+    max_rows: options.MAX_ROWS = None,
+    max_failures: options.MAX_FAILURES = None,
+    accept_drift: options.ACCEPT_DRIFT = None,
+    summary: options.SUMMARY = None,
+    progress: options.PROGRESS = options.Progress.AUTO,
+    output_format: options.FORMAT = options.Format.HUMAN,
+    quiet: options.QUIET = False,
+) -> None:
+    """Go on with a job, as its first command would, under the budgets given here."""
+    from ..runtime.jobs.journal.state import read_state
+    from ..runtime.jobs.limits import Limits
+    from ..runtime.jobs.registry import find_job
+    from ..runtime.jobs.request import GoOn, resumed
+    from ..runtime.plan.budgets import Budgets
+    from .job_view import JobView
+
+    folder = find_job(job)
+    request = resumed(
+        read_state(folder.journal).opened,
+        folder.input,
+        Budgets(ram, disk, disk_dir),
+        Limits(until, max_rows, max_failures),
+        GoOn(failed=failed, drift=tuple(accept_drift or ())),
+    )
+    raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+
+
+@app.command()
+def cancel(job: JOB) -> None:
+    """Stop a job after its pass, and have its command refused until you resume it. What is finished is kept."""
+    from ..runtime.jobs.control import cancel as cancel_job
+    from ..runtime.jobs.registry import find_job
+
+    folder = find_job(job)
+    print(f"{folder.path}: {cancel_job(folder)}")
+
+
+@app.command()
+def export(
+    job: JOB,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to; the output's name with .partial.jsonl by default.")
+    ] = None,
+) -> None:
+    """Write every row that is finished now, answered or failed, also while the job runs."""
+    from ..runtime.jobs.control import export_now
+    from ..runtime.jobs.registry import find_job
+
+    print(export_now(find_job(job), output))
+
+
+@app.command()
+def repair(job: JOB) -> None:
+    """Make a damaged journal usable: whole answers are kept, the other rows are computed again."""
+    from ..runtime.jobs.control import repair_journal
+    from ..runtime.jobs.registry import find_job
+
+    repaired = repair_journal(find_job(job))
+    print(f"kept {repaired.rows:,} answers, lost {repaired.lost:,} records; the old journal is {repaired.damaged}")

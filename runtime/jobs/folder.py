@@ -1,0 +1,156 @@
+"""A job's folder beside its output: the journal, what belongs to it, and the lock that one process at a time holds."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from .refusals import JobInUse, OutputRefused
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """`OUT`'s stem + `.job`; every file in it may be read by hand, none may be edited."""
+
+    ALIVE: ClassVar[str] = "alive.*"
+    path: Path
+
+    def alive(self, pid: int) -> Path:
+        """There while a process has rows in work; a process that ends in any way but a kill takes it away."""
+        return self.path / self.ALIVE.replace("*", str(pid))
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def ballast(self) -> Path:
+        return self.path / "ballast"
+
+    @property
+    def input(self) -> Path:
+        """Rows that came through a pipe."""
+        return self.path / "input"
+
+    @property
+    def trace(self) -> Path:
+        """Where the interpreter leaves a trace when a fatal signal ends it."""
+        return self.path / "fatal"
+
+    @property
+    def stacks(self) -> Path:
+        """Where every thread stood when a run stood still or its bytes stopped."""
+        return self.path / "stacks"
+
+    @property
+    def cancel(self) -> Path:
+        """Exists while somebody asks the running process to stop."""
+        return self.path / "cancel"
+
+    def unfinished(self, name: str) -> Path:
+        """Where an output file grows until it gets its name."""
+        return self.path / f"{name}.tmp"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def begun(self) -> bool:
+        return self.journal.is_file()
+
+    def make(self) -> None:
+        """Raises OutputRefused where it cannot be."""
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            # Gone or made again by another process that begins here: whoever opens the lock sees that.
+            if os.path.lexists(self.path) and not self.path.is_dir():
+                raise OutputRefused(f"{self.path} is a file, wanted a folder; choose another output name") from None
+        except OSError as error:
+            raise OutputRefused(
+                f"{self.path} cannot be made ({error.strerror}); choose another output name, or move away what is there"
+            ) from None
+        if self.path.is_symlink():
+            raise OutputRefused(f"{self.path} is a link; a job's folder must be its own. Choose another output name")
+
+    def remove_unbegun(self) -> None:
+        """Removes the folder of a job that was refused before its first record."""
+        if not self.begun:
+            for file in (self.lock, self.input):
+                file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.rmdir()
+
+
+class JobLock:
+    """Held from construction to `close`; the kernel drops it with the process, so none goes stale."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        """Raises JobInUse, naming who has it."""
+        while (descriptor := _open_lock(folder)) is None:
+            pass
+        self._descriptor = descriptor
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(_this_process()).encode(), 0)
+        except OSError as error:
+            self.close()
+            raise OutputRefused(
+                f"{folder.lock} cannot be written ({error.strerror}); make room or look after the disk"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _open_lock(folder: JobFolder) -> int | None:
+    """The descriptor that holds the lock; None where the folder went away meanwhile, as that of a refused job does."""
+    folder.make()
+    try:
+        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder.lock)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    except BlockingIOError:
+        holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise JobInUse(
+            f"{folder.path} is in use by another process ({holder or 'just started'}); wait until it has ended, "
+            "or stop it with `moedge jobs cancel`"
+        ) from None
+    os.close(descriptor)
+    return None
+
+
+def is_locked(folder: JobFolder) -> bool:
+    """Whether a process works on the job right now."""
+    try:
+        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _this_process() -> dict[str, str | int]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}

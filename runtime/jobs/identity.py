@@ -1,0 +1,92 @@
+"""What a job's answers depend on, and how a new start differs from the one that began it.
+
+Budgets, tokens per pass, sequences together, the place of the model and of its store are not in it: they change speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...offload.store.manifest import MANIFEST, read_manifest
+from ..fingerprint import model_fingerprint
+from ..model_source import ModelSource
+from ..plan.planner import Plan, Settings
+from .refusals import JobMismatch
+from .rows import Defaults
+
+# Settings whose "auto" is resolved once, when the job begins.
+RESOLVED = ("dtype", "quant", "kv", "deterministic")
+_TEXT_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+_LIBRARIES = ("moedge", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`facts` by name, flat, as the journal's first record keeps them."""
+
+    facts: Mapping[str, Any]
+
+    def refuse_other(self, opened: Mapping[str, Any], settings: Settings, accepted: Collection[str] = ()) -> None:
+        """Raises JobMismatch, naming every difference to a job that was begun, less those accepted."""
+        recorded = opened["identity"]
+        found = {**self.facts, **_wished(settings, recorded)}
+        different = [name for name in recorded if name not in accepted and found.get(name) != recorded[name]]
+        if different:
+            lines = "\n".join(f"  {name}: was {recorded[name]}, is {found.get(name)}" for name in different)
+            raise JobMismatch(
+                f"this output belongs to job {opened['id']}, which was begun with something else:\n{lines}\nGive what "
+                f"it was begun with, choose another output, or go on all the same with --accept-drift {different[0]}"
+            )
+
+
+def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity:
+    """Reads headers and small files of the model, no weights."""
+    facts: dict[str, Any] = {
+        "model": _model(source),
+        "tokenizer": _text(source.folder),
+        "versions": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),
+        "lenient": lenient,
+    }
+    for name, value in asdict(defaults).items():
+        facts[name] = list(value) if isinstance(value, tuple) else value
+    return Identity(facts)
+
+
+def resolved(plan: Plan) -> dict[str, Any]:
+    """What "auto" became, and what decides answers besides."""
+    return {name: getattr(plan, name) for name in RESOLVED}
+
+
+def settle(settings: Settings, opened: Mapping[str, Any]) -> Settings:
+    """Settings that resolve nothing again."""
+    return replace(settings, **{name: opened["identity"][name] for name in RESOLVED})
+
+
+def _wished(settings: Settings, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """What the settings come to for this job: "auto" is what it became then."""
+    wished = {name: getattr(settings, name) for name in RESOLVED}
+    return {name: recorded[name] if value == "auto" else value for name, value in wished.items()}
+
+
+def _model(source: ModelSource) -> str:
+    """The same for a checkpoint and for a store that was made of it."""
+    if source.store is not None:
+        return read_manifest(source.store / MANIFEST).fingerprint
+    return model_fingerprint(source.folder)
+
+
+def _text(folder: Path) -> str:
+    digest = sha256()
+    for name in _TEXT_FILES:
+        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        digest.update(f"{name}:{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+"""One record of a journal: a line of ASCII JSON behind a CRC32 that also covers the record before it.
+
+`0a1b2c3d {"kind":"begin","synced":4096,"rows":[7,8]}`. Because of the chain a record that was dropped or moved is
+seen as well as a damaged one. `synced` says up to which byte the journal was known to be on disk when the record was
+written: damage before that is corruption, damage after it the torn tail of a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+VERSION = 1
+# What precedes a record's JSON: eight hex digits and a blank.
+HEAD_NBYTES = 9
+_DONE = re.compile(
+    rb'\{"kind":"done","synced":\d+,"row":(\d+),"failed":(true|false),"tokens":\[(\d+),(\d+)\],'
+    rb'"input":"([0-9a-f]{16})","answer":'
+)
+
+
+class Kind(StrEnum):
+    """`open` is the first record; `start` and `stop` frame each process that worked on the job."""
+
+    OPEN = "open"
+    START = "start"
+    BEGIN = "begin"
+    DONE = "done"
+    STOP = "stop"
+    RETRY = "retry"
+    EXPORT = "export"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One row's answer: `line` is what the output file gets, `input` the digest of the row's line."""
+
+    row: int
+    failed: bool
+    prompt_tokens: int
+    generated_tokens: int
+    input: str
+    line: str
+
+
+def encode(kind: Kind, synced: int, content: Mapping[str, Any]) -> bytes:
+    """A record's JSON. Raises ValueError for NaN and infinities."""
+    fields = {"kind": kind, "synced": synced, **content}
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def encode_done(done: Done, synced: int) -> bytes:
+    """As `encode`; the answer goes in as the bytes that will come out, never through a parser."""
+    failed = "true" if done.failed else "false"
+    return (
+        f'{{"kind":"done","synced":{synced},"row":{done.row},"failed":{failed},'
+        f'"tokens":[{done.prompt_tokens},{done.generated_tokens}],"input":"{done.input}","answer":{done.line}}}'
+    ).encode("ascii")
+
+
+def decode_done(payload: bytes) -> Done | None:
+    """The answer in a record's JSON; None for a record of another kind."""
+    match = _DONE.match(payload)
+    if match is None:
+        return None
+    row, failed, prompt, generated, digest = match.groups()
+    line = payload[match.end() : -1].decode("ascii")
+    return Done(int(row), failed == b"true", int(prompt), int(generated), digest.decode(), line)
+
+
+def chained(payload: bytes, previous: int) -> int:
+    """The CRC32 of a record whose predecessor has `previous`."""
+    return zlib.crc32(payload, previous)
+
+
+def frame(payload: bytes, previous: int) -> bytes:
+    """The record's line in the file."""
+    return b"%08x %b\n" % (chained(payload, previous), payload)
+
+
+def printed_crc(line: bytes) -> int | None:
+    """What a line gives as its own CRC32; None where it gives none."""
+    head = line[:HEAD_NBYTES]
+    if len(head) < HEAD_NBYTES or head[-1:] != b" ":
+        return None
+    try:
+        return int(head[:-1], 16) if head[:-1].isalnum() else None
+    except ValueError:
+        return None
+
+
+def unframe(line: bytes, previous: int) -> bytes | None:
+    """The JSON of a whole, undamaged line whose predecessor has the CRC32 `previous`; else None."""
+    crc = printed_crc(line)
+    if crc is None or not line.endswith(b"\n"):
+        return None
+    payload = line[HEAD_NBYTES:-1]
+    return payload if chained(payload, previous) == crc else None

@@ -1,0 +1,82 @@
+"""Saves what is whole in a damaged journal; rows whose answer is not whole are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ....offload.store.durable import TEMPORARY_SUFFIX, NewFile, rename
+from .errors import BadJournal
+from .record import decode_done, frame, printed_crc
+from .scan import salvage
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """Rows whose answers were kept, lines of the journal that were not whole, and where the damaged journal is now."""
+
+    rows: int
+    lost: int
+    damaged: Path
+
+
+def repair(path: Path) -> Repaired:
+    """Writes the journal anew from its sound records; the caller has the job's lock.
+
+    Only the first record and each row's last answer are kept: what processes did to each other is over. Raises
+    BadJournal where the first record is not sound, because then nobody knows what was asked.
+    """
+    with path.open("rb") as file:
+        lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
+        last = _last_answers(file)
+        new = _new_file(path)
+        try:
+            _write(new, _kept(file, last))
+            damaged = path.with_suffix(".damaged")
+            rename(path, damaged)
+            new.publish()
+        except BaseException:
+            new.discard()
+            raise
+    return Repaired(len(last), lost, damaged)
+
+
+def _last_answers(file: BinaryIO) -> dict[int, int]:
+    """Row to the number of the sound record that answers it last. Checks the first record."""
+    last: dict[int, int] = {}
+    for number, payload in enumerate(salvage(file)):
+        if number == 0 and not payload.startswith(b'{"kind":"open"'):
+            break
+        if (done := decode_done(payload)) is not None:
+            last[done.row] = number
+    else:
+        return last
+    raise BadJournal("the first record is damaged, which says what the job is; begin it anew")
+
+
+def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:
+    for number, payload in enumerate(salvage(file)):
+        done = decode_done(payload)
+        if number == 0 or (done is not None and last[done.row] == number):
+            yield payload
+
+
+def _write(new: NewFile, payloads: Iterator[bytes]) -> None:
+    offset = crc = 0
+    for payload in payloads:
+        # Offsets of the old file mean nothing in the new one, which is on disk as a whole.
+        line = frame(_unsynced(payload), crc)
+        new.write_at(offset, memoryview(line))
+        offset, crc = offset + len(line), printed_crc(line) or 0
+
+
+def _unsynced(payload: bytes) -> bytes:
+    head, _, rest = payload.partition(b'"synced":')
+    return head + b'"synced":0' + rest.lstrip(b"0123456789")
+
+
+def _new_file(path: Path) -> NewFile:
+    path.with_name(f".{path.name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
+    return NewFile(path)

@@ -1,0 +1,165 @@
+"""What the records of a journal add up to: which rows have answers and where, and which rows are under suspicion.
+
+Applies records one by one, read or just written: both ways give the same state.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import BadJournal, OtherVersion
+from .record import VERSION, Done, Kind, decode_done
+from .scan import JournalScan
+from .suspicion import Ending, Suspicion
+
+
+@dataclass(slots=True)
+class Counts:
+    """Rows that have answers and rows that have errors, and the tokens that both took."""
+
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.ok + self.failed
+
+    def add(self, done: Done, times: int = 1) -> None:
+        self.ok += times * (not done.failed)
+        self.failed += times * done.failed
+        self.prompt_tokens += times * done.prompt_tokens
+        self.generated_tokens += times * done.generated_tokens
+
+
+def replay(file: BinaryIO) -> tuple[JobState, JournalScan]:
+    """The state that a journal's sound records come to. Raises BadJournal, OtherVersion."""
+    state, scan = JobState(), JournalScan(file)
+    for entry in scan:
+        state.apply(entry.offset, entry.payload)
+    return state, scan
+
+
+def read_state(path: Path) -> JobState:
+    """Of a journal that somebody may be writing: up to the last whole record."""
+    with path.open("rb") as file:
+        state, _ = replay(file)
+    if not state.opened:
+        raise BadJournal(f"{path} is no journal, or its first record is damaged")
+    return state
+
+
+class JobState:
+    """`opened` is the first record. Eight bytes a row: where its answer stands in the journal, 0 for nowhere."""
+
+    def __init__(self) -> None:
+        self.opened: Mapping[str, Any] = {}
+        self.counts = Counts()
+        self.suspects: dict[int, Suspicion] = {}
+        self.started: Mapping[str, Any] | None = None
+        self.stopped: Mapping[str, Any] | None = None
+        self.exported: Mapping[str, Any] | None = None
+        self.export_is_current = False
+        self.cancelled: Mapping[str, Any] | None = None
+        self._begun: set[int] = set()
+        self._offsets = array("Q")
+        self._failed: set[int] = set()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def running(self) -> bool:
+        """Whether the last process said that it started, and has not said that it stopped."""
+        return self.started is not None and self.stopped is None
+
+    @property
+    def finished(self) -> bool:
+        return self.counts.rows == self.num_rows
+
+    @property
+    def failed_rows(self) -> list[int]:
+        return sorted(self._failed)
+
+    def pending(self) -> Iterator[int]:
+        """Rows without an answer, in the order of the input."""
+        return (row for row, offset in enumerate(self._offsets) if not offset)
+
+    def answered(self) -> Iterator[tuple[int, int]]:
+        """(row, where its record begins) of every row that has an answer or an error, in the order of the input."""
+        return ((row, offset) for row, offset in enumerate(self._offsets) if offset)
+
+    def is_pending(self, row: int) -> bool:
+        return not self._offsets[row]
+
+    def apply(self, offset: int, payload: bytes) -> None:
+        """Raises BadJournal for a record that cannot follow those before it."""
+        if (done := decode_done(payload)) is not None:
+            self._done(offset, done)
+            return
+        record = json.loads(payload)
+        kind = record.get("kind")
+        if (kind == Kind.OPEN) is bool(self.opened):
+            raise BadJournal(f"a record of kind {kind!r} stands at byte {offset} of the journal, where none belongs")
+        if kind == Kind.OPEN:
+            self._open(record)
+        elif kind == Kind.START:
+            self._start(record)
+        elif kind == Kind.BEGIN:
+            self._begun.update(record["rows"])
+        elif kind == Kind.STOP:
+            self.stopped = record
+            self._begun.clear()
+        elif kind == Kind.RETRY:
+            self._retry(record["rows"])
+        elif kind == Kind.EXPORT:
+            self.exported, self.export_is_current = record, True
+        elif kind == Kind.CANCEL:
+            self.cancelled = record
+        else:
+            raise OtherVersion(f"the journal has a record of kind {kind!r}, which this version does not know")
+
+    def _open(self, record: Mapping[str, Any]) -> None:
+        if record.get("version") != VERSION:
+            raise OtherVersion(
+                f"the journal has version {record.get('version')}, this moedge writes {VERSION}; "
+                "continue the job with the moedge that began it"
+            )
+        self.opened = record
+        self._offsets = array("Q", bytes(8 * record["num_rows"]))
+
+    def _start(self, record: Mapping[str, Any]) -> None:
+        """A process that begins learns here how the last one ended, and whom to suspect for it."""
+        ending = Ending(record["ending"])
+        if ending is Ending.CRASH:
+            for row in self._begun:
+                self.suspects.setdefault(row, Suspicion()).count()
+        self._begun.clear()
+        self.started, self.stopped, self.cancelled = record, None, None
+
+    def _done(self, offset: int, done: Done) -> None:
+        if done.row >= len(self._offsets) or self._offsets[done.row]:
+            raise BadJournal(f"row {done.row} has a second answer at byte {offset} of the journal")
+        self._offsets[done.row] = offset
+        self.export_is_current = False
+        if done.failed:
+            self._failed.add(done.row)
+        self.counts.add(done)
+        self._begun.discard(done.row)
+        self.suspects.pop(done.row, None)
+
+    def _retry(self, rows: list[int]) -> None:
+        """Rows that failed are open again; their tokens were spent all the same."""
+        for row in rows:
+            if row not in self._failed:
+                raise BadJournal(f"row {row} is retried, and it has not failed")
+            self._offsets[row] = 0
+            self._failed.discard(row)
+        self.counts.failed -= len(rows)

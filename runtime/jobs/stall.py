@@ -1,0 +1,97 @@
+"""A watchdog around a job's passes: a run that stands still, or whose bytes stop coming, ends resumable."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from ...offload.stream.lane import StreamBroken
+from ...offload.stream.watchdog import LIMIT_SECONDS, Watchdog
+
+# How long the passes have to notice that their bytes will not come; after that nobody is left to end the process.
+GRACE_SECONDS = 0.8
+# Of a stop by the watchdog; the same as of any other stop that is not the user's fault and can be gone on with.
+STALLED_EXIT_CODE = 75
+
+
+class Stalled(Exception):
+    """The run stood still; nothing that was confirmed is lost."""
+
+
+class Weights(Protocol):
+    """Where weights come from during passes."""
+
+    @property
+    def nbytes_moved(self) -> int:
+        """Grows while bytes move."""
+        ...
+
+    def fail(self, cause: BaseException) -> None:
+        """Everyone who waits for bytes gets an error from now on."""
+        ...
+
+
+class StallGuard:
+    """While entered, passes are watched. `reason` is set once they stood still; then they are made to end."""
+
+    def __init__(
+        self,
+        work: Callable[[], int],
+        weights: Weights | None,
+        stacks: Path,
+        limit_seconds: float = LIMIT_SECONDS,
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`stacks` is the file that says where every thread stood."""
+        self.reason: str | None = None
+        self._weights = weights
+        self._stacks = stacks
+        self._end_process = end_process
+        self._left = threading.Event()
+        moved = (lambda: 0) if weights is None else (lambda: weights.nbytes_moved)
+        self._watchdog = Watchdog(work, moved, self._stop, limit_seconds, dump=self._dump)
+
+    def __enter__(self) -> StallGuard:
+        self._stacks.unlink(missing_ok=True)
+        self._watchdog.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._left.set()
+        self._watchdog.__exit__(kind, error, None)
+        if self.reason is not None:
+            raise Stalled(f"{self.reason}; {self._stacks} says where each thread stood") from error
+
+    def watched(self, passes: Iterator[None]) -> Iterator[None]:
+        """The passes; what breaks the stream of weights is kept with where all threads stood."""
+        try:
+            yield from passes
+        except StreamBroken as error:
+            self._record(error)
+            raise
+
+    def _record(self, error: BaseException) -> None:
+        if self.reason is None:
+            self._dump()
+        with self._stacks.open("a") as file:
+            file.write("\n" + "".join(traceback.format_exception(error)))
+
+    def _dump(self) -> None:
+        with self._stacks.open("w") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+
+    def _stop(self, reason: str) -> None:
+        """On the watching thread."""
+        self.reason = reason
+        if self._weights is not None:
+            self._weights.fail(TimeoutError(reason))
+        if not self._left.wait(GRACE_SECONDS):
+            # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
+            print(f"moedge: {reason}; {self._stacks} says where each thread stood", file=sys.__stderr__, flush=True)
+            self._end_process(STALLED_EXIT_CODE)

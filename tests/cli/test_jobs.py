@@ -1,0 +1,226 @@
+"""Jobs on the command line: stopping, going on, events. Cases J1 and J12 of the failure table, and a dying disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from moedge.runtime.jobs.journal.state import read_state
+
+Rows = list[dict[str, Any]]
+Cli = Callable[..., int]
+SCHEMA = json.loads(files("moedge.cli").joinpath("events.schema.json").read_text())
+
+
+@pytest.fixture
+def source(rows_file: Callable[[Path, Rows], Path], tmp_path: Path) -> Path:
+    """Twelve rows, the last of which fails."""
+    rows: Rows = [{"id": str(i), "prompt": f"row {i}", "max_tokens": 4 + i, "ignore_eos": True} for i in range(11)]
+    return rows_file(tmp_path / "in.jsonl", [*rows, {"id": "odd", "prompt": "x", "tools": [1]}])
+
+
+@pytest.fixture
+def batch(checkpoint: Callable[[str], Path], source: Path, tmp_path: Path) -> list[object]:
+    return ["batch", checkpoint("llama"), source, "-o", tmp_path / "out.jsonl"]
+
+
+def events(text: str) -> Rows:
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    found = [json.loads(line) for line in text.splitlines()]
+    for event in found:
+        validator.validate(event)
+    return found
+
+
+def test_the_same_command_goes_on_and_jobs_tell_of_it(
+    batch: list[object], cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert cli(*batch, "--max-rows", 4, "--tokens-per-pass", 64) == 75
+    assert "the same command goes on" in capsys.readouterr().err
+    assert cli("jobs", "ls") == 0
+    listed = capsys.readouterr().out
+    assert "stopped" in listed
+    assert "4/12 rows" in listed
+    job_id = listed.split()[0]
+    assert cli("jobs", "show", job_id) == 0
+    assert "4 answered, 0 failed, 8 to do" in capsys.readouterr().out
+    assert cli("jobs", "export", job_id[:5], "-o", tmp_path / "now.jsonl") == 0
+    assert len((tmp_path / "now.jsonl").read_text().splitlines()) == 4
+    capsys.readouterr()
+    assert cli("jobs", "cancel", job_id) == 0
+    assert cli(*batch) == 2
+    assert "was cancelled" in capsys.readouterr().err
+    assert cli("jobs", "resume", job_id, "--max-rows", 1, "-q") == 75
+    assert cli(*batch, "--ram", "3GiB", "--max-sequences", 3) == 3
+    assert "going on with job" in capsys.readouterr().err
+    assert cli("jobs", "resume", job_id, "--failed", "-q") == 3
+    assert cli(*batch) == 3
+    assert "11 answers are in" in capsys.readouterr().err
+    assert cli(*batch, "--max-tokens", 9) == 2
+    assert "max_tokens: was 256, is 9" in capsys.readouterr().err
+    assert cli("jobs", "show", tmp_path / "out.jsonl", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "completed"
+    assert cli("jobs", "repair", job_id) == 0
+    assert cli("jobs", "show", "nothing") == 2
+
+
+def test_events_fit_their_schema_and_the_page_names_every_key(
+    batch: list[object], cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedge.cli.progress.EVENT_INTERVAL_S", 0.0)
+    assert cli(*batch, "--format", "json", "--max-rows", 2) == 75
+    first = capsys.readouterr()
+    assert first.err == ""
+    assert cli(*batch, "--format", "json") == 3
+    second = events(capsys.readouterr().out)
+    assert cli(*batch, "--format", "json") == 3
+    third = events(capsys.readouterr().out)
+    names = [event["event"] for event in (*events(first.out), *second)]
+    assert [name for name in names if name != "progress"] == [
+        "job", "loaded", "stopped", "job", "loaded", "finished",
+    ]  # fmt: skip
+    assert [event["event"] for event in third] == ["finished"]
+    progress = [event for event in second if event["event"] == "progress"]
+    assert progress
+    assert [event["done"] for event in progress] == sorted(event["done"] for event in progress)
+    page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+    for kind in SCHEMA["oneOf"]:
+        for key in kind["required"]:
+            assert f"`{key}`" in page, key
+
+
+def start(batch: list[object], *options: object, **keywords: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "moedge.cli", *map(str, batch), *map(str, options)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **keywords)
+
+
+def until_passes(process: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("loaded"):
+            break
+    journal = tmp_path / "out.job" / "journal"
+    while b'"begin"' not in journal.read_bytes():
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def endless(batch: list[object], rows_file: Callable[[Path, Rows], Path]) -> list[object]:
+    """A job of thousands of passes."""
+    rows: Rows = [{"id": str(i), "prompt": "x", "max_tokens": 400, "ignore_eos": True} for i in range(60)]
+    rows_file(Path(str(batch[2])), rows)
+    return [*batch, "--max-sequences", 1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_j12_a_second_signal_leaves_at_once_and_the_job_goes_on(
+    number: signal.Signals, code: int, endless: list[object], tmp_path: Path
+) -> None:
+    with start(endless) as process:
+        until_passes(process, tmp_path)
+        os.kill(process.pid, number)
+        os.kill(process.pid, number)
+        process.communicate()
+    assert process.returncode == code
+    assert not (tmp_path / "out.jsonl").exists()
+    with start(endless, "--max-rows", 1) as process:
+        said = process.communicate()[1]
+    assert process.returncode == 75
+    assert "going on with job" in said
+
+
+def test_j12_a_signal_before_the_passes_stops_at_once_and_leaves_nothing(endless: list[object], tmp_path: Path) -> None:
+    with start(endless) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        os.kill(process.pid, signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == 143
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_j12_nohup_stays_in_force_and_a_closed_terminal_ends_no_job(batch: list[object], tmp_path: Path) -> None:
+    """SIGHUP was ignored when it began, and whoever read its messages is gone: SIGPIPE."""
+    with start(batch, "--progress", "bar", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.stderr.close()
+        os.kill(process.pid, signal.SIGHUP)
+        process.wait()
+    assert process.returncode == 3
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 11
+
+
+DYING_DISK = """
+import sys, threading
+from dataclasses import replace
+from moedge.cli.main import main
+from moedge.offload.stream.source import DirectFile
+from moedge.runtime.jobs import batch_run
+from moedge.runtime.jobs.batch_run import BatchRun
+from moedge.runtime.jobs.stall import StallGuard
+from moedge.runtime.plan.placement import minimum
+from moedge.runtime.shape.shards import model_shards
+
+def broken(): raise OSError(5, "Input/output error")
+def ended(): raise SystemExit
+def stuck(): threading.Event().wait()
+
+spoil, read, passes, dying = globals()[sys.argv.pop(1)], DirectFile.read, BatchRun.passes, []
+
+def dying_read(*arguments):
+    if dying:
+        spoil()
+    read(*arguments)
+
+def three_passes_and_more(run):
+    for index, _ in enumerate(passes(run)):
+        if index == 2:
+            dying.append(True)
+        yield
+
+def streaming(shape, *arguments, make_plan=batch_run.make_plan):
+    plan = make_plan(shape, *arguments)
+    return replace(plan, placement=minimum(model_shards(shape, plan.quant, plan.dtype)))
+
+batch_run.make_plan = streaming
+DirectFile.read, BatchRun.passes = dying_read, three_passes_and_more
+StallGuard.__init__.__defaults__ = (0.5, *StallGuard.__init__.__defaults__[1:])
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "cause", "where"),
+    [
+        ("broken", 8, "Input/output error", "StreamBroken"),
+        ("ended", 8, "SystemExit", "StreamBroken"),
+        ("stuck", 75, "nothing was computed and no byte moved", "reader_lane.py"),
+    ],
+)
+def test_a_disk_that_dies_stops_the_job_resumable_with_its_cause(
+    spoil: str, code: int, cause: str, where: str, batch: list[object], cli: Cli, tmp_path: Path
+) -> None:
+    """Under a model whose every weight but the head is read from disk in every pass."""
+    dying = [sys.executable, "-c", DYING_DISK, spoil, *map(str, batch), "--disk-dir", str(tmp_path / "stores"), "-q"]
+    stopped = subprocess.run(dying, check=False, capture_output=True, text=True)
+    assert stopped.returncode == code, stopped.stderr
+    assert cause in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    stacks = (tmp_path / "out.job" / "stacks").read_text()
+    assert where in stacks
+    assert "most recent call first" in stacks
+    state = read_state(tmp_path / "out.job" / "journal")
+    assert state.stopped is not None, "the stop was recorded, so no row is suspected"
+    assert cli(*batch, "-q") == 3
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 11

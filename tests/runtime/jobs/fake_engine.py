@@ -1,0 +1,146 @@
+"""A whole batch job without a model: everything but the tokenizer, the planner and the engine is the real thing.
+
+Tokens are a function of the prompt, the seed and the position, so every run of a row gives the same answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from moedge.runtime.jobs import batch_run, identity
+from moedge.runtime.jobs.batch_run import BatchRun
+from moedge.runtime.jobs.report import summarise_rows
+from moedge.runtime.jobs.request import BatchRequest
+from moedge.runtime.metrics import Metrics
+from moedge.runtime.sequence import Sequence
+
+CONTEXT, LIVE = 4096, 32
+
+
+class FakeText:
+    def __init__(self) -> None:
+        self.stopped = False
+        self.text = ""
+
+    def append(self, token_id: int) -> None:
+        self.text += f" {token_id}"
+
+    def finish(self) -> None:
+        pass
+
+
+class FakeTokenizer:
+    """One token per byte."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    @contextmanager
+    def load(cls, folder: Path, now: Any) -> Iterator[FakeTokenizer]:
+        yield cls()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("\n".join(f"{each['role']}:{each['content']}" for each in messages))
+
+    def stream(self, stops: Any) -> FakeText:
+        return FakeText()
+
+
+class FakeEngine:
+    """`hook` sees the live sequences before every pass; `pass_seconds` is what a pass takes."""
+
+    def __init__(self, hook: Callable[[list[Sequence]], None] | None = None, pass_seconds: float = 0.0) -> None:
+        self.metrics = Metrics()
+        self.scheduler = self
+        self.seconds_in_steps = 0.0
+        self._hook = hook
+        self._pass_seconds = pass_seconds
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def hungry(self) -> bool:
+        return len(self._waiting) < LIVE
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.extend([sequence, *sequence.forks])
+
+    def step(self) -> list[Sequence]:
+        begun = time.perf_counter()
+        while self._waiting and len(self._running) < LIVE:
+            self._running.append(self._waiting.popleft())
+        if self._hook is not None:
+            self._hook(self._running)
+        for sequence in self._running:
+            sequence.append(next_token(sequence), None)
+        self.metrics.passes += 1
+        self.metrics.generated_tokens += len(self._running)
+        finished = [sequence for sequence in self._running if sequence.finished]
+        self._running = [sequence for sequence in self._running if not sequence.finished]
+        for sequence in finished:
+            self.metrics.prompt_tokens += len(sequence.prompt_ids)
+            self.metrics.count_finished(sequence)
+        if self._pass_seconds:
+            time.sleep(max(0.0, self._pass_seconds - (time.perf_counter() - begun)))
+        self.seconds_in_steps += time.perf_counter() - begun
+        return finished
+
+
+def next_token(sequence: Sequence) -> int:
+    return (sum(sequence.prompt_ids) + 31 * len(sequence.output_ids) + sequence.params.seed) % 251
+
+
+def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, object], None] = setattr) -> None:
+    """Puts the fakes where a batch job looks for a model; `setattr` may be one that is undone later."""
+
+    @contextmanager
+    def open_source(name: str) -> Iterator[SimpleNamespace]:
+        shape = SimpleNamespace(vocab=256, context=CONTEXT)
+        yield SimpleNamespace(
+            name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
+        )
+
+    def make_plan(shape: Any, settings: Any, budget: int, job: Any) -> SimpleNamespace:
+        chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "deterministic": settings.deterministic}
+        return SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
+
+    def load_engine(source: Any, plan: Any, store: Any) -> SimpleNamespace:
+        return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None)
+
+    setattr(batch_run, "open_source", open_source)
+    setattr(batch_run, "make_plan", make_plan)
+    setattr(batch_run, "load_engine", load_engine)
+    setattr(batch_run, "Tokenizer", FakeTokenizer)
+    setattr(batch_run, "rehearse", lambda *_: None)
+    setattr(batch_run, "store_for", lambda *_: None)
+    setattr(batch_run, "summarise", lambda source, plan, loaded, counts, seconds: summarise_rows(counts))
+    setattr(identity, "_model", lambda source: "fake")
+
+
+def run(request: BatchRequest) -> BatchRun:
+    """The whole job, or as much of it as its limits allow."""
+    with BatchRun(request) as job:
+        if not job.finished:
+            job.measure()
+            job.plan()
+            job.load()
+            for _ in job.passes():
+                pass
+        if job.stopped_because is None:
+            job.finish()
+        else:
+            job.stop(job.stopped_because)
+    return job

@@ -1,0 +1,232 @@
+"""Whatever call is the last one, a job that is started again ends with the same bytes. Cases J2, J3, J6, J7, J16."""
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moedge.runtime.jobs.journal import committer as committer_file
+from moedge.runtime.jobs.journal.errors import BadJournal, JournalFailed
+from moedge.runtime.jobs.journal.journal import Journal
+from moedge.runtime.jobs.journal.state import read_state
+from moedge.runtime.jobs.new_file import NewFile
+from moedge.runtime.jobs.refusals import ExportFailed, OutputExists, OutputRefused
+
+NUM_ROWS = 12
+Outputs = dict[str, bytes]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer_file, "LINGER_SECONDS", 0.0)
+
+
+@pytest.fixture
+def reference(job: Callable[..., Any], rows_in: Callable[[int], Path], tmp_path: Path) -> Outputs:
+    """What an uninterrupted job writes; `in.jsonl` is there from now on."""
+    rows_in(NUM_ROWS)
+    out = tmp_path / "reference" / "out.jsonl"
+    out.parent.mkdir()
+    job(output=out)
+    return {path.name: path.read_bytes() for path in out.parent.glob("*.jsonl")}
+
+
+def crash(job: Callable[..., Any], disk: Any, patched: Any, crash_type: Any) -> tuple[bool, int]:
+    """(whether the job ended before the disk did, how many rows had been confirmed)."""
+    confirmed, journals, real = 0, [], Journal.done
+
+    def spied(self: Journal, record: Any) -> None:
+        journals.append(self)
+        real(self, record)
+
+    def look(live: list[Any]) -> None:
+        nonlocal confirmed
+        if journals:
+            confirmed = journals[-1].committed.ok + journals[-1].committed.failed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "done", spied)
+        try:
+            with patched(disk):
+                job(hook=look)
+        except crash_type:
+            return False, confirmed
+        except JournalFailed as error:
+            # The committer died with the process, or the journal really failed.
+            if not isinstance(error.__cause__, crash_type):
+                raise
+            return False, confirmed
+    return True, confirmed
+
+
+def clean(tmp_path: Path) -> None:
+    for path in sorted(tmp_path.glob("out*"), reverse=True):
+        if path.is_dir():
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def test_j2_j16_killed_at_every_call_the_job_ends_with_the_same_bytes(
+    job: Callable[..., Any], reference: Outputs, outputs: Callable[[], Outputs], disk_faults: ModuleType, tmp_path: Path
+) -> None:
+    kinds: set[str] = set()
+    for last in range(1, 1000):
+        disk = disk_faults.Disk(last)
+        ended, _ = crash(job, disk, disk_faults.patched, disk_faults.Crash)
+        if ended:
+            break
+        kinds.add(disk.calls[last - 1])
+        for name, data in outputs().items():
+            # Of the two files that are there at a kill each is whole: the old one or the new one.
+            assert name == "out.partial.jsonl" or data == reference[name]
+        job()
+        assert outputs() == reference, f"after a crash at call {last}, {disk.calls[last - 1]}"
+        clean(tmp_path)
+    assert last > 30
+    assert kinds >= {"create", "write", "fsync", "fdatasync", "rename", "mkdir", "unlink"}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_j3_the_power_fails_at_every_call_and_no_confirmed_row_is_lost(
+    seed: int,
+    job: Callable[..., Any],
+    reference: Outputs,
+    outputs: Callable[[], Outputs],
+    disk_faults: ModuleType,
+    tmp_path: Path,
+) -> None:
+    generator, most_confirmed = random.Random(seed), 0
+    for last in range(1, 1000):
+        disk = disk_faults.Disk(last)
+        ended, confirmed = crash(job, disk, disk_faults.patched, disk_faults.Crash)
+        if ended:
+            break
+        disk.lose(generator)
+        most_confirmed = max(most_confirmed, confirmed)
+        assert rows_kept(tmp_path) >= confirmed
+        job()
+        assert outputs() == reference, f"after the power failed at call {last}, {disk.calls[last - 1]}"
+        clean(tmp_path)
+    assert most_confirmed > 0
+
+
+def rows_kept(tmp_path: Path) -> int:
+    """As a new process would find them."""
+    path = tmp_path / "out.job" / "journal"
+    if not path.exists():
+        return 0
+    with Journal(path):
+        pass
+    return read_state(path).counts.rows
+
+
+def skip_fdatasync(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(committer_file.os, "fdatasync", lambda descriptor: None)
+
+
+def publish_unsynced(patch: pytest.MonkeyPatch) -> None:
+    def publish(self: NewFile) -> None:
+        self.flush()
+        self._file.close()
+        os.replace(self.hidden, self.path)
+
+    patch.setattr(NewFile, "publish", publish)
+
+
+@pytest.mark.parametrize("broken", [skip_fdatasync, publish_unsynced])
+def test_j3_a_job_that_skips_its_synchronizing_is_caught(
+    broken: Callable[[pytest.MonkeyPatch], None],
+    job: Callable[..., Any],
+    reference: Outputs,
+    outputs: Callable[[], Outputs],
+    disk_faults: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """Negative control: each of the two kinds of synchronizing is needed, and this test would say so."""
+    caught = 0
+    for seed in range(3):
+        generator = random.Random(seed)
+        for last in range(10, 80):
+            disk = disk_faults.Disk(last)
+            with disk_faults.patched(disk), pytest.MonkeyPatch.context() as patch:
+                broken(patch)
+                ended, confirmed = crash(job, disk, no_patch, disk_faults.Crash)
+            disk.lose(generator)
+            try:
+                kept = rows_kept(tmp_path)
+                job()
+                caught += kept < confirmed or outputs() != reference
+            except (OutputExists, JournalFailed, BadJournal):
+                caught += 1
+            clean(tmp_path)
+            if ended or caught:
+                break
+    assert caught > 0
+
+
+def no_patch(disk: Any) -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+@pytest.mark.parametrize(("fault", "short"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
+    fault: int,
+    short: bool,
+    job: Callable[..., Any],
+    reference: Outputs,
+    outputs: Callable[[], Outputs],
+    disk_faults: ModuleType,
+    tmp_path: Path,
+) -> None:
+    errors: set[type[BaseException]] = set()
+    for last in range(1, 1000):
+        disk = disk_faults.Disk(last, fault=fault, short=short)
+        try:
+            with disk_faults.patched(disk):
+                job()
+        except (JournalFailed, ExportFailed, OutputRefused, OSError) as error:
+            errors.add(type(error))
+            assert "out.jsonl" not in outputs() or outputs()["out.jsonl"] == reference["out.jsonl"]
+        if disk.faults == 0:
+            break
+        job()
+        assert outputs() == reference, f"after error {fault} at call {last}, {disk.calls[last - 1]}"
+        clean(tmp_path)
+    assert last > 30
+    assert {JournalFailed, ExportFailed} <= errors
+
+
+def test_j6_a_full_disk_saves_the_row_and_the_stop_in_the_room_of_the_ballast(
+    job: Callable[..., Any], rows_in: Callable[[int], Path], outputs: Callable[[], Outputs], tmp_path: Path
+) -> None:
+    rows_in(NUM_ROWS)
+    real, full, ballast = os.pwrite, [False], tmp_path / "out.job" / "ballast"
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if full[0] and ballast.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    def fill(live: list[Any]) -> None:
+        full[0] = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(JournalFailed, match=r"No space left.*Make room"):
+            job(hook=fill)
+    state = read_state(tmp_path / "out.job" / "journal")
+    assert state.stopped is not None, "the stop was recorded"
+    assert state.counts.rows > 0, "the row that met the full disk is kept"
+    assert outputs() == {}
+    job()
+    assert len(outputs()["out.jsonl"].splitlines()) == NUM_ROWS - 1

@@ -1,0 +1,62 @@
+"""Kills at random instants, briefly; bench/kill.py is the long version. Cases J1 and J16 of the failure table."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moedge.runtime.jobs.journal.errors import BadJournal
+from moedge.runtime.jobs.journal.state import JobState
+from moedge.runtime.jobs.limits import Limits
+
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture
+def kill(load_file: Callable[[Path], ModuleType], fake: ModuleType) -> ModuleType:
+    return load_file(BENCH / "kill.py")
+
+
+def test_j1_j16_killed_at_random_the_job_ends_with_the_same_bytes(
+    kill: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kill.ledger, "datetime", kill.OneDay)
+    wrong = kill.run_fake(tmp_path, kills=60, seed=int(os.environ.get("KILL_SEED", "1")))
+    assert wrong.total() == 0
+    said = capfd.readouterr().out
+    assert "60 kills of" in said
+    assert "between answers" in said
+
+
+def test_j1_the_comparison_sees_a_row_that_is_lost_duplicated_or_changed(kill: ModuleType) -> None:
+    """Negative control."""
+    wanted = {"out.jsonl": b'{"id":"a","text":"x"}\n{"id":"b","text":"y"}\n', "out.errors.jsonl": b""}
+    rows = wanted["out.jsonl"].splitlines(keepends=True)
+    assert kill.compare(wanted, wanted).total() == 0
+    for broken, what in ((rows[:1], "lost"), ([*rows, rows[0]], "duplicated"), (rows[::-1], "files that differ")):
+        assert kill.compare({**wanted, "out.jsonl": b"".join(broken)}, wanted)[what] == 1
+    changed = {**wanted, "out.jsonl": wanted["out.jsonl"].replace(b'"x"', b'"z"')}
+    assert kill.compare(changed, wanted)["changed"] == 1
+
+
+def test_j1_a_resume_that_runs_finished_rows_again_is_caught(
+    job: Callable[..., Any], rows_in: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the journal takes no second answer to a row."""
+    rows_in(10)
+    job(limits=Limits(max_rows=3))
+    monkeypatch.setattr(JobState, "pending", lambda state: iter(range(state.num_rows)))
+    with pytest.raises(BadJournal, match="second answer"):
+        job()
+
+
+def test_memory_and_time_beside_the_engine_do_not_grow_with_the_rows(
+    load_file: Callable[[Path], ModuleType], fake: ModuleType
+) -> None:
+    """A tenth of what bench/job_scale.py runs, and a tenth of what a job of 200,000 rows may grow by."""
+    measure = load_file(BENCH / "job_scale.py").measure
+    few, many = measure(1000), measure(20_000)
+    assert many["peak"] - few["peak"] < 10e6
