@@ -168,7 +168,7 @@ def test_a_signal_stops_cleanly_with_what_is_finished(
     rows_file: Callable[[Path, Rows], Path],
     tmp_path: Path,
 ) -> None:
-    rows = [{"id": str(i), "prompt": "x", "max_tokens": 1 + i * i, "ignore_eos": True} for i in range(22)]
+    rows = [{"id": str(i), "prompt": "x", "max_tokens": 20 + 10 * i, "ignore_eos": True} for i in range(22)]
     source, out = rows_file(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "moedge.cli", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
     limits = ["--max-sequences", "4"]
@@ -177,7 +177,8 @@ def test_a_signal_stops_cleanly_with_what_is_finished(
         for line in process.stderr:
             if line.startswith("loaded"):
                 break
-        time.sleep(1.0)
+        while b'"done"' not in (tmp_path / "out.job" / "journal").read_bytes():
+            time.sleep(0.01)
         os.kill(process.pid, number)
         rest = process.stderr.read()
     assert process.returncode == code, rest
