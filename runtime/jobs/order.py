@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 # Prefix lengths, in tokens, at which rows are compared: from a common instruction to a common document.
 LEVELS = (32, 256, 2048)
+_MAX = (1 << 64) - 1
 
 
 class SpeedOrder:
@@ -57,9 +57,9 @@ def _shared(hashes: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> tuple[ND
 
 
 def _descending(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return np.iinfo(np.uint64).max - values
+    return np.uint64(_MAX) - values
 
 
 def _hash(token_ids: Sequence[int]) -> int:
-    """Never 0, which stands for a prompt that is shorter."""
-    return int.from_bytes(blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()) | 1
+    """Never 0, which stands for a prompt that is shorter. Equal in every process: integers hash to what they are."""
+    return hash(tuple(token_ids)) & _MAX | 1

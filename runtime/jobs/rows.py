@@ -87,7 +87,9 @@ class Row:
 
     def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
         """The row's sequences in the order of its answer: all samples of a prompt, then the next prompt."""
-        for choice in range(len(self.prompts) * self.num_samples):
+        # The first keeps the row's seed; most rows have no other.
+        yield self.prompts[0], self.params
+        for choice in range(1, len(self.prompts) * self.num_samples):
             seed = choice_seed(self.params.seed, choice)
             yield self.prompts[choice // self.num_samples], replace(self.params, seed=seed)
 

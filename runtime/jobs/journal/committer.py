@@ -30,7 +30,11 @@ class Committer:
 
     def __init__(self, descriptor: int, synced: Mark) -> None:
         self._descriptor = descriptor
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        # Apart, so that a row that is written does not wake a thread that waits for something else.
+        self._work = threading.Condition(lock)
+        self._hurry = threading.Condition(lock)
+        self._settled = threading.Condition(lock)
         self._written = synced
         self._synced = synced
         self._urgent = False
@@ -46,31 +50,32 @@ class Committer:
 
     def written(self, mark: Mark) -> None:
         """Tells that the file reaches up to `mark`. Raises JournalFailed once the disk has failed."""
-        with self._changed:
+        with self._work:
             self._raise_failure()
             self._written = mark
-            self._changed.notify_all()
+            self._work.notify()
 
     def wait(self) -> None:
         """Returns when all that was written is on disk. Raises JournalFailed where it never will be."""
-        with self._changed:
+        with self._settled:
             self._urgent = True
-            self._changed.notify_all()
+            self._hurry.notify()
             while self._synced != self._written:
                 self._raise_failure()
-                self._changed.wait()
+                self._settled.wait()
             self._raise_failure()
 
     def check(self) -> None:
         """Raises JournalFailed once the disk has failed."""
-        with self._changed:
+        with self._work:
             self._raise_failure()
 
     def close(self) -> None:
         """Ends the thread; what was not synchronized may be lost with the power, and with it only."""
-        with self._changed:
+        with self._work:
             self._closed = True
-            self._changed.notify_all()
+            self._work.notify()
+            self._hurry.notify()
         self._thread.join()
 
     def _serve(self) -> None:
@@ -84,18 +89,17 @@ class Committer:
             self._settle(synced=mark)
 
     def _next(self) -> Mark | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._synced != self._written)
-            if not self._closed and not self._urgent:
-                self._changed.wait_for(lambda: self._closed or self._urgent, LINGER_SECONDS)
+        with self._work:
+            self._work.wait_for(lambda: self._closed or self._synced != self._written)
+            self._hurry.wait_for(lambda: self._closed or self._urgent, LINGER_SECONDS)
             self._urgent = False
             return None if self._closed else self._written
 
     def _settle(self, synced: Mark | None = None, failure: BaseException | None = None) -> None:
-        with self._changed:
+        with self._settled:
             self._synced = synced or self._synced
             self._failure = failure
-            self._changed.notify_all()
+            self._settled.notify_all()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
