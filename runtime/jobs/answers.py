@@ -35,5 +35,8 @@ class Answers:
 
 
 def _dump(answer: dict[str, Any]) -> str:
-    # ASCII, because readers that split lines the Unicode way would cut an answer at U+2028.
-    return json.dumps(answer, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(answer)
+
+
+# ASCII, because readers that split lines the Unicode way would cut an answer at U+2028.
+_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
