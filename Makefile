@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test coverage lint links bench matrix tables clean
+.PHONY: demo test test-gpu coverage lint links bench matrix tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The tests that need an NVIDIA GPU; skipped where there is none.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
 
 coverage: $(STAMP)
 	$(BIN)/coverage run -m pytest --quiet

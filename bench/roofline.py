@@ -101,7 +101,7 @@ def measure(source: ModelSource, plan: Plan, store: Path | None, num_sequences: 
     reset_host_peak()
     with closing(load_engine(source, plan, store)) as loaded:
         seconds = steady_passes(loaded, num_sequences)
-        moved = loaded.streamed.nbytes_streamed / loaded.engine.metrics.passes if loaded.streamed else 0.0
+        moved = loaded.streamed.nbytes_from_disk / loaded.engine.metrics.passes
     return statistics.median(seconds), moved, host_peak()
 
 

@@ -76,4 +76,7 @@ OF_ERROR: dict[type[Exception], ExitCode] = {
 
 def exit_code(error: Exception) -> ExitCode:
     """The code of an error that moedge raises on purpose; BUG for every other."""
+    # torch's, of a device; its class is not imported here, because commands that need no torch do not load it.
+    if type(error).__name__ == "OutOfMemoryError":
+        return ExitCode.GAVE_OUT
     return next((code for kind, code in OF_ERROR.items() if isinstance(error, kind)), ExitCode.BUG)

@@ -57,6 +57,12 @@ DETERMINISTIC = Annotated[
 RAM = Annotated[
     str, typer.Option("--ram", metavar="SIZE", help="Most host memory to use: 7GiB, 80%, auto. Kept as a ceiling.")
 ]
+GPU_MEM = Annotated[
+    str,
+    typer.Option(
+        "--gpu-mem", metavar="SIZE", help="Most GPU memory to use: 7GiB, 80%, auto, or 0 to compute on the processor."
+    ),
+]
 DISK = Annotated[
     str, typer.Option("--disk", metavar="SIZE", help="Most disk that all stores may take: 60GiB, auto, or 0 for none.")
 ]

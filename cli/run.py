@@ -28,6 +28,7 @@ def run(
     temperature: options.TEMPERATURE = 0.0,
     seed: options.SEED = 0,
     ram: options.RAM = "auto",
+    gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
 ) -> None:
@@ -49,6 +50,6 @@ def run(
         raise PromptError("the prompt is empty; give some text as an argument or on stdin")
     settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic)
     wish = Wish(max_tokens, temperature, seed, raw)
-    for piece in answer(model, prompt, settings, Budgets(ram, disk, disk_dir), wish):
+    for piece in answer(model, prompt, settings, Budgets(ram, disk, disk_dir, gpu_mem), wish):
         print(escape_controls(piece), end="", flush=True)
     print()

@@ -27,10 +27,21 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("per token", _spread(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,} of {summary.passes.sequences_mean or 0:,.1f} sequences"),
         ("memory", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
+        *_device(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
         ("reuse", f"{kv.prefix_hit_tokens or 0:,} prompt tokens were in the cache; {kv.preemptions} preemptions"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
+    ]
+
+
+def _device(summary: RunSummary) -> list[tuple[str, str]]:
+    device, copied = summary.memory.device, summary.bytes.host_to_device
+    if device is None:
+        return []
+    return [
+        ("GPU memory", f"peak {gib(device.peak or 0)} of {gib(device.budget or 0)}"),
+        ("link", f"{gib(copied or 0)} copied to the GPU while generating"),
     ]
 
 

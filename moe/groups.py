@@ -47,9 +47,10 @@ def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     counts = torch.bincount(flat, minlength=num_experts).tolist()
     offsets = tuple(accumulate(map(padded_rows, counts), initial=0))
     # How far padding has moved each expert's first row.
-    shifts = torch.tensor([begin - first for begin, first in zip(offsets, accumulate(counts, initial=0), strict=True)])
-    rows = torch.arange(len(flat)) + shifts[flat[order]]
-    token_ids = torch.zeros(offsets[-1], dtype=torch.long)
+    moved = [begin - first for begin, first in zip(offsets, accumulate(counts, initial=0), strict=True)]
+    shifts = torch.tensor(moved, device=flat.device)
+    rows = torch.arange(len(flat), device=flat.device) + shifts[flat[order]]
+    token_ids = torch.zeros(offsets[-1], dtype=torch.long, device=flat.device)
     token_ids[rows] = order // expert_ids.shape[1]
     places = torch.empty_like(order)
     places[order] = rows

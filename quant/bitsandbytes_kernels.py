@@ -35,8 +35,14 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> No
             c_longlong(num_columns),
         )
     else:
-        load()
         torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, "nf4", out.shape, out.dtype, out=out)
+
+
+@cache
+def serves(device_type: str) -> bool:
+    """Whether its kernels run there: on a CPU always, on a device where its library was built for that."""
+    load()
+    return device_type == "cpu" or bool(import_module("bitsandbytes.cextension").lib.compiled_with_cuda)
 
 
 @cache

@@ -40,6 +40,11 @@ class Compute(Products):
         self._crew = Crew(len(self._members))
         self._num_threads = torch.get_num_threads()
 
+    @property
+    def device(self) -> torch.device:
+        """Where products are computed."""
+        return self.workspace.buffer.device
+
     @contextmanager
     def small_steps(self, numbers: int) -> Iterator[None]:
         """While inside, operations use one thread if those on `numbers` numbers are too small for more.

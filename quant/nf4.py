@@ -4,6 +4,7 @@ Planes: codes uint8 [N, K/2], the first of two weights in the high bits; absmax 
 Codes are bit for bit those of bitsandbytes 0.50, which decides them by the float32 absmax; only then is that rounded.
 """
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -58,7 +59,24 @@ def _nearest_levels(scaled: Tensor) -> Tensor:
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes levels times absmax into `out` [n, K]. `wide` is float32 scratch [at least n, K/64]."""
     codes, absmax = planes
-    bitsandbytes_kernels.dequantize_nf4(codes, wide[: len(absmax)].copy_(absmax), BLOCK, out)
+    scales = wide[: len(absmax)].copy_(absmax)
+    if bitsandbytes_kernels.serves(out.device.type):
+        bitsandbytes_kernels.dequantize_nf4(codes, scales, BLOCK, out)
+    else:
+        _unpack_by_table(codes, scales, out)
+
+
+def _unpack_by_table(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """The same numbers with torch alone, for devices that bitsandbytes was not built for."""
+    pairs = _level_pairs(out.device)[codes.int()]
+    torch.mul(pairs.view(-1, BLOCK), scales.view(-1, 1), out=out.view(-1, BLOCK))
+
+
+@cache
+def _level_pairs(device: torch.device) -> Tensor:
+    """Levels of both weights of every code: float32 [256, 2]."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -13,12 +13,14 @@ from .shape.layouts import helper_nbytes, workspace_nbytes
 from .shape.model_shape import ModelShape
 
 
-def make_compute(shape: ModelShape, plan: Plan) -> Compute:
+def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> Compute:
     sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
-    # Experts are computed side by side; a dense model's products have all threads each.
-    helpers = crew_size() - 1 if any(layer.experts for layer in shape.layers) else 0
+    # Experts are computed side by side; a dense model's products have all threads each. A device is one queue of work,
+    # which further threads would not fill any faster.
+    experts = place.type == "cpu" and any(layer.experts for layer in shape.layers)
+    helpers = crew_size() - 1 if experts else 0
     return Compute(
-        Workspace(workspace_nbytes(*sizes)),
+        Workspace(workspace_nbytes(*sizes), place),
         deterministic=plan.deterministic,
         integer=plan.compute == "int8",
         few_rows=measure_few_rows(plan.quant),

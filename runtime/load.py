@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
+import torch
 
-from ..offload.arena import Arena
 from ..offload.checkpoint.checkpoint import Checkpoint
+from ..offload.device import Device
+from ..offload.host_memory import HostMemory
 from ..offload.store.store import Store
-from ..quant.linear import Compute
 from .attention.torch_backend import TorchAttention
 from .computing import make_compute
 from .dtypes import DTYPES
@@ -22,8 +22,10 @@ from .kv.spec import KVSpec
 from .model.assembly import LayerAssembly, install_head
 from .model.definition import define
 from .model.packed_model import PackedModel
+from .model.resident import move_resident
 from .model.weights_seam import ArrivingLayers
 from .model_source import ModelSource
+from .plan.device_plan import LOADING_NBYTES
 from .plan.planner import Plan
 from .plan.preparing import WINDOW_COPIES, WINDOW_NBYTES
 from .sampling.sampler import Sampler
@@ -32,86 +34,107 @@ from .shape.config import ModelConfig
 from .shape.model_shape import ModelShape
 from .shape.shards import ModelShards, model_shards
 from .weights.in_memory import MemorySink
+from .weights.memory import WeightMemory
 from .weights.preparation import Preparation
 from .weights.stored import read_resident
-from .weights.streaming import StreamedWeights
+from .weights.streaming import StreamedWeights, fill_from_store
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """The engine, what its weights are packed as, and where they stream from, if they do."""
+    """The engine, what its weights are packed as, where they come from, and the device that computes, if one does."""
 
     engine: Engine
     shards: ModelShards
-    streamed: StreamedWeights | None = None
+    streamed: StreamedWeights
+    device: Device | None = None
 
     def close(self) -> None:
         self.engine.close()
-        if self.streamed is not None:
-            self.streamed.close()
+        self.streamed.close()
 
 
-def load_engine(source: ModelSource, plan: Plan, store: Path | None = None) -> LoadedEngine:
+class Loading:
+    """What every way of loading starts from: a model without weights, and memory for them where the plan wants it.
+
+    `device` is the one that the plan was made for.
+    """
+
+    def __init__(self, source: ModelSource, plan: Plan, device: Device | None = None) -> None:
+        self.source = source
+        self.plan = plan
+        self.place = device.place if device else torch.device("cpu")
+        self.shards = model_shards(source.shape, plan.quant, plan.dtype)
+        self.compute = make_compute(source.shape, plan, self.place)
+        self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
+        staging = None if plan.device is None else plan.device.staging
+        self.memory = WeightMemory(self.shards, plan.placement, staging, device)
+
+    def install_layers(self) -> list[LayerAssembly]:
+        """Packed modules in all layers, which nothing has been loaded for."""
+        pairs = zip(self.model.get_decoder().layers, self.shards.layers, strict=True)
+        layers = [LayerAssembly(layer, shards, self.compute) for layer, shards in pairs]
+        for layer in layers:
+            layer.install()
+        return layers
+
+    def finish(self, layers: list[LayerAssembly], store: Store | None = None) -> LoadedEngine:
+        """The engine, once `memory` and the small parameters are filled; the rest streams from `store`."""
+        self.memory.seal()
+        device = self.memory.device
+        if device is not None:
+            move_resident(self.model, device.place)
+        streamed = StreamedWeights(self.memory, self.plan, layers, store)
+        install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
+        if self.compute.deterministic:
+            # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
+            for layer in layers:
+                layer.tile_routers()
+        decoder = self.model.get_decoder()
+        decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
+        engine = _engine(PackedModel(self.model, self.compute), self.source.shape, self.plan, self.place)
+        return LoadedEngine(engine, self.shards, streamed, device)
+
+
+def load_engine(
+    source: ModelSource, plan: Plan, store: Path | None = None, device: Device | None = None
+) -> LoadedEngine:
     """Weights come from `store` where there is one, else from the source's checkpoint, all into memory."""
-    shape, shards = source.shape, model_shards(source.shape, plan.quant, plan.dtype)
-    compute = make_compute(shape, plan)
-    model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
+    loading = Loading(source, plan, device)
     if store is None:
-        _load_all(model, source.folder, shards, plan, compute)
-        return LoadedEngine(_engine(PackedModel(model, compute), shape, plan), shards)
-    streamed = _open_store(model, Store.open(store), shards, plan, compute)
-    return LoadedEngine(_engine(PackedModel(model, compute), shape, plan), shards, streamed)
+        return loading.finish(_read_checkpoint(loading))
+    opened = Store.open(store)
+    layers = loading.install_layers()
+    read_resident(opened, loading.model)
+    fill_from_store(loading.memory, opened)
+    return loading.finish(layers, opened)
 
 
-def _engine(model: PackedModel, shape: ModelShape, plan: Plan) -> Engine:
-    cache = _cache(shape, plan)
-    model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic)
+def _engine(model: PackedModel, shape: ModelShape, plan: Plan, place: torch.device) -> Engine:
+    cache = _cache(shape, plan, place)
+    model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic, device=place)
     limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
     return Engine(model, Scheduler(limits, cache), Sampler())
 
 
-def _cache(shape: ModelShape, plan: Plan) -> KVCache:
+def _cache(shape: ModelShape, plan: Plan, place: torch.device) -> KVCache:
     specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
-    pools = [KVPool(spec, count) for spec, count in zip(specs, plan.kv_blocks, strict=True)]
-    host = [Arena(spec.block_nbytes, count).slots() for spec, count in zip(specs, plan.parked_blocks, strict=True)]
+    pools = [KVPool(spec, count, place) for spec, count in zip(specs, plan.kv_blocks, strict=True)]
+    host = [
+        HostMemory(count * spec.block_nbytes).bytes.view(count, spec.block_nbytes)
+        for spec, count in zip(specs, plan.parked_blocks, strict=True)
+    ]
     # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
     settings = (shape, plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.deterministic, plan.compute)
     return KVCache(pools, root=root_hash(settings), host_slots=host if any(plan.parked_blocks) else None)
 
 
-def _load_all(model: PreTrainedModel, folder: Path, shards: ModelShards, plan: Plan, compute: Compute) -> None:
-    sink = MemorySink()
-    with Checkpoint(folder) as checkpoint:
-        # What a pass will compute with is not in use yet: experts are converted there.
-        room = (plan.kv_nbytes + plan.scratch_nbytes) // (WINDOW_COPIES + 1)
-        preparation = Preparation(model, checkpoint, compute, min(room, WINDOW_NBYTES))
-        preparation.run(shards, sink)
-    for layer, layer_bytes in zip(preparation.layers, sink.layers, strict=True):
-        layer_bytes.bind(layer)
-    install_head(model, shards.head, sink.head_shard, compute)
-    _tile_routers(preparation.layers, compute)
-    num_layers = len(preparation.layers)
-    decoder = model.get_decoder()
-    decoder.layers = ArrivingLayers(decoder.layers, lambda: iter(range(num_layers)))
-
-
-def _open_store(
-    model: PreTrainedModel, store: Store, shards: ModelShards, plan: Plan, compute: Compute
-) -> StreamedWeights:
-    decoder = model.get_decoder()
-    layers = [LayerAssembly(*pair, compute) for pair in zip(decoder.layers, shards.layers, strict=True)]
-    for layer in layers:
-        layer.install()
-    read_resident(store, model)
-    streamed = StreamedWeights(store, shards, plan.placement, layers)
-    install_head(model, shards.head, streamed.head_shard, compute)
-    _tile_routers(layers, compute)
-    decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
-    return streamed
-
-
-def _tile_routers(layers: list[LayerAssembly], compute: Compute) -> None:
-    """Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are."""
-    if compute.deterministic:
-        for layer in layers:
-            layer.tile_routers()
+def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
+    plan = loading.plan
+    # What a pass will compute with is not in use yet; a device's plan has room of its own.
+    room = plan.kv_nbytes + plan.scratch_nbytes if plan.device is None else LOADING_NBYTES
+    with Checkpoint(loading.source.folder) as checkpoint:
+        window = min(room // (WINDOW_COPIES + 1), WINDOW_NBYTES)
+        preparation = Preparation(loading.model, checkpoint, loading.compute, window)
+        preparation.run(loading.shards, MemorySink(loading.memory))
+    return preparation.layers

@@ -15,6 +15,7 @@ from .plan.planner import Settings, make_plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 from .text.tokenizer import Tokenizer
+from .tiers import open_tiers
 from .weights.making import store_for
 
 DEFAULT_MAX_TOKENS = 512
@@ -39,8 +40,9 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         text = tokenizer.stream()
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
         job = JobShape(1, sequence.max_tokens)
-        plan = make_plan(source.shape, source.settle(settings), budgets.host_nbytes(), job)
-        with closing(load_engine(source, plan, store_for(source, plan, budgets))) as loaded:
+        tiers = open_tiers(budgets)
+        plan = make_plan(source.shape, source.settle(settings), tiers.host_nbytes, job, tiers.room)
+        with closing(load_engine(source, plan, store_for(source, plan, budgets), tiers.device)) as loaded:
             loaded.engine.add(sequence)
             while loaded.engine.busy:
                 loaded.engine.step()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from ..offload.memory import host_peak
-from .engine import Engine
 from .errors import DoesNotFit
+from .load import LoadedEngine
 from .plan.job import JobShape
 from .plan.planner import Plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 
 
-def rehearse(engine: Engine, plan: Plan, job: JobShape) -> None:
+def rehearse(loaded: LoadedEngine, plan: Plan, job: JobShape) -> None:
     """Fills one pass with as many prompt tokens and sampled rows as the plan allows.
 
-    Raises DoesNotFit where the process has taken more than its budget; the engine is as new afterwards.
+    Raises DoesNotFit where the process has taken more than its budgets; the engine is as new afterwards.
     """
+    engine = loaded.engine
     live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences, plan.kv_sequences)
     length = max(1, min(plan.tokens_per_pass // live, job.longest - 1, plan.kv_tokens - 1))
     for _ in range(live):
@@ -27,8 +28,15 @@ def rehearse(engine: Engine, plan: Plan, job: JobShape) -> None:
     list(engine.run())
     cache.sharing = True
     engine.start_counting()
-    if (peak := host_peak()) > plan.budget_nbytes:
+    loaded.streamed.start_counting()
+    _check("--ram", host_peak(), plan.budget_nbytes)
+    if loaded.device is not None and plan.device is not None:
+        _check("--gpu-mem", loaded.device.peak, plan.device.budget_nbytes)
+
+
+def _check(option: str, peak: int, budget: int) -> None:
+    if peak > budget:
         raise DoesNotFit(
-            f"the rehearsed pass took {peak / 2**20:,.0f} MiB and the budget is {plan.budget_nbytes / 2**20:,.0f} MiB; "
-            f"nothing was run. Give --ram {-(-peak // 2**20) + 64}MiB, or a smaller --tokens-per-pass."
+            f"the rehearsed pass took {peak / 2**20:,.0f} MiB and the budget is {budget / 2**20:,.0f} MiB; "
+            f"nothing was run. Give {option} {-(-peak // 2**20) + 64}MiB, or a smaller --tokens-per-pass."
         )

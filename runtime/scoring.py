@@ -30,7 +30,7 @@ def score(engine: Engine, token_ids: list[int]) -> torch.Tensor:
                 raise DoesNotFit(f"{len(token_ids)} tokens are more than the KV cache holds; score shorter texts")
             batch = replace(pack([(sequence, count)]), logit_rows=torch.arange(count))
             logprobs = engine.model.forward(batch).double().log_softmax(-1)
-            following = torch.tensor(token_ids[past + 1 : past + count + 1])
+            following = torch.tensor(token_ids[past + 1 : past + count + 1], device=logprobs.device)
             scored.append(logprobs[: len(following)].gather(1, following.unsqueeze(1)).squeeze(1))
             scheduler.cache.store(sequence.table, count)
     finally:

@@ -1,43 +1,13 @@
-"""The CUDA device of this process: its memory, the link to it, registering memory for it. None without one."""
+"""The link to the CUDA device of this process, and registering memory for it. None without one."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from ..cuda_error import swallow_cuda_error
 from .arithmetic import best_seconds
 from .pinning import probe_pin_limit
 from .profile import Link, PinLimit
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    total: int
-    free: int
-
-
-def device_memory() -> DeviceMemory | None:
-    """Bytes of the current device, now; creates the context, which takes some of them."""
-    cuda = _cuda()
-    if cuda is None:
-        return None
-    free, total = cuda.mem_get_info()
-    return DeviceMemory(total, free)
-
-
-def device_overhead() -> int | None:
-    """Bytes in use outside torch's allocator: the context, libraries, and, on a shared device, other processes."""
-    memory, cuda = device_memory(), _cuda()
-    if memory is None or cuda is None:
-        return None
-    return max(0, memory.total - memory.free - int(cuda.memory_reserved()))
-
-
-def device_peak(overhead: int) -> int | None:
-    """Most bytes that torch's allocator has reserved so far, and `overhead`, as measured when nothing else ran."""
-    cuda = _cuda()
-    return None if cuda is None else int(cuda.max_memory_reserved()) + overhead
 
 
 def measure_link(nbytes: int, device: str = "cuda") -> Link | None:
@@ -79,16 +49,8 @@ def _copy_seconds(target: Any, source: Any) -> float:
 def _register(address: int, nbytes: int) -> bool:
     if int(_cuda().cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True
-    _clear_refusal()
+    swallow_cuda_error()
     return False
-
-
-def _clear_refusal() -> None:
-    """CUDA keeps an error until someone asks; the next kernel launch would, in someone's job, and fail there."""
-    import torch
-
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
 
 
 def _unregister(address: int) -> None:

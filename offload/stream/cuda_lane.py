@@ -62,6 +62,8 @@ class CudaLane:
         self._pinned = pinned
         self._memory = memory
         self._side: Stream = cuda.Stream()
+        # The allocator may have cut the ring out of memory that compute asked for earlier has still to read.
+        self._side.wait_event(self._recorded(cuda.current_stream()))
         self._waits: deque[tuple[Event, Event]] = deque()
         self._seconds_waited = 0.0
         self.nbytes_moved = 0

@@ -51,6 +51,7 @@ class ShardStream(Generic[View_co]):
         self._closed = False
         self.num_arrived = 0
         self.nbytes_arrived = 0
+        self.nbytes_from_files = 0
 
     def next(self) -> Arrival[View_co]:
         """Waits for the next shard of the schedule. Raises StreamBroken when it will not come."""
@@ -68,6 +69,7 @@ class ShardStream(Generic[View_co]):
         self._live.append(arrival)
         self.num_arrived += 1
         self.nbytes_arrived += shard.nbytes
+        self.nbytes_from_files += shard.nbytes if shard.file is not None else 0
         return arrival
 
     def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:

@@ -28,10 +28,10 @@ class TorchAttention:
     TILE_KEYS: a token's result then has the same bits in whichever chunk, batch or block size it was computed.
     """
 
-    def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool) -> None:
+    def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu") -> None:
         self.cache = cache
         self.tiled = tiled
-        self._scratch = torch.empty(0, dtype=dtype)
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._placed: Batch | None = None
         self._places_of: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -71,7 +71,7 @@ class TorchAttention:
                 tile = padded
             low, high = _key_range(call, begin, end, self.tiled)
             keys, values = self._gather(place, chunk, low, high, last)
-            result = attend_rows(call, tile, keys, values, _mask(call, range(begin, end), range(low, high), q.dtype))
+            result = attend_rows(call, tile, keys, values, _mask(call, range(begin, end), range(low, high), q))
             if self.tiled:
                 result = result[first - begin : last - begin]
             out[first - chunk.past : last - chunk.past] = result
@@ -90,7 +90,7 @@ class TorchAttention:
             begin, blocks = begin + gone, blocks[gone:]
         behind = max(0, begin * block - low)
         scratch = self._take(len(blocks) * block, pool.spec.group)
-        pool.gather(place.index, torch.tensor(blocks), scratch)
+        pool.gather(place.index, torch.tensor(blocks, device=scratch.device), scratch)
         seen = scratch[:, :, low + behind - begin * block : min(stored, high) - begin * block]
         if (missing := high - low - behind - seen.shape[2]) > 0 or behind:
             seen = F.pad(seen, (0, 0, behind, missing))
@@ -106,17 +106,18 @@ class TorchAttention:
         """Block id and offset of every token of the pass: two tensors [T], the same for all layers of a group."""
         if self._placed is not batch:
             self._placed = batch
-            self._places_of = [_destinations(batch, index, self.cache.block) for index in range(len(self.cache.pools))]
+            device, groups = self._scratch.device, range(len(self.cache.pools))
+            self._places_of = [_destinations(batch, index, self.cache.block, device) for index in groups]
         return self._places_of[group]
 
 
-def _destinations(batch: Batch, group: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _destinations(batch: Batch, group: int, block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     positions = [torch.arange(chunk.past, chunk.past + chunk.count) for chunk in batch.chunks]
     block_ids = [
         torch.tensor(chunk.sequence.table.blocks[group])[position // block]
         for chunk, position in zip(batch.chunks, positions, strict=True)
     ]
-    return torch.cat(block_ids), torch.cat(positions) % block
+    return torch.cat(block_ids).to(device), (torch.cat(positions) % block).to(device)
 
 
 def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
@@ -140,15 +141,16 @@ def _key_range(call: AttentionCall, begin: int, end: int, tiled: bool) -> tuple[
     return low // TILE_KEYS * TILE_KEYS, -(-end // TILE_KEYS) * TILE_KEYS
 
 
-def _mask(call: AttentionCall, rows: range, keys: range, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(call: AttentionCall, rows: range, keys: range, like: torch.Tensor) -> torch.Tensor | None:
     """[len(rows), len(keys)] of 0 and -inf; None where every row sees every key."""
     last_is_seen = len(rows) == 1 and rows.stop == keys.stop
     if last_is_seen and (call.window is None or len(keys) <= call.window):
         return None
-    row, key = torch.arange(rows.start, rows.stop).unsqueeze(1), torch.arange(keys.start, keys.stop)
+    row = torch.arange(rows.start, rows.stop, device=like.device).unsqueeze(1)
+    key = torch.arange(keys.start, keys.stop, device=like.device)
     hidden = key > row
     if call.window is not None:
         hidden |= key <= row - call.window
     if call.chunk is not None:
         hidden |= key // call.chunk != row // call.chunk
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

@@ -14,6 +14,7 @@ from ..model_source import open_source
 from ..plan.planner import Plan, make_plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
+from ..tiers import open_tiers
 from ..weights.making import store_for
 from .answers import Answers
 from .encode import RowEncoder
@@ -74,7 +75,8 @@ class BatchRun:
         """The job begins here: its first record says what "auto" became."""
         self._job = self.size.shape()
         settings = self.source.settle(self.ledger.settings())
-        self.plan_made = make_plan(self.source.shape, settings, self.request.budgets.host_nbytes(), self._job)
+        self._tiers = open_tiers(self.request.budgets)
+        self.plan_made = make_plan(self.source.shape, settings, self._tiers.host_nbytes, self._job, self._tiers.room)
         self.ledger.begin(self.plan_made)
         return self.plan_made
 
@@ -85,11 +87,9 @@ class BatchRun:
         """
         begun = time.perf_counter()
         store = store_for(self.source, self.plan_made, self.request.budgets)
-        self._loaded = load_engine(self.source, self.plan_made, store)
+        self._loaded = load_engine(self.source, self.plan_made, store, self._tiers.device)
         self._resources.callback(self._loaded.close)
-        rehearse(self._loaded.engine, self.plan_made, self._job)
-        if self._loaded.streamed is not None:
-            self._loaded.streamed.start_counting()
+        rehearse(self._loaded, self.plan_made, self._job)
         self.seconds.load = time.perf_counter() - begun
         return self._loaded
 

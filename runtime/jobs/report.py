@@ -49,8 +49,8 @@ def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Cou
         throughput=_throughput(metrics, seconds.generate),
         latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),
         passes=_passes(metrics),
-        bytes=Moved(disk_to_host=streamed.nbytes_streamed if streamed else 0),
-        memory=Memory(host=TierMemory(budget=plan.budget_nbytes, peak=host_peak())),
+        bytes=Moved(streamed.nbytes_from_disk, streamed.nbytes_to_device if loaded.device else None),
+        memory=_memory(plan, loaded),
         kv=_kv(plan, loaded),
         experts=Experts(held=sum(plan.placement.held_experts), total=shape.num_experts),
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
@@ -81,6 +81,13 @@ def _passes(metrics: Metrics) -> Passes:
     if not metrics.passes:
         return Passes(count=0)
     return Passes(metrics.passes, metrics.pass_tokens / metrics.passes, metrics.pass_sequences / metrics.passes)
+
+
+def _memory(plan: Plan, loaded: LoadedEngine) -> Memory:
+    host = TierMemory(plan.budget_nbytes, host_peak())
+    if loaded.device is None or plan.device is None:
+        return Memory(host=host)
+    return Memory(TierMemory(plan.device.budget_nbytes, loaded.device.peak), host)
 
 
 def _kv(plan: Plan, loaded: LoadedEngine) -> KV:

@@ -92,9 +92,10 @@ class LayerAssembly:
 def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: Compute) -> None:
     """Lets the output head read its own shard or, where it is tied (no layout), the embedding [V, D] where it lies."""
     head = model.get_output_embeddings()
-    linear = PackedLinear(head.bias, compute)
+    bias = None if head.bias is None else nn.Parameter(head.bias.to(compute.device), requires_grad=False)
+    linear = PackedLinear(bias, compute)
     if layout is None or shard is None:
-        linear.packed = PackedTensor.wrap(model.get_input_embeddings().weight.detach())
+        linear.packed = PackedTensor.wrap(model.get_input_embeddings().weight.detach().to(compute.device))
     else:
         (placed,) = layout.matrices
         linear.packed = PackedTensor.bind(placed.layout, shard[: placed.end])

@@ -12,7 +12,7 @@ from .attention_seam import PackedPass
 
 
 class PackedModel:
-    """`forward` runs a pass; `attention` must be set before the first one, once the cache has been sized."""
+    """`forward` runs a pass where `compute` does; `attention` must be set before the first one, once the cache is."""
 
     def __init__(self, model: PreTrainedModel, compute: Compute) -> None:
         self._model = model.requires_grad_(False)
@@ -21,15 +21,16 @@ class PackedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] of the batch's `logit_rows`, in fp32."""
+        """Logits [R, V] of the batch's `logit_rows`, in fp32, on the device."""
         if self.attention is None:
             raise RuntimeError("no attention backend: set `attention` before the first pass")
+        # Token ids stay in the host, where the embedding is.
         with self._compute.small_steps(batch.num_tokens * self._model.config.hidden_size):
             out = self._model(
                 batch.token_ids,
-                position_ids=batch.positions,
+                position_ids=batch.positions.to(self._compute.device),
                 use_cache=False,
-                logits_to_keep=batch.logit_rows,
+                logits_to_keep=batch.logit_rows.to(self._compute.device),
                 packed=PackedPass(batch, self.attention),
             )
         logits: torch.Tensor = out.logits

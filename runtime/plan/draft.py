@@ -11,7 +11,8 @@ from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .activations import pass_nbytes
 from .cache_size import CacheSize
-from .placement import everything, minimum
+from .device_plan import DeviceRoom, on_device_nbytes
+from .placement import Placement, device_ring, everything, minimum, place
 
 # torch, transformers and bitsandbytes imported, threads started, before any model.
 PROCESS_NBYTES = 480 << 20
@@ -33,7 +34,8 @@ class Formats:
 class Draft:
     """`formats`, passes of `tokens_per_pass` tokens, at most `most_live` sequences of at most `longest` tokens.
 
-    `fixed` bytes are needed whatever is held, of which `scratch` for what a pass computes with.
+    The sizes are of the tier that computes. `fixed` bytes are needed whatever is held, of which `scratch` for what a
+    pass computes with.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Draft:
         tokens_per_pass: int,
         most_live: int,
         longest: int,
+        device: DeviceRoom | None = None,
     ) -> None:
         self.formats = formats
         self.longest = longest
@@ -54,9 +57,15 @@ class Draft:
         self.cache = CacheSize(specs, longest, tokens_per_pass)
         computing = pass_nbytes(shape, formats.dtype, tokens_per_pass, self.most_live, longest)
         self.scratch = workspace_nbytes(shape, formats.quant, formats.dtype, deterministic)
-        self.scratch += (crew_size() - 1) * helper_nbytes(shape, formats.quant, formats.dtype, deterministic)
+        if device is None:
+            self.scratch += (crew_size() - 1) * helper_nbytes(shape, formats.quant, formats.dtype, deterministic)
         self.scratch += int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
-        self.fixed = PROCESS_NBYTES + resident_nbytes(shape, formats.dtype) + self.scratch
+        self.on_device = device is not None
+        self.fixed = self.scratch + (
+            PROCESS_NBYTES + resident_nbytes(shape, formats.dtype)
+            if device is None
+            else device.context_nbytes + on_device_nbytes(shape, formats.dtype)
+        )
 
     @property
     def smallest(self) -> int:
@@ -73,7 +82,15 @@ class Draft:
         """Bytes that weights take before the cache gets any: all of them where they fit, else the smallest rings."""
         if self.smallest_whole <= budget:
             return self.shards.nbytes
-        return min(self.shards.nbytes, minimum(self.shards).nbytes(self.shards))
+        rings = self._device_ring(budget) if self.on_device else 0
+        return min(self.shards.nbytes, minimum(self.shards).nbytes(self.shards) + rings)
+
+    def place(self, budget: int, kv_nbytes: int) -> Placement | None:
+        """Where shards are held, beside a cache of `kv_nbytes`."""
+        return place(self.shards, budget - self.fixed - kv_nbytes, self._device_ring(budget) if self.on_device else 0)
+
+    def _device_ring(self, budget: int) -> int:
+        return device_ring(self.shards, budget - self.fixed)
 
     def live(self, budget: int) -> int:
         """Sequences that have room at their longest beside the least weights."""

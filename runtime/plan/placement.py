@@ -6,7 +6,7 @@ every pass, than as a held expert (docs/design.md); so this divides what KV and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..shape.shards import ModelShards
 
@@ -43,16 +43,54 @@ class Placement:
         return self.held_nbytes(shards) + self.dense_ring + self.expert_ring
 
 
-def place(shards: ModelShards, room: int) -> Placement | None:
-    """The placement that holds most in `room` bytes; None where not even the rings fit."""
+def place(shards: ModelShards, room: int, expert_ring: int = 0) -> Placement | None:
+    """The placement that holds most in `room` bytes; None where not even the smallest rings fit.
+
+    `expert_ring` bytes beyond the smallest ring come before anything is held, as far as there is room.
+    """
     if shards.nbytes <= room:
         return everything(shards)
     smallest = minimum(shards)
     if smallest.nbytes(shards) > room:
         return None
+    ahead = min(expert_ring, room - smallest.nbytes(shards))
+    smallest = replace(smallest, expert_ring=smallest.expert_ring + ahead)
     dense = _hold_dense(shards, smallest, room)
     ring = _largest_ring(shards, dense, room)
     return _hold_experts(shards, Placement(dense.held_dense, dense.held_experts, dense.dense_ring, ring), room)
+
+
+def device_ring(shards: ModelShards, room: int) -> int:
+    """Bytes, beyond the smallest ring, for experts on their way to a device.
+
+    A layer's worth, so that the link works on while attention computes and while the host waits for what a layer's
+    router wants; at most an eighth of `room`, as the rest serves sequences.
+    """
+    layer = max((layer.num_experts for layer in shards.layers), default=0)
+    expert = _largest_expert(shards)
+    return max(0, min(layer, room // 8 // max(1, expert)) - MIN_RING_EXPERTS) * expert
+
+
+def stage(shards: ModelShards, held: Placement, room: int) -> Placement | None:
+    """What `room` bytes of host memory keep of the shards that stream to a device which holds `held`.
+
+    Counts `held` as kept too, as neither comes from disk. Has rings even where all is kept: what cannot be page-locked
+    goes through them (docs/design.md). None where not even the rings fit.
+    """
+    rings = minimum(shards)
+    dense_ring = rings.dense_ring if held.dense_ring else 0
+    expert_ring = rings.expert_ring if held.expert_ring else 0
+    whole = everything(shards)
+    whole = Placement(whole.held_dense, whole.held_experts, dense_ring, expert_ring)
+    free = room + held.held_nbytes(shards)
+    if whole.nbytes(shards) <= free:
+        return whole
+    smallest = Placement(held.held_dense, held.held_experts, dense_ring, expert_ring)
+    if smallest.nbytes(shards) > free:
+        return None
+    dense = _hold_dense(shards, smallest, free, keep_ring=True)
+    ring = _largest_ring(shards, dense, free) if expert_ring else 0
+    return _hold_experts(shards, Placement(dense.held_dense, dense.held_experts, dense_ring, ring), free)
 
 
 def everything(shards: ModelShards) -> Placement:
@@ -66,13 +104,14 @@ def minimum(shards: ModelShards) -> Placement:
     return Placement(0, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * _largest_expert(shards))
 
 
-def _hold_dense(shards: ModelShards, smallest: Placement, room: int) -> Placement:
+def _hold_dense(shards: ModelShards, smallest: Placement, room: int, keep_ring: bool = False) -> Placement:
     """Every token needs the dense shards, so they are held before any expert; all of them save their ring, too."""
-    all_dense = Placement(len(shards.layers), smallest.held_experts, 0, smallest.expert_ring)
+    ring = smallest.dense_ring if keep_ring else 0
+    all_dense = Placement(len(shards.layers), smallest.held_experts, ring, smallest.expert_ring)
     if all_dense.nbytes(shards) <= room:
         return all_dense
-    free, held = room - smallest.nbytes(shards), 0
-    for layer in shards.layers:
+    free, held = room - smallest.nbytes(shards), smallest.held_dense
+    for layer in shards.layers[held:]:
         free -= layer.dense.nbytes
         if free < 0:
             break
@@ -83,7 +122,8 @@ def _hold_dense(shards: ModelShards, smallest: Placement, room: int) -> Placemen
 def _largest_ring(shards: ModelShards, placement: Placement, room: int) -> int:
     expert = _largest_expert(shards)
     free = room - placement.nbytes(shards)
-    return placement.expert_ring + min((RING_EXPERTS - MIN_RING_EXPERTS) * expert, free // max(expert, 1) * expert)
+    missing = max(0, RING_EXPERTS * expert - placement.expert_ring)
+    return placement.expert_ring + min(missing, free // max(expert, 1) * expert)
 
 
 def _hold_experts(shards: ModelShards, placement: Placement, room: int) -> Placement:

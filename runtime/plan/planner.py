@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import DoesNotFit, SettingError
 from ..shape.layouts import FORMATS
 from ..shape.model_shape import ModelShape
 from .cache_size import choose_block
+from .device_plan import DevicePlan, DeviceRoom, plan_staging
 from .draft import Draft, Formats
 from .job import JobShape
 from .pass_size import LEAST_TOKENS, choose_tokens, power_of_two
-from .placement import Placement, place
+from .placement import Placement
 from .search import largest
 
 GIB = 1 << 30
@@ -37,7 +38,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will run: no field is left to be decided later. Sizes in bytes of host memory.
+    """What will run: no field is left to be decided later.
+
+    `placement` and the sizes are of the tier that computes: host memory, or the device's where there is a `device`.
+    `budget_nbytes` is host memory's in any case.
 
     `kv_blocks` is by layer group: room for `kv_sequences` at their longest. `kv_tokens` is the longest sequence that
     is ever started. `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none,
@@ -63,22 +67,31 @@ class Plan:
     kv_nbytes: int
     scratch_nbytes: int
     compute: str = "auto"
+    device: DevicePlan | None = None
 
     @property
     def streams(self) -> bool:
         """Whether some weights stay on disk and are read in every pass."""
+        if self.device is not None:
+            return self.device.disk_nbytes > 0
         return self.placement.dense_ring + self.placement.expert_ring > 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def make_plan(shape: ModelShape, settings: Settings, budget: int, job: JobShape) -> Plan:
-    """The plan within `budget` bytes of host memory. Raises DoesNotFit, naming the smallest budget that works.
+def make_plan(
+    shape: ModelShape, settings: Settings, host_budget: int, job: JobShape, device: DeviceRoom | None = None
+) -> Plan:
+    """The plan within `host_budget` bytes, and a device's, where there is one.
 
-    Where the job's longest rows do not fit, the cache is as large as it can be; `kv_tokens` says which rows fail.
+    Raises DoesNotFit, naming the smallest budget that works. Where the job's longest rows do not fit, the cache is as
+    large as it can be; `kv_tokens` says which rows fail.
     """
-    drafting = _Drafting(shape, settings, job)
+    if device is not None and settings.compute == "int8":
+        raise SettingError("--compute int8 multiplies on the processor; give --gpu-mem 0 with it")
+    drafting = _Drafting(shape, settings, job, device)
+    budget = host_budget if device is None else device.budget_nbytes
     # The least lossy that is held whole; where none is, the smallest, since streaming costs by the byte.
     quants = drafting.quants
     quant = next((quant for quant in quants if drafting.draft(quant).smallest_whole <= budget), quants[-1])
@@ -86,12 +99,19 @@ def make_plan(shape: ModelShape, settings: Settings, budget: int, job: JobShape)
     tokens = settings.tokens_per_pass or choose_tokens(
         shape, job, settings.max_sequences, budget, lambda tokens: drafting.draft(quant, longest, tokens)
     )
-    return _finish(drafting.draft(quant, longest, tokens), shape, settings, budget)
+    draft = drafting.draft(quant, longest, tokens)
+    plan = _finish(draft, shape, settings, budget)
+    if device is None:
+        return plan
+    staged = plan_staging(shape, draft.shards, plan.placement, device, host_budget, plan.dtype)
+    return replace(plan, budget_nbytes=host_budget, device=staged)
 
 
-def budget_range(shape: ModelShape, settings: Settings, job: JobShape) -> tuple[int, int]:
-    """The smallest budget that works for every row, and the smallest that holds all weights."""
-    drafting = _Drafting(shape, settings, job)
+def budget_range(
+    shape: ModelShape, settings: Settings, job: JobShape, device: DeviceRoom | None = None
+) -> tuple[int, int]:
+    """The smallest budget of the tier that computes with which every row works, and that which holds all weights."""
+    drafting = _Drafting(shape, settings, job, device)
     draft = drafting.draft(drafting.quants[-1])
     return draft.smallest, draft.smallest_whole
 
@@ -99,12 +119,13 @@ def budget_range(shape: ModelShape, settings: Settings, job: JobShape) -> tuple[
 class _Drafting:
     """Makes drafts of one job, in the formats and limits that its settings leave open."""
 
-    def __init__(self, shape: ModelShape, settings: Settings, job: JobShape) -> None:
+    def __init__(self, shape: ModelShape, settings: Settings, job: JobShape, device: DeviceRoom | None = None) -> None:
         if settings.max_sequences < 1 or (settings.tokens_per_pass is not None and settings.tokens_per_pass < 1):
             raise SettingError("--tokens-per-pass and --max-sequences must be at least 1")
         self._shape = shape
         self._settings = settings
         self._job = job
+        self._device = device
         self._most_live = min(settings.max_sequences, job.sequences)
         self.quants = _quants(settings)
 
@@ -113,13 +134,13 @@ class _Drafting:
         tokens = tokens or self._settings.tokens_per_pass or power_of_two(max(LEAST_TOKENS, self._most_live))
         longest = max(1, self._job.longest if longest is None else longest)
         formats, deterministic = self._formats(quant), self._settings.deterministic
-        return Draft(self._shape, formats, deterministic, tokens, self._most_live, longest)
+        return Draft(self._shape, formats, deterministic, tokens, self._most_live, longest, self._device)
 
     def longest(self, quant: str, budget: int) -> int:
         """The longest sequence that fits: the job's, where it does. Raises DoesNotFit."""
         least = self._job.least
         if (draft := self.draft(quant, least)).smallest > budget:
-            raise _does_not_fit(draft, budget)
+            raise _does_not_fit(draft, budget, self._device is not None)
         return (
             least
             - 1
@@ -149,7 +170,7 @@ def _quants(settings: Settings) -> tuple[str, ...]:
 def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) -> Plan:
     live = draft.live(budget)
     blocks, kv_nbytes = draft.cache.blocks(live), draft.cache.nbytes(live)
-    placement = place(draft.shards, budget - draft.fixed - kv_nbytes)
+    placement = draft.place(budget, kv_nbytes)
     assert placement is not None
     whole = [
         count * spec.block for count, spec in zip(blocks, draft.cache.specs, strict=True) if spec.group.window is None
@@ -176,10 +197,11 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
     )
 
 
-def _does_not_fit(draft: Draft, budget: int) -> DoesNotFit:
+def _does_not_fit(draft: Draft, budget: int, on_device: bool) -> DoesNotFit:
+    tier, option = ("device", "--gpu-mem") if on_device else ("host", "--ram")
     return DoesNotFit(
-        f"{budget / GIB:.2f} GiB of host memory is too little for this model and job in {draft.formats.quant}: "
-        f"the smallest that works is --ram {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / GIB:.2f} GiB is "
+        f"{budget / GIB:.2f} GiB of {tier} memory is too little for this model and job in {draft.formats.quant}: "
+        f"the smallest that works is {option} {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / GIB:.2f} GiB is "
         "for the process and what a pass computes with. Shorter prompts, a smaller --tokens-per-pass or --quant nf4 "
-        "need less."
+        f"need less{'; --gpu-mem 0 computes on the processor' if on_device else ''}."
     )

@@ -1,61 +1,41 @@
-"""All packed weights in host memory: where shards are put while loading, and where passes find them."""
+"""Where a preparation puts shards that are all kept in memory, host's or device's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ...moe.held import HeldExperts
-from ...offload.arena import Arena
-from ..model.assembly import LayerAssembly
 from ..shape.shards import LayerShards
+from .memory import HEAD, ShardKey, WeightMemory
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBytes:
-    """A layer's shards in memory; its experts lie side by side."""
+class MemoryLayerSink:
+    memory: WeightMemory
+    index: int
 
-    dense_shard: torch.Tensor
-    experts: Arena | None
+    def dense(self) -> AbstractContextManager[torch.Tensor]:
+        return self.memory.fill(ShardKey(self.index))
 
-    @contextmanager
-    def dense(self) -> Iterator[torch.Tensor]:
-        yield self.dense_shard
-
-    @contextmanager
-    def expert(self, index: int) -> Iterator[torch.Tensor]:
-        assert self.experts is not None
-        yield self.experts.slot(index)
-
-    def bind(self, layer: LayerAssembly) -> None:
-        """Lets the layer's modules read these bytes, once and for all."""
-        layer.bind_dense(self.dense_shard)
-        if self.experts is not None:
-            slots = range(self.experts.num_slots)
-            layer.set_experts(HeldExperts([layer.bind_expert(e, self.experts.slot(e)) for e in slots]))
+    def expert(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        return self.memory.fill(ShardKey(self.index, index))
 
 
 class MemorySink:
-    """Keeps every shard; `layers` is complete when the preparation is."""
+    """A ShardSink for memory that leaves nothing on disk."""
 
-    def __init__(self) -> None:
-        self.layers: list[LayerBytes] = []
-        self.head_shard: torch.Tensor | None = None
+    def __init__(self, memory: WeightMemory) -> None:
+        self._memory = memory
 
     def has_layer(self, index: int) -> bool:
         return False
 
     @contextmanager
-    def layer(self, index: int, shards: LayerShards) -> Iterator[LayerBytes]:
-        experts = Arena(shards.expert.nbytes, shards.num_experts) if shards.expert else None
-        layer = LayerBytes(Arena(shards.dense.nbytes, 1).slot(0), experts)
-        yield layer
-        self.layers.append(layer)
+    def layer(self, index: int, shards: LayerShards) -> Iterator[MemoryLayerSink]:
+        yield MemoryLayerSink(self._memory, index)
 
-    @contextmanager
-    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
-        self.head_shard = Arena(nbytes, 1).slot(0)
-        yield self.head_shard
+    def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        return self._memory.fill(HEAD)

@@ -8,14 +8,18 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.linear import Compute
 from moedge.quant.workspace import Workspace
 from moedge.runtime.model.definition import define
+from moedge.runtime.plan.placement import everything
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights.in_memory import MemorySink
+from moedge.runtime.weights.memory import WeightMemory
 from moedge.runtime.weights.preparation import Preparation
 
 
 def load_weights(folder: Path, shape: ModelShape) -> None:
     model = define(ModelConfig.read(folder), torch.float32)
     with Checkpoint(folder) as checkpoint:
-        Preparation(model, checkpoint, Compute(Workspace(0))).run(model_shards(shape, "none", "fp32"), MemorySink())
+        shards = model_shards(shape, "none", "fp32")
+        sink = MemorySink(WeightMemory(shards, everything(shards)))
+        Preparation(model, checkpoint, Compute(Workspace(0))).run(shards, sink)

@@ -13,18 +13,20 @@ from moedge.offload.errors import BadCheckpoint
 from moedge.quant.linear import Compute
 from moedge.quant.workspace import Workspace
 from moedge.runtime.model.definition import define
+from moedge.runtime.plan.placement import everything
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.folder import read_shape
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights.in_memory import MemorySink
+from moedge.runtime.weights.memory import WeightMemory
 from moedge.runtime.weights.preparation import Preparation
 
 
 class MeddlingSink(MemorySink):
     """Changes the weights before the second layer is read."""
 
-    def __init__(self, meddle: Callable[[], object]) -> None:
-        super().__init__()
+    def __init__(self, memory: WeightMemory, meddle: Callable[[], object]) -> None:
+        super().__init__(memory)
         self._meddle = meddle
 
     def has_layer(self, index: int) -> bool:
@@ -36,9 +38,11 @@ class MeddlingSink(MemorySink):
 def prepare(folder: Path, meddle: Callable[[Path], object]) -> None:
     shape = read_shape(folder)
     model = define(ModelConfig.read(folder), torch.float32)
-    sink = MeddlingSink(lambda: meddle(folder / "model.safetensors"))
+    shards = model_shards(shape, "none", "fp32")
+    memory = WeightMemory(shards, everything(shards))
+    sink = MeddlingSink(memory, lambda: meddle(folder / "model.safetensors"))
     with Checkpoint(folder) as checkpoint:
-        Preparation(model, checkpoint, Compute(Workspace(0))).run(model_shards(shape, "none", "fp32"), sink)
+        Preparation(model, checkpoint, Compute(Workspace(0))).run(shards, sink)
 
 
 def replace(path: Path) -> None:

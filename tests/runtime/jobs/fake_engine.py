@@ -113,12 +113,12 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
             name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
         )
 
-    def make_plan(shape: Any, settings: Any, budget: int, job: Any) -> SimpleNamespace:
+    def make_plan(shape: Any, settings: Any, budget: int, job: Any, room: Any) -> SimpleNamespace:
         chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "compute": settings.compute}
         chosen["deterministic"] = settings.deterministic
         return SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
 
-    def load_engine(source: Any, plan: Any, store: Any) -> SimpleNamespace:
+    def load_engine(source: Any, plan: Any, store: Any, device: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None)
 
     setattr(batch_run, "open_source", open_source)

@@ -36,7 +36,7 @@ def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[
 
 
 def moved(loaded: LoadedEngine) -> int:
-    return loaded.streamed.nbytes_streamed if loaded.streamed else 0
+    return loaded.streamed.nbytes_from_disk
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Everything that a GPU must show, part by part, into one JSON; without one the checks run on the fake device.
+#
+#   bench/gpu.sh checks                     what there is, its rates, and the engine's tokens on one to three tiers
+#   bench/gpu.sh qwen3                      also mixtral, gpt-oss: tokens/s with random weights in the real shape
+#   bench/gpu.sh all --out gpu.json         every part; what the file has already is not run again (--again)
+#
+# Needs torch, transformers and bitsandbytes; moedge itself may be this folder alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("moedge") is None)'; then
+    mkdir -p .links/moedge
+    for floor in quant offload moe runtime cli; do ln -sfn "../../$floor" ".links/moedge/$floor"; done
+    export PYTHONPATH="$PWD/.links${PYTHONPATH:+:$PYTHONPATH}"
+fi
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} PYTHONUNBUFFERED=1
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+exec "$python" bench/gpu/main.py "$@"

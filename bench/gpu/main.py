@@ -1,0 +1,39 @@
+"""bench/gpu.sh: parts of the evidence that a GPU must give."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from functools import partial
+
+import torch
+from checks import run_checks
+from random_model import CONFIGS
+from report import Report, machine
+from throughput import run_model
+
+PARTS = {"checks": run_checks} | {name: partial(run_model, name) for name in CONFIGS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"])
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--again", action="store_true", help="run every step, also those that the file has")
+    options = parser.parse_args()
+    fake = not torch.cuda.is_available()
+    if fake:
+        print("no GPU is here: the checks run on the fake device of the tests; times and rates mean nothing")
+    report = Report(options.out, options.again, machine(fake))
+    for part in PARTS if "all" in options.parts else options.parts:
+        PARTS[part](report, fake)
+    print(f"{'all passed' if report.ok else 'SOME FAILED'}; {options.out}")
+    sys.exit(not report.ok)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Models of real shapes with random packed weights, made where they stay: no checkpoint, no download.
+
+Speed is real, the text is not. Experts are unequally popular, since routers' rows are of unequal length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from moedge.offload.checkpoint.header import TensorEntry
+from moedge.offload.device import Device
+from moedge.quant.tensor import PackedTensor
+from moedge.runtime.load import LoadedEngine, Loading
+from moedge.runtime.model.definition import define
+from moedge.runtime.model_source import ModelSource
+from moedge.runtime.plan.planner import Plan
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.read import is_router, model_shape
+from moedge.runtime.shape.shards import ModelShards, ShardLayout
+from moedge.runtime.weights.memory import DENSE, HEAD, WeightMemory
+
+# As published on the hub, without what decides no size and no arithmetic.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False, "eos_token_id": 151645,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": None,
+        "tie_word_embeddings": False, "eos_token_id": 2,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072, "attention_bias": True,
+        "sliding_window": 128, "tie_word_embeddings": False, "eos_token_id": 200002,
+    },
+}  # fmt: skip
+# How far a format's codes are from zero on average, so that products keep the scale of their inputs.
+_SPREAD = {"nf4": 0.55, "int8": 73.0}
+
+
+@contextmanager
+def random_source(name: str, **smaller: int) -> Iterator[ModelSource]:
+    """A model of `CONFIGS`, with some sizes changed; its folder has a config and nothing else."""
+    values = {"architectures": [], "dtype": "bfloat16", **CONFIGS[name], **smaller}
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values))
+        config = ModelConfig.read(Path(folder))
+        yield ModelSource(name, Path(folder), model_shape(config, dict(_entries(config))))
+
+
+def load_random(source: ModelSource, plan: Plan, device: Device | None) -> LoadedEngine:
+    """An engine whose weights, all in memory, are random bytes of the plan's format."""
+    loading = Loading(source, plan, device)
+    layers = loading.install_layers()
+    _fill_resident(loading.model)
+    _fill(loading.memory, loading.shards)
+    return loading.finish(layers)
+
+
+def _entries(config: ModelConfig) -> Iterator[tuple[str, TensorEntry]]:
+    """Tensors as transformers' modules hold them, which is one of the ways in which checkpoints are read."""
+    for name, parameter in define(config, torch.bfloat16).named_parameters():
+        yield name, TensorEntry(name, "BF16", tuple(parameter.shape), 0, 2 * parameter.numel())
+
+
+def _fill_resident(model: Any) -> None:
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta or module is head:
+                continue
+            value = torch.empty(parameter.shape, dtype=parameter.dtype)
+            if is_router(f"{path}.{name}"):
+                value.normal_(0, parameter.shape[1] ** -0.5)
+                value *= torch.empty(len(value), 1).log_normal_(0, 0.4).to(value.dtype)
+            elif parameter.dim() == 1 and name == "weight":
+                value.fill_(1)
+            else:
+                value.normal_(0, 1.0 if parameter.dim() == 2 and name == "weight" else 0.02)
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def _fill(memory: WeightMemory, shards: ModelShards) -> None:
+    noise = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
+    for key in (*memory.held, *memory.staged):
+        layout = shards.head if key == HEAD else shards.layers[key.layer].expert
+        layout = shards.layers[key.layer].dense if key != HEAD and key.expert == DENSE else layout
+        assert layout is not None
+        with memory.fill(key) as shard:
+            _fill_shard(shard, layout, noise)
+
+
+def _fill_shard(shard: torch.Tensor, layout: ShardLayout, noise: torch.Tensor) -> None:
+    for begin in range(0, len(shard), len(noise)):
+        part = shard[begin : begin + len(noise)]
+        part.copy_(noise[: len(part)])
+    for placed in layout.matrices:
+        packed = PackedTensor.bind(placed.layout, shard[placed.offset : placed.end])
+        spread = placed.layout.shape[1] ** -0.5
+        if placed.layout.format == "none":
+            packed.planes[0].normal_(0, spread)
+        else:
+            packed.planes[1].fill_(spread / _SPREAD[placed.layout.format])

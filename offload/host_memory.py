@@ -1,0 +1,32 @@
+"""Host memory as a tensor: of exact size, in huge pages, page-locked where a device copies from it.
+
+Knows bytes, not what they are for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .device import Device
+from .slab import Pinned, address_of, allocate
+
+
+class HostMemory:
+    """`bytes` is uint8 [nbytes]."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = allocate(max(1, nbytes))
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes.numel()
+
+    @property
+    def view(self) -> memoryview:
+        view: memoryview = self.bytes.numpy().data
+        return view
+
+    def pin(self, device: Device) -> Pinned:
+        """Page-locks as much of the beginning as the machine allows; to be closed before the memory goes."""
+        return Pinned(device.runtime, address_of(self._memory), self.nbytes, device.clear_error)

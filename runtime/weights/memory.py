@@ -1,0 +1,111 @@
+"""Every shard that a plan keeps in memory: held where it computes, or staged in the host for copies to the device.
+
+One allocation per tier, cut as the plan says. Knows which shard lies where, not how its bytes came or what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from ...offload.device import Device
+from ...offload.host_memory import HostMemory
+from ..plan.placement import Placement
+from ..shape.shards import ModelShards
+
+DENSE = -1
+
+
+class ShardKey(NamedTuple):
+    """A shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output head."""
+
+    layer: int
+    expert: int = DENSE
+
+
+HEAD = ShardKey(-1)
+
+
+class WeightMemory:
+    """`held` shards compute where they lie; `staged` ones lie in `slab` and stream from there to the device.
+
+    On a CPU nothing is staged. All others are `on_disk`. Shards without bytes stream from nowhere.
+    """
+
+    def __init__(
+        self, shards: ModelShards, held: Placement, staging: Placement | None = None, device: Device | None = None
+    ) -> None:
+        self.device = device
+        self._nbytes = dict(_sizes(shards))
+        kept = dict.fromkeys(key for key in self._nbytes if _keeps(staging or held, key))
+        self.held = self._cut([key for key in self._nbytes if _keeps(held, key)])
+        self.staged = self._cut([key for key in kept if key not in self.held])
+        self.on_disk = [key for key, nbytes in self._nbytes.items() if nbytes and key not in kept]
+        self._held_bytes = _allocate(_end(self.held), device)
+        self.slab = HostMemory(_end(self.staged))
+        self._bounce: HostMemory | None = None
+
+    @property
+    def streamed(self) -> list[ShardKey]:
+        """Shards that arrive in every pass, in the order in which it wants them."""
+        return [key for key, nbytes in self._nbytes.items() if nbytes and key not in self.held]
+
+    def nbytes(self, key: ShardKey) -> int:
+        return self._nbytes[key]
+
+    def shard(self, key: ShardKey) -> torch.Tensor:
+        """The uint8 bytes of a held shard, where they compute."""
+        return self._held_bytes[self.held[key]]
+
+    @contextmanager
+    def fill(self, key: ShardKey) -> Iterator[torch.Tensor]:
+        """Host bytes of a shard that is kept in memory, to be written; on leaving they are where they belong."""
+        if key in self.staged:
+            yield self.slab.bytes[self.staged[key]]
+        elif self.device is None:
+            yield self.shard(key)
+        else:
+            self._bounce = self._bounce or HostMemory(max(map(self.nbytes, self.held)))
+            room = self._bounce.bytes[: self._nbytes[key]]
+            yield room
+            self.shard(key).copy_(room)
+
+    def seal(self) -> None:
+        """All is filled: what filling took goes back."""
+        self._bounce = None
+
+    def _cut(self, keys: list[ShardKey]) -> dict[ShardKey, slice]:
+        begin, cut = 0, {}
+        for key in keys:
+            cut[key] = slice(begin, begin + self._nbytes[key])
+            begin += self._nbytes[key]
+        return cut
+
+
+def _sizes(shards: ModelShards) -> Iterator[tuple[ShardKey, int]]:
+    """In the order in which a pass wants them."""
+    for index, layer in enumerate(shards.layers):
+        yield ShardKey(index), layer.dense.nbytes
+        if layer.expert is not None:
+            yield from ((ShardKey(index, expert), layer.expert.nbytes) for expert in range(layer.num_experts))
+    if shards.head is not None:
+        yield HEAD, shards.head.nbytes
+
+
+def _keeps(placement: Placement, key: ShardKey) -> bool:
+    if key == HEAD:
+        return True
+    if key.expert == DENSE:
+        return key.layer < placement.held_dense
+    return key.expert < placement.held_experts[key.layer]
+
+
+def _end(cut: dict[ShardKey, slice]) -> int:
+    return max((run.stop for run in cut.values()), default=0)
+
+
+def _allocate(nbytes: int, device: Device | None) -> torch.Tensor:
+    return HostMemory(nbytes).bytes if device is None else device.allocate(nbytes)

@@ -1,0 +1,69 @@
+"""`--gpu-mem` from the command line to the run's summary, on the fake device."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moedge.runtime import tiers
+
+EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")
+
+
+@pytest.fixture
+def batch(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, list[Any], dict[str, Any]]]:
+    """`batch(fake, *options)` is the exit code, the answers and the summary of one job."""
+    from moedge.cli.main import main
+
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("".join(json.dumps({"id": str(n), "prompt": "a b " * n, "max_tokens": 8}) + "\n" for n in (1, 9)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
+        out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
+        monkeypatch.setattr(tiers, "find_device", lambda: fake and fake.device)
+        arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
+        monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
+        return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
+
+    return run
+
+
+def test_a_job_on_a_device_answers_as_on_the_processor(batch: Callable[..., Any], fakes: ModuleType) -> None:
+    fake = fakes.FakeDevice()
+    code, wanted, alone = batch(None)
+    assert (code, alone["memory"]["device"], alone["bytes"]["host_to_device"]) == (0, None, None)
+    with fake:
+        code, answers, summary = batch(fake, "--gpu-mem", "450MiB")
+        assert batch(fake, "--gpu-mem", "0")[2]["memory"]["device"] is None
+    assert (code, answers) == (0, wanted)
+    device = summary["memory"]["device"]
+    assert 0 < device["peak"] <= device["budget"] == 450 << 20
+    assert summary["plan"]["device"]["budget_nbytes"] == 450 << 20
+
+
+def test_too_little_device_memory_names_what_would_do_and_that_works(
+    batch: Callable[..., Any], fakes: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fakes.FakeDevice() as fake:
+        assert batch(fake, "--gpu-mem", "20MiB")[0] == 4
+        words = capsys.readouterr().err.split()
+        smallest = words[words.index("--gpu-mem") + 1].rstrip(",")
+        code, answers, summary = batch(fake, "--gpu-mem", smallest)
+        assert (code, len(answers)) == (0, 2)
+    assert summary["memory"]["device"]["peak"] <= summary["memory"]["device"]["budget"]
+
+
+def test_a_device_that_is_not_there_is_refused(batch: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert batch(None, "--gpu-mem", "7GiB")[0] == 4
+    assert "--gpu-mem 0" in capsys.readouterr().err
+    assert batch(None, "--gpu-mem", "auto")[0] == 0

@@ -1,0 +1,80 @@
+"""An engine run of a tiny checkpoint on any device, and the plans that put its weights on one, two or three tiers."""
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moedge.offload.device import Device
+from moedge.runtime.load import load_engine
+from moedge.runtime.model_source import ModelSource
+from moedge.runtime.plan.device_plan import LOADING_NBYTES, DeviceRoom
+from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sequence import Sequence
+from moedge.runtime.shape.layouts import resident_nbytes
+
+LENGTHS, NEW_TOKENS = (3, 40, 17), 6
+JOB = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+AMPLE = 1 << 36
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run gave and moved."""
+
+    tokens: list[list[int]]
+    passes: int
+    from_disk: int
+    to_device: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, in a checkpoint and in a store, and how it is run."""
+
+    source: ModelSource
+    store: Path
+    settings: Settings
+
+    def plan(self, device: Device | None, share: float = 1.0, ram: int = AMPLE) -> Plan:
+        """With `share` of the way from the smallest budget on the device to the one that holds everything."""
+        if device is None:
+            return make_plan(self.source.shape, self.settings, ram, JOB)
+        room = DeviceRoom(0, device.context_nbytes, 0)
+        smallest, whole = budget_range(self.source.shape, self.settings, JOB, room)
+        room = replace(room, budget_nbytes=smallest + int(share * (whole - smallest)))
+        return make_plan(self.source.shape, self.settings, ram, JOB, room)
+
+    def three_tiers(self, device: Device) -> Plan:
+        """The least that is held on the device, and host memory for two thirds of what streams."""
+        plan, shape, dtype = self.plan(device, 0.0), self.source.shape, self.settings.dtype
+        assert plan.device is not None
+        rings = plan.device.staging.dense_ring + plan.device.staging.expert_ring
+        fixed = LOADING_NBYTES + resident_nbytes(shape, dtype) + rings
+        return self.plan(device, 0.0, fixed + plan.device.staged_nbytes * 2 // 3)
+
+    def run(self, plan: Plan, device: Device | None = None, temperature: float = 0.0) -> Ran:
+        store = self.store if plan.streams else None
+        with closing(load_engine(self.source, plan, store, device)) as loaded:
+            sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(prompts())]
+            for sequence in sequences:
+                loaded.engine.add(sequence)
+            list(loaded.engine.run())
+            streamed = loaded.streamed
+            tokens = [sequence.output_ids for sequence in sequences]
+            return Ran(tokens, loaded.engine.metrics.passes, streamed.nbytes_from_disk, streamed.nbytes_to_device)
+
+    def params(self, seed: int, temperature: float) -> SamplingParams:
+        return SamplingParams(NEW_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def exact(quant: str) -> Settings:
+    return Settings("fp32", quant, "fp32", tokens_per_pass=64, max_sequences=3, deterministic=True)
