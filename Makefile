@@ -41,6 +41,8 @@ matrix: $(STAMP)
 	$(BIN)/python bench/matrix_models.py
 	$(BIN)/python bench/kill.py
 	$(BIN)/python bench/job_scale.py
+	$(BIN)/python bench/kernels.py check
+	$(BIN)/python bench/kernels.py compile
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ..quant.kernels.operands import Gate
 from ..quant.linear import Compute
 from ..quant.products import Products
 from ..quant.tensor import PackedTensor
@@ -26,10 +27,14 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBody:
-    """What a family's experts do around their two matrices: activation (gate included) and an optional last norm."""
+    """What a family's experts do around their two matrices: activation (gate included) and an optional last norm.
+
+    `gate` is what `activate` does, where a kernel knows it.
+    """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gate: Gate | None = None
 
     def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Products) -> None:
         """Replaces rows [n, D], an expert's inputs, by its outputs."""
@@ -37,6 +42,30 @@ class ExpertBody:
         compute.linear(inner, weights.down, weights.down_bias, out=rows)
         if self.norm is not None:
             rows.copy_(self.norm(rows))
+
+    def forward_together(
+        self, hidden: torch.Tensor, rows: torch.Tensor, groups: ExpertGroups, arrived: list[Arrived], compute: Compute
+    ) -> bool:
+        """Fills the rows [P, D] of experts that arrived together from hidden [T, D], in two launches.
+
+        False, and nothing done, where there is no kernel for them.
+        """
+        product, weights = compute.grouped, [expert for _, expert in arrived]
+        ups, downs = [expert.up for expert in weights], [expert.down for expert in weights]
+        if product is None or not product.takes(ups) or not product.takes(downs):
+            return False
+        spans = [groups.rows(expert_id) for expert_id, _ in arrived]
+        cut = product.rows(spans, hidden)
+        inner = hidden.new_empty(groups.num_rows, ups[0].shape[0] // (1 if self.gate is None else 2))
+        up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]
+        product.launch(hidden, inner, ups, up_biases, cut, groups.token_ids, self.gate).run()
+        # What other experts' rows hold does not matter.
+        inner = inner if self.gate is not None else self.activate(inner)
+        product.launch(inner, rows, downs, down_biases, cut).run()
+        if self.norm is not None:
+            for span in spans:
+                rows[span] = self.norm(rows[span])
+        return True
 
 
 Arrived = tuple[int, ExpertWeights]
@@ -73,6 +102,8 @@ def mix_experts(
         body.forward(rows[mine], expert, products)
 
     for arrived in experts.fetch(groups):
+        if body.forward_together(hidden, rows, groups, arrived, compute):
+            continue
         # Largest groups first, so that no thread is left with one when the others are done.
         compute.share(sorted(arrived, key=lambda one: -groups.sizes[one[0]]), run_expert)
     return combine(rows, groups, weights)

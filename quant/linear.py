@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from .crew import Crew
 from .products import FEW_ROWS, Products
 from .tensor import PackedTensor
 from .workspace import Workspace
+
+if TYPE_CHECKING:
+    # Triton is imported where a device wants it, not here.
+    from .kernels.product import GroupedProduct
 
 Job = TypeVar("Job")
 
@@ -25,7 +29,10 @@ ROWS_A_SWEEP = 16
 
 
 class Compute(Products):
-    """Products that use all of torch's threads where that pays; `helpers` are workspaces of threads for `share`."""
+    """Products that use all of torch's threads where that pays; `helpers` are workspaces of threads for `share`.
+
+    `grouped` multiplies rows by many matrices at once, where a device has a kernel for that.
+    """
 
     def __init__(
         self,
@@ -34,8 +41,10 @@ class Compute(Products):
         integer: bool = False,
         few_rows: Mapping[str, int] = FEW_ROWS,
         helpers: Sequence[Workspace] = (),
+        grouped: GroupedProduct | None = None,
     ) -> None:
         super().__init__(workspace, deterministic, integer, few_rows)
+        self.grouped = grouped
         self._members = [Products(each, deterministic, integer, few_rows) for each in (workspace, *helpers)]
         self._crew = Crew(len(self._members))
         self._num_threads = torch.get_num_threads()

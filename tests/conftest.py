@@ -9,6 +9,8 @@ from typing import Any
 
 # As the command line does, before torch is loaded: spinning threads make tests on a busy machine ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Triton kernels run in its interpreter, decided before they are imported; 0 asks for a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

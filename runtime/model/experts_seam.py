@@ -10,6 +10,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, mix_experts
+from ...quant.kernels.gates import recognise
 from ...quant.linear import Compute
 
 
@@ -36,7 +37,7 @@ def expert_body(module: nn.Module) -> ExpertBody:
     activate: Callable[[torch.Tensor], torch.Tensor] = features._apply_gate if features.has_gate else features.act_fn
     # The attribute is younger than the oldest transformers that is supported.
     has_norm = getattr(features, "has_post_expert_norm", False)
-    return ExpertBody(activate, features.post_expert_norm if has_norm else None)
+    return ExpertBody(activate, features.post_expert_norm if has_norm else None, recognise(activate))
 
 
 def _experts(module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
 from moedge.moe.held import HeldExperts
 from moedge.moe.limits import padded_rows
+from moedge.quant.kernels.gates import recognise
+from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.linear import Compute
 from moedge.quant.tensor import pack
 from moedge.quant.workspace import Workspace
@@ -66,6 +70,16 @@ def make_experts() -> tuple[torch.Tensor, torch.Tensor, list[ExpertWeights]]:
     return up, down, [ExpertWeights(pack(u, "none"), pack(d, "none")) for u, d in zip(up, down, strict=True)]
 
 
+class CountedProduct(GroupedProduct):
+    """The kernel, in Triton's interpreter, and how often it was launched."""
+
+    count = 0
+
+    def launch(self, *arguments: Any, **options: Any) -> Launch:
+        self.count += 1
+        return super().launch(*arguments, **options)
+
+
 def crew_of(size: int) -> Compute:
     return Compute(Workspace(0), helpers=[Workspace(0) for _ in range(size - 1)])
 
@@ -99,3 +113,42 @@ def test_the_arrival_order_leaves_no_trace() -> None:
         for size in (1, 1, 2, 2, 3)
     ]
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("weight_format", ["none", "int8", "nf4"])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_in_one_launch_agree_with_one_by_one(weight_format: str, known: bool, bias: bool) -> None:
+    torch.manual_seed(5)
+    size, inner = 64, 64
+    experts = [
+        ExpertWeights(
+            pack(torch.randn(2 * inner, size) * 0.2, weight_format),
+            pack(torch.randn(size, inner) * 0.2, weight_format),
+            torch.randn(2 * inner) if bias else None,
+            torch.randn(size) if bias else None,
+        )
+        for _ in range(E)
+    ]
+    hidden = torch.randn(T, size)
+    weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
+    body = ExpertBody(gated, norm=torch.nn.RMSNorm(size), gate=recognise(gated) if known else None)
+    assert (body.gate is not None) == known
+    launched = CountedProduct("cpu")
+    outs = [
+        mix_experts(hidden, expert_ids, weights, ShuffledExperts(experts), body, compute)
+        for compute in (
+            Compute(Workspace(1 << 20)),
+            Compute(Workspace(1 << 20), grouped=launched),
+        )
+    ]
+    assert launched.count > 1, "the kernel must have run"
+    assert (outs[0] - outs[1]).norm() / outs[0].norm() < 2e-6
+
+
+def test_a_format_without_a_kernel_goes_one_by_one() -> None:
+    product = CountedProduct("cpu")
+    packed = [pack(torch.randn(64, 64), name) for name in ("nf4", "int4", "int8")]
+    assert product.takes(packed[:1] * 2)
+    assert not product.takes(packed[1:2])
+    assert not product.takes(packed)

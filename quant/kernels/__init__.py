@@ -1,0 +1,1 @@
+"""Products with packed matrices in Triton. Import late: `grouped` and `launch` need Triton."""

@@ -1,0 +1,105 @@
+"""Rows of activations, grouped by matrix, times packed matrices: a Triton kernel that widens codes in registers."""
+
+import triton
+import triton.language as tl
+
+from .activation import activate
+
+
+@triton.jit
+def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
+    """Grid (tiles, runs of S.outputs outputs). tiles int32 [n, 3]: matrix, first and last + 1 row of out [P, outputs].
+
+    Row p of out is row token_ids[p] of x, or row p where token_ids is None, times its matrix, plus bias, activated.
+    Programs of one matrix and run of outputs are neighbours: what they read twice is in the cache.
+    """
+    fields = tiles + tl.program_id(0) * 3
+    matrix, begin, end = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    rows = begin + tl.arange(0, S.rows)
+    live = rows < end
+    sources = rows
+    if token_ids is not None:
+        sources = tl.load(token_ids + rows, mask=live, other=0)
+    sources = sources.to(tl.int64) * S.num_columns
+    outputs = tl.program_id(1) * S.outputs + tl.arange(0, S.outputs)
+    OUTPUTS: tl.constexpr = S.num_rows if S.gate is None else S.num_rows // 2
+    inside = outputs < OUTPUTS
+    wanted = live[:, None] & inside[None, :]
+    if S.gate is None:
+        sums = multiply(x, sources, live, packed, levels, matrix, outputs, inside, S)
+    else:
+        sums = multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S)
+    target = rows.to(tl.int64)[:, None] * OUTPUTS + outputs[None, :]
+    tl.store(out + target, sums.to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def multiply(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
+    """x [S.rows, K] times rows `outputs` of the matrix: [S.rows, S.outputs] in float32."""
+    sums = tl.zeros([S.rows, S.outputs], tl.float32)
+    for start in range(0, S.num_columns, S.depth):
+        inputs = load_inputs(x, sources, live, start, S)
+        weights = load_weights(packed, levels, matrix, outputs, inside, start, S)
+        sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
+    return finish(sums, packed, matrix, outputs, inside, S)
+
+
+@triton.jit
+def multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
+    """The activation of the two rows that make each output."""
+    gates = outputs * 2 if S.gate.alternating else outputs
+    ups = gates + 1 if S.gate.alternating else gates + S.num_rows // 2
+    sums = tl.zeros([S.rows, S.outputs], tl.float32)
+    others = tl.zeros([S.rows, S.outputs], tl.float32)
+    for start in range(0, S.num_columns, S.depth):
+        inputs = load_inputs(x, sources, live, start, S)
+        weights = load_weights(packed, levels, matrix, gates, inside, start, S)
+        sums = tl.dot(inputs, tl.trans(weights), sums, input_precision="ieee")
+        weights = load_weights(packed, levels, matrix, ups, inside, start, S)
+        others = tl.dot(inputs, tl.trans(weights), others, input_precision="ieee")
+    sums = finish(sums, packed, matrix, gates, inside, S)
+    others = finish(others, packed, matrix, ups, inside, S)
+    return activate(sums, others, S.gate.activation)
+
+
+@triton.jit
+def load_inputs(x, sources, live, start, S: tl.constexpr):
+    columns = start + tl.arange(0, S.depth)
+    mask = live[:, None] & (columns < S.num_columns)[None, :]
+    return tl.load(x + sources[:, None] + columns[None, :], mask=mask, other=0).to(S.dtype)
+
+
+@triton.jit
+def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr):
+    """Weights [S.outputs, S.depth] in S.dtype; int8 without its scales, which `finish` multiplies by."""
+    # Shards begin at multiples of 64 bytes, so that the loads are wide.
+    codes = packed.codes.base + tl.multiple_of(tl.load(packed.codes.shifts + matrix), 16)
+    if S.format == "nf4":
+        WIDTH: tl.constexpr = S.num_columns // 2
+        columns = start // 2 + tl.arange(0, S.depth // 2)
+        places = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        pairs = tl.load(codes + places, mask=inside[:, None], other=0)
+        # The first of two weights is in the high bits.
+        weights = tl.join(tl.load(levels + (pairs >> 4)), tl.load(levels + (pairs & 15)))
+        weights = tl.reshape(weights, [S.outputs, S.depth])
+        absmax = packed.factors.base + tl.load(packed.factors.shifts + matrix)
+        blocks = outputs.to(tl.int64) * (S.num_columns // 64) + start // 64
+        weights *= tl.load(absmax + blocks, mask=inside, other=0).to(tl.float32)[:, None]
+    else:
+        columns = start + tl.arange(0, S.depth)
+        places = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
+        mask = inside[:, None] & (columns < S.num_columns)[None, :]
+        weights = tl.load(codes + places, mask=mask, other=0)
+    return weights.to(S.dtype)
+
+
+@triton.jit
+def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
+    """Scales of int8's rows, and biases."""
+    if S.format == "int8":
+        scales = packed.factors.base + tl.load(packed.factors.shifts + matrix)
+        sums *= tl.load(scales + outputs, mask=inside, other=0.0)[None, :]
+    if packed.biases is not None:
+        biases = packed.biases.base + tl.load(packed.biases.shifts + matrix)
+        sums += tl.load(biases + outputs, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return sums

@@ -1,0 +1,63 @@
+"""What the grouped product is given. Free of Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Stack(NamedTuple):
+    """Tensors of one shape that lie anywhere on one device: the first, and how many elements on each one begins.
+
+    `shifts` is int64 [n] on the device. A stack can name experts in an arena, in a ring and in both.
+    """
+
+    base: torch.Tensor
+    shifts: torch.Tensor
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Stack:
+        """Raises ValueError for tensors that a stack cannot name."""
+        first = tensors[0]
+        apart = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
+        if any(nbytes % first.element_size() for nbytes in apart):
+            raise ValueError(f"Tensors {apart} bytes apart were found; {first.dtype} wants whole elements.")
+        shifts = torch.tensor([nbytes // first.element_size() for nbytes in apart], device=first.device)
+        return cls(first, shifts)
+
+
+class Packed(NamedTuple):
+    """Matrices [N, K] of one layout: codes, their factors (nf4: absmax, int8: scales) and biases [N], or None."""
+
+    codes: Stack
+    factors: Stack | None
+    biases: Stack | None
+
+
+class Gate(NamedTuple):
+    """How a matrix of 2 I rows makes I outputs: two of its rows, [gate; up] or alternating, and an activation of both.
+
+    `activation` is a name that `activation.activate` knows.
+    """
+
+    activation: str
+    alternating: bool = False
+
+
+class Sizes(NamedTuple):
+    """What the kernel is compiled for: a matrix [num_rows, num_columns] of `format`, cut into tiles.
+
+    A program computes `rows` rows of x by `outputs` outputs, `depth` columns at a time; nf4 wants 64 of them, one
+    absmax.
+    """
+
+    format: str
+    num_rows: int
+    num_columns: int
+    gate: Gate | None
+    rows: int
+    outputs: int
+    depth: int
+    dtype: Any

@@ -1,0 +1,80 @@
+"""Rows grouped by matrix times packed matrices, in one launch. Imports Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..nf4 import LEVELS
+from ..tensor import PackedTensor
+from .grouped import grouped_product
+from .launch import Launch, dot_type
+from .operands import Gate, Packed, Sizes, Stack
+from .tuning import Tiles, tiles_for
+
+# Weight formats that the kernel reads.
+FORMATS = ("none", "int8", "nf4")
+
+
+class Rows(NamedTuple):
+    """Which rows of the output belong to which matrix: tiles int32 [n, 3] of (matrix, first row, last row + 1)."""
+
+    tiles: torch.Tensor
+    cut: Tiles
+
+    @classmethod
+    def of(cls, spans: Sequence[slice], x: torch.Tensor, steady: bool = False) -> Rows:
+        """Matrix i owns the rows spans[i] of activations like x; `steady` cuts them alike however many there are."""
+        mean = 1 if steady else sum(span.stop - span.start for span in spans) / len(spans)
+        cut = tiles_for(mean, wide=x.dtype == torch.float32)
+        tiles = [
+            (matrix, first, min(first + cut.rows, span.stop))
+            for matrix, span in enumerate(spans)
+            for first in range(span.start, span.stop, cut.rows)
+        ]
+        return cls(torch.tensor(tiles, dtype=torch.int32).to(x.device), cut)
+
+
+class GroupedProduct:
+    """The kernel with the table of nf4's levels, on one device; `steady` makes a row's bits depend on it alone."""
+
+    def __init__(self, device: torch.device | str, steady: bool = False) -> None:
+        self.levels = torch.tensor(LEVELS, device=device)
+        self.steady = steady
+
+    def rows(self, spans: Sequence[slice], x: torch.Tensor) -> Rows:
+        """For launches in which matrix i makes the rows spans[i] of the output from activations like x."""
+        return Rows.of(spans, x, self.steady)
+
+    def takes(self, matrices: Sequence[PackedTensor]) -> bool:
+        """Whether there is a kernel for them: matrices of one layout, in a format that it reads."""
+        layout = matrices[0].layout
+        return layout.format in FORMATS and all(matrix.layout == layout for matrix in matrices)
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        matrices: Sequence[PackedTensor],
+        biases: Sequence[torch.Tensor | None],
+        rows: Rows,
+        token_ids: torch.Tensor | None = None,
+        gate: Gate | None = None,
+    ) -> Launch:
+        """out[p] = x[token_ids[p]] (x[p] without token_ids) times the matrix that owns row p, activated by `gate`.
+
+        x [T, K], token_ids int64 [P], out [P, N] or [P, N/2] with a gate; matrices [N, K] of one layout; biases [N],
+        all or none.
+        """
+        layout = matrices[0].layout
+        planes = [Stack.of(plane) for plane in zip(*(matrix.planes for matrix in matrices), strict=True)]
+        given = [bias for bias in biases if bias is not None]
+        packed = Packed(planes[0], planes[1] if len(planes) > 1 else None, Stack.of(given) if given else None)
+        cut, (num_rows, num_columns) = rows.cut, layout.shape
+        sizes = Sizes(layout.format, num_rows, num_columns, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
+        grid = (len(rows.tiles), triton.cdiv(out.shape[1], cut.outputs))
+        arguments = (x.contiguous(), token_ids, out, packed, self.levels, rows.tiles, sizes)
+        return Launch(grouped_product, grid, arguments, cut.warps, cut.stages)

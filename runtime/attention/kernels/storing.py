@@ -1,0 +1,80 @@
+"""Keys and values of a pass into their blocks, coded on the way: a Triton kernel.
+
+The same arithmetic as `quant.kv_codec`, so that codes, scales and zeros are the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+SMALLEST_SCALE = tl.constexpr(2.0**-17)
+
+
+@triton.jit
+def store_tokens(k, v, keys, values, slots, num_tokens, S: tl.constexpr):
+    """Grid (runs of S.tokens tokens, KV heads). Token t goes to place slots[t] % block of block slots[t] // block;
+    a negative slot is left out.
+    """
+    tokens = tl.program_id(0) * S.tokens + tl.arange(0, S.tokens)
+    slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
+    live = slot >= 0
+    blocks, places = slot // S.block, slot % S.block
+    store_side(k, keys, tokens, tl.program_id(1), blocks, places, live, S)
+    store_side(v, values, tokens, tl.program_id(1), blocks, places, live, S)
+
+
+@triton.jit
+def store_side(x, side, tokens, kv_head, blocks, places, live, S: tl.constexpr):
+    rows = tokens.to(tl.int64) * x.token_stride + kv_head * x.head_stride
+    if side.zeros is None:
+        columns = tl.arange(0, S.width)[None, :]
+        inside = live[:, None] & (columns < S.head_dim)
+        elements = tl.load(x.data + rows[:, None] + columns, mask=inside, other=0)
+        if side.scales is None:
+            codes = elements.to(side.codes.dtype.element_ty)
+        else:
+            codes = code_int8(elements.to(tl.float32), side, kv_head, blocks, places, live, S)
+        target = blocks * side.code_stride + (kv_head * S.block + places) * S.head_dim
+        tl.store(side.codes + target[:, None] + columns, codes, mask=inside)
+    else:
+        HALF: tl.constexpr = S.head_dim // 2
+        columns = tl.arange(0, S.half_width)[None, :]
+        inside = live[:, None] & (columns < HALF)
+        low = code_int4(x.data + rows[:, None] + columns, side, kv_head * 2, blocks, places, live, inside, S)
+        upper = x.data + rows[:, None] + HALF + columns
+        high = code_int4(upper, side, kv_head * 2 + 1, blocks, places, live, inside, S)
+        target = blocks * side.code_stride + (kv_head * S.block + places) * HALF
+        tl.store(side.codes + target[:, None] + columns, low | (high << 4), mask=inside)
+
+
+@triton.jit
+def code_int8(x, side, kv_head, blocks, places, live, S: tl.constexpr):
+    """Codes of heads [N, W], padded with zeros; stores their scales."""
+    scales = round_scale(tl.max(tl.abs(x), 1), 127.0, x)
+    group = blocks * side.scale_stride + kv_head * S.block + places
+    tl.store(side.scales + group, scales, mask=live)
+    codes = tl.floor(tl.div_rn(x, scales.to(tl.float32)[:, None]) + 0.5)
+    return tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def code_int4(source, side, group_row, blocks, places, live, inside, S: tl.constexpr):
+    """Codes of halves of heads [N, W] as uint8; stores their scales and zeros."""
+    x = tl.load(source, mask=inside, other=0).to(tl.float32)
+    lowest = tl.min(tl.where(inside, x, float("inf")), 1)
+    highest = tl.max(tl.where(inside, x, float("-inf")), 1)
+    zeros = lowest.to(tl.float16)
+    wide = zeros.to(tl.float32)
+    scales = round_scale(highest - wide, 15.0, x)
+    group = blocks * side.scale_stride + group_row * S.block + places
+    tl.store(side.scales + group, scales, mask=live)
+    tl.store(side.zeros + group, zeros, mask=live)
+    codes = tl.floor(tl.div_rn(x - wide[:, None], scales.to(tl.float32)[:, None]) + 0.5)
+    return tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.uint8)
+
+
+@triton.jit
+def round_scale(extent, steps, x):
+    """extent / steps as float16; NaN where a row of x [N, W] is not finite, whose codes would look like numbers."""
+    scales = tl.maximum(tl.div_rn(extent, tl.zeros_like(extent) + steps), SMALLEST_SCALE)
+    strange = tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1)
+    return tl.where(strange == 0, scales, float("nan")).to(tl.float16)

@@ -1,0 +1,75 @@
+"""How the attention kernels are cut, by GPU and head size, frozen: nothing is searched while a job starts.
+
+Chosen by what compiles without spills (docs/kernels.md), not by time: no GPU has timed them yet, and
+`bench/kernels.py --time` is how one would. Free of Triton.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Cut(NamedTuple):
+    """A program computes `rows` query rows, `heads` query heads of each token, and takes `keys` keys at a time.
+
+    `dot` uses tensor cores; `warps` run a program, and its loads run `stages` ahead.
+    """
+
+    rows: int
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    dot: bool = True
+
+
+# rows, keys, warps, stages by head size, padded to a power of two.
+_DECODE = {64: (16, 64, 4, 2), 128: (16, 32, 4, 2), 256: (16, 32, 4, 2)}
+_EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
+# float32 has no tensor cores without losing bits: products are multiply-adds, which few rows keep in registers.
+_WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
+# Below sm80 Triton turns tl.dot into multiply-adds (since 3.3) that spill: products are written out there, and few
+# rows keep them in registers.
+_DECODE_NO_DOT = {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)}
+DOT_CAPABILITY = (8, 0)
+OLDEST_CAPABILITY = (7, 5)
+LARGEST_HEAD = 256
+MAX_SPLITS = 16
+
+
+def has_dot(capability: tuple[int, int]) -> bool:
+    return capability >= DOT_CAPABILITY
+
+
+def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: bool) -> Cut:
+    """For single tokens; `group` query heads share a KV head; `wide` are float32 models."""
+    if has_dot(capability):
+        return _with_dot((_WIDE if wide else _DECODE)[_size(head_dim)], group)
+    rows, keys, warps, stages = _DECODE_NO_DOT[_size(head_dim)]
+    heads = min(rows, group)
+    return Cut(_power(heads), heads, keys, warps, stages, dot=False)
+
+
+def extend_cut(head_dim: int, group: int, wide: bool) -> Cut:
+    """For runs of tokens, on GPUs with `has_dot`."""
+    return _with_dot((_WIDE if wide else _EXTEND)[_size(head_dim)], group)
+
+
+def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:
+    """A power of two: enough programs to fill the GPU twice, none with fewer than four runs of keys."""
+    wanted = min(2 * processors // programs, longest // (4 * keys), MAX_SPLITS)
+    return _power(max(wanted, 1) + 1) // 2
+
+
+def _with_dot(sizes: tuple[int, int, int, int], group: int) -> Cut:
+    rows, keys, warps, stages = sizes
+    return Cut(max(rows, _power(group)), group, keys, warps, stages)
+
+
+def _size(head_dim: int) -> int:
+    return max(64, _power(head_dim))
+
+
+def _power(count: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (count - 1).bit_length()

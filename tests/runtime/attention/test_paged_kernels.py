@@ -1,0 +1,71 @@
+"""Attention over pages agrees with its definition in float64 over the same codes: every format, kernel and feature.
+
+`bench/kernels.py check` does what is done here for every combination.
+"""
+
+import dataclasses
+import itertools
+import os
+
+import paged_cases as cases
+import pytest
+import torch
+from paged_cases import Case
+
+INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PAIRS = list(itertools.product(cases.KINDS, cases.KINDS))
+# Every pair of formats meets every kernel, and over them every feature, head size, group and block goes round.
+SAMPLE = [
+    (
+        kernel,
+        Case(
+            keys,
+            values,
+            cases.HEAD_DIMS[(pair + turn) % 5],
+            cases.GROUPS[(pair + 2 * turn) % 5],
+            cases.BLOCKS[(pair + turn) % 3],
+            **list(cases.FEATURES.values())[(pair * 4 + turn) % 7],
+        ),
+    )
+    for turn, kernel in enumerate(cases.KERNELS)
+    for pair, (keys, values) in enumerate(PAIRS)
+]
+
+
+@pytest.mark.parametrize(("kernel", "case"), SAMPLE, ids=lambda x: x if isinstance(x, str) else f"{x.keys}-{x.values}")
+def test_every_kernel_agrees_with_float64(kernel: str, case: Case) -> None:
+    assert cases.check(cases.on(case, DEVICE), kernel) < 2e-6
+
+
+@pytest.mark.parametrize("feature", ["window", "chunk", "softcap", "sinks", "shift"])
+def test_a_feature_that_is_left_out_is_noticed(feature: str) -> None:
+    cache = cases.Cache.make(cases.on(Case("int8", "int8", **cases.FEATURES[feature]), DEVICE))
+    reference = cache.reference()
+    cache.features = cache.features._replace(**{feature: None})
+    assert cases.relative_error(cache.run("decode"), reference) > 1e-3
+
+
+def test_a_stray_read_is_noticed() -> None:
+    cache = cases.Cache.make(cases.on(Case("native", "native", lengths=((40, 1), (100, 1))), DEVICE))
+    # One place more than what is stored, in the same block.
+    cache.case = dataclasses.replace(cache.case, lengths=((41, 1), (101, 1)))
+    assert cache.run("decode").isnan().all()
+
+
+@pytest.mark.parametrize("keys", ["native", "int4"])
+def test_a_row_has_the_same_bits_in_every_chunk(keys: str) -> None:
+    """Extend cuts rows and keys at multiples of their position: what `--deterministic` builds on."""
+    whole = cases.Cache.make(cases.on(Case(keys, "int8", lengths=((0, 37),), window=30), DEVICE))
+    expected = whole.run("extend").clone()
+    for past in (3, 17, 36):
+        part = cases.Cache.make(cases.on(Case(keys, "int8", lengths=((past, 37 - past),), window=30), DEVICE))
+        part.cached, part.tables, part.q, part.out = whole.cached, whole.tables, whole.q[past:], whole.out[past:]
+        assert torch.equal(part.run("extend"), expected[past:]), past
+
+
+def test_bfloat16_rows_lose_no_more_than_their_own_rounding() -> None:
+    """The interpreter computes in float32 (its bfloat16 is wrong); a GPU computes in bfloat16."""
+    case = cases.on(Case("int4", "native", dtype=torch.bfloat16, native=torch.bfloat16), DEVICE)
+    for kernel in ("decode", "extend"):
+        assert cases.check(case, kernel) < (4e-3 if INTERPRETED else 2e-2)
