@@ -28,6 +28,11 @@ class Arithmetic(StrEnum):
 
 class KV(StrEnum):
     AUTO, BF16, FP16, FP32 = "auto", "bf16", "fp16", "fp32"
+    INT8, INT8_INT4, INT4 = "int8", "int8/int4", "int4"
+
+
+class Attention(StrEnum):
+    AUTO, TORCH, TRITON = "auto", "torch", "triton"
 
 
 class Progress(StrEnum):
@@ -44,7 +49,15 @@ COMPUTE = Annotated[
     Arithmetic,
     typer.Option("--compute", help="int8 rounds activations, too: faster prompts on many CPUs, with weights in int8."),
 ]
-KV_FORMAT = Annotated[KV, typer.Option("--kv", help="Format of the KV cache; auto is the arithmetic's.")]
+KV_FORMAT = Annotated[
+    KV,
+    typer.Option(
+        "--kv", help="Format of the KV cache (keys/values); auto is the arithmetic's own where all fits, else int8."
+    ),
+]
+ATTENTION = Annotated[
+    Attention, typer.Option("--attention", help="What computes attention; auto is the fastest that can.")
+]
 MAX_TOKENS = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most, unless a row says.")]
 TEMPERATURE = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token, unless a row says otherwise.")

@@ -22,6 +22,7 @@ def run(
     quant: options.QUANT = options.Quant.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
     deterministic: options.DETERMINISTIC = False,
+    attention: options.ATTENTION = options.Attention.AUTO,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens to generate at most; 512 where the context has room for them.")
     ] = None,
@@ -48,7 +49,7 @@ def run(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text as an argument or on stdin")
-    settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic)
+    settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic, attention=attention)
     wish = Wish(max_tokens, temperature, seed, raw)
     for piece in answer(model, prompt, settings, Budgets(ram, disk, disk_dir, gpu_mem), wish):
         print(escape_controls(piece), end="", flush=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from ..quant.kv_format import KV_FORMATS
 from .kv.spec import KVSpec
-from .shape.layouts import FORMATS, ITEM_NBYTES
+from .shape.layouts import FORMATS
 from .shape.model_shape import ModelShape
 from .shape.shards import weights_nbytes
 
@@ -37,5 +38,5 @@ def describe(shape: ModelShape) -> Description:
         experts=shape.num_experts,
         context=shape.context,
         weights={quant: weights_nbytes(shape, quant, shape.dtype) for quant in FORMATS},
-        kv_per_token={name: sum(KVSpec(group, name).token_nbytes for group in shape.kv_groups) for name in ITEM_NBYTES},
+        kv_per_token={name: sum(KVSpec(group, name).token_nbytes for group in shape.kv_groups) for name in KV_FORMATS},
     )

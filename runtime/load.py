@@ -11,6 +11,7 @@ from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.device import Device
 from ..offload.host_memory import HostMemory
 from ..offload.store.store import Store
+from ..quant.kv_format import KVFormat
 from .attention.torch_backend import TorchAttention
 from .computing import make_compute
 from .dtypes import DTYPES
@@ -34,6 +35,7 @@ from .shape.config import ModelConfig
 from .shape.model_shape import ModelShape
 from .shape.shards import ModelShards, model_shards
 from .weights.in_memory import MemorySink
+from .weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from .weights.memory import WeightMemory
 from .weights.preparation import Preparation
 from .weights.stored import read_resident
@@ -45,9 +47,11 @@ class LoadedEngine:
     """The engine, what its weights are packed as, where they come from, and the device that computes, if one does."""
 
     engine: Engine
+    model: PackedModel
     shards: ModelShards
     streamed: StreamedWeights
     device: Device | None = None
+    key_offsets: KeyOffsets | None = None
 
     def close(self) -> None:
         self.engine.close()
@@ -92,8 +96,10 @@ class Loading:
                 layer.tile_routers()
         decoder = self.model.get_decoder()
         decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
-        engine = _engine(PackedModel(self.model, self.compute), self.source.shape, self.plan, self.place)
-        return LoadedEngine(engine, self.shards, streamed, device)
+        packed = PackedModel(self.model, self.compute)
+        offsets = _key_offsets(packed, self.source, self.plan, None if store is None else store.folder)
+        engine = _engine(packed, self.source.shape, self.plan, self.place, offsets)
+        return LoadedEngine(engine, packed, self.shards, streamed, device, offsets)
 
 
 def load_engine(
@@ -110,22 +116,36 @@ def load_engine(
     return loading.finish(layers, opened)
 
 
-def _engine(model: PackedModel, shape: ModelShape, plan: Plan, place: torch.device) -> Engine:
-    cache = _cache(shape, plan, place)
+def _key_offsets(model: PackedModel, source: ModelSource, plan: Plan, store: Path | None) -> KeyOffsets | None:
+    """None where keys are kept as they are."""
+    if not KVFormat.parse(plan.kv).keys.quantized:
+        return None
+    offsets = None if store is None else kept(store, source.shape)
+    return offsets or measure(model, fixed_token_ids(source.folder))
+
+
+def _engine(
+    model: PackedModel, shape: ModelShape, plan: Plan, place: torch.device, offsets: KeyOffsets | None
+) -> Engine:
+    cache = _cache(shape, plan, place, offsets)
     model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic, device=place)
     limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
     return Engine(model, Scheduler(limits, cache), Sampler())
 
 
-def _cache(shape: ModelShape, plan: Plan, place: torch.device) -> KVCache:
+def _cache(shape: ModelShape, plan: Plan, place: torch.device, offsets: KeyOffsets | None) -> KVCache:
     specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
-    pools = [KVPool(spec, count, place) for spec, count in zip(specs, plan.kv_blocks, strict=True)]
+    pools = [
+        KVPool(spec, count, place, None if offsets is None else offsets.of(spec.group), plan.deterministic)
+        for spec, count in zip(specs, plan.kv_blocks, strict=True)
+    ]
     host = [
         HostMemory(count * spec.block_nbytes).bytes.view(count, spec.block_nbytes)
         for spec, count in zip(specs, plan.parked_blocks, strict=True)
     ]
     # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
-    settings = (shape, plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.deterministic, plan.compute)
+    formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
+    settings = (shape, *formats, plan.deterministic, offsets and offsets.digest)
     return KVCache(pools, root=root_hash(settings), host_slots=host if any(plan.parked_blocks) else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -15,26 +16,31 @@ from .sampling.params import SamplingParams
 from .sequence import Sequence
 
 
-def score(engine: Engine, token_ids: list[int]) -> torch.Tensor:
-    """Natural log probability of every token but the first, given those before it: fp64 [len(token_ids) - 1].
+def predict(engine: Engine, token_ids: list[int]) -> Iterator[torch.Tensor]:
+    """Natural log probabilities of every token that could follow each of `token_ids`: fp64 [n, V], pass by pass.
 
     Runs through the engine's model and cache in passes of its own size; the engine must be idle.
     """
     scheduler, sequence = engine.scheduler, Sequence(token_ids, SamplingParams(1))
-    scored = []
     try:
         while sequence.num_pending:
             count = min(sequence.num_pending, scheduler.limits.tokens_per_pass)
-            past = sequence.table.num_tokens
-            if not scheduler.cache.grow(sequence.table, past + count):
+            if not scheduler.cache.grow(sequence.table, sequence.table.num_tokens + count):
                 raise DoesNotFit(f"{len(token_ids)} tokens are more than the KV cache holds; score shorter texts")
             batch = replace(pack([(sequence, count)]), logit_rows=torch.arange(count))
-            logprobs = engine.model.forward(batch).double().log_softmax(-1)
-            following = torch.tensor(token_ids[past + 1 : past + count + 1], device=logprobs.device)
-            scored.append(logprobs[: len(following)].gather(1, following.unsqueeze(1)).squeeze(1))
+            yield engine.model.forward(batch).double().log_softmax(-1)
             scheduler.cache.store(sequence.table, count)
     finally:
         scheduler.cache.release(sequence.table)
+
+
+def score(engine: Engine, token_ids: list[int]) -> torch.Tensor:
+    """Natural log probability of every token but the first, given those before it: fp64 [len(token_ids) - 1]."""
+    scored, following = [], torch.tensor(token_ids[1:])
+    for logprobs in predict(engine, token_ids):
+        following = following.to(logprobs.device)
+        now, following = following[: len(logprobs)], following[len(logprobs) :]
+        scored.append(logprobs[: len(now)].gather(1, now.unsqueeze(1)).squeeze(1))
     return torch.cat(scored)
 
 

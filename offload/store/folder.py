@@ -9,7 +9,7 @@ from pathlib import Path
 from .durable import TEMPORARY_SUFFIX, sync_folder
 from .errors import BadStore
 from .lock import LOCK
-from .manifest import MANIFEST, PROGRESS, Manifest, is_file_name, read_manifest
+from .manifest import MANIFEST, PROGRESS, Manifest, is_file_name, is_note_name, read_manifest
 from .trusted import refuse_untrusted
 
 
@@ -26,7 +26,7 @@ def store_files(folder: Path) -> list[str]:
     names = sorted(os.listdir(folder))
     for name in names:
         plain = name.removeprefix(".").removesuffix(TEMPORARY_SUFFIX)
-        if plain not in {LOCK, MANIFEST, PROGRESS} and not is_file_name(plain):
+        if plain not in {LOCK, MANIFEST, PROGRESS} and not is_file_name(plain) and not is_note_name(plain):
             raise BadStore(f"{folder} holds {name!r}, wanted nothing but a store's files; choose another folder")
     return names
 

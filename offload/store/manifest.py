@@ -21,8 +21,15 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 HEAD_FILE = "head.safetensors"
 RESIDENT_FILE = "resident.safetensors"
+# What others keep beside a store's shards, measured of it; it goes when the store is made anew.
+_NOTE_NAME = re.compile(r"note-[a-z-]+\.safetensors")
 _MAX_MANIFEST_NBYTES = 256 << 20
 _FILE_NAME = re.compile(r"layer-\d{4,}\.safetensors|head\.safetensors|resident\.safetensors")
+
+
+def is_note_name(name: str) -> bool:
+    """Whether a file of that name may lie beside the shards of a store."""
+    return _NOTE_NAME.fullmatch(name) is not None
 
 
 def is_file_name(name: str) -> bool:

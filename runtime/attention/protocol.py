@@ -28,6 +28,12 @@ class AttentionCall:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    def first_seen(self, position: int) -> int:
+        """The first position that a token looks back to."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
 
 class AttentionBackend(Protocol):
     def attend(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from ...offload.machine.threads import crew_size
+from ...quant.crew import Crew
 from ..batch import Batch, Chunk
 from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerPlace
+from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
-from .kernel import attend_fresh, attend_rows
+from .codes import Stored
+from .decode import DecodeScratch, Query, Visible, decode
+from .kernel import attend_fresh, attend_rows, visibility
+from .places import GroupPlaces, PassPlaces
 from .protocol import AttentionCall, check_reach
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
@@ -21,8 +28,40 @@ TILE_ROWS = 16
 TILE_KEYS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer in a pass: q [T, Hq, D] as it meets stored keys, `shift` [T, Hq], scaled, what scores lack."""
+
+    call: AttentionCall
+    pool: KVPool
+    index: int
+    q: torch.Tensor
+    shift: torch.Tensor | None
+
+    @classmethod
+    def of(cls, call: AttentionCall, pool: KVPool, index: int, q: torch.Tensor) -> _Layer:
+        shift = None
+        if pool.frame is not None and (call.softcap is not None or call.sinks is not None):
+            shift = pool.frame.shifts(index, q).mul_(call.scale)
+        return cls(call, pool, index, pool.queries(q), shift)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.pool.spec.group.kv_heads
+
+    def query(self, row: int, heads: slice) -> Query:
+        sinks = self.call.sinks
+        return Query(
+            self.call,
+            self.q[row].view(self.kv_heads, -1, self.q.shape[-1])[heads],
+            None if self.shift is None else self.shift[row].view(self.kv_heads, -1, 1)[heads],
+            None if sinks is None else sinks.float().view(self.kv_heads, -1, 1)[heads],
+        )
+
+
 class TorchAttention:
-    """Gathers a sequence's blocks into a scratch that only grows, and runs SDPA on it.
+    """One new token of a sequence is computed over the codes of its blocks, sequences in parallel; a chunk of a prompt
+    over keys and values as they are stored, gathered into a scratch that only grows.
 
     `tiled` computes query rows in tiles aligned to their position in the sequence, over keys padded to a multiple of
     TILE_KEYS: a token's result then has the same bits in whichever chunk, batch or block size it was computed.
@@ -32,65 +71,95 @@ class TorchAttention:
         self.cache = cache
         self.tiled = tiled
         self._scratch = torch.empty(0, dtype=dtype, device=device)
-        self._placed: Batch | None = None
-        self._places_of: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._places = PassPlaces(cache, device)
+        # On a GPU one thread keeps the device busy; deterministic rows all go through prompts' path.
+        self._crew = Crew(1 if tiled or torch.device(device).type != "cpu" else crew_size())
+        block_numel = max(_block_numel(pool) for pool in cache.pools)
+        count = self._crew.size
+        self._decoding = [] if tiled else [DecodeScratch(count, block_numel, dtype, device) for _ in range(count)]
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         place = self.cache.places[call.layer]
-        pool = self.cache.pools[place.group]
+        pool, places = self.cache.pools[place.group], self._places.of(batch, place.group)
         check_reach(call, pool.spec.group)
-        block_ids, offsets = self._places(batch, place.group)
-        pool.write(place.index, block_ids, offsets, k, v)
+        pool.write(place.index, places.block_ids, places.offsets, k, v)
         out = torch.empty_like(q)
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
-            if self._is_fresh(call, chunk):
-                out[rows] = attend_fresh(call, q[rows], *pool.as_stored(k[rows], v[rows]))
-            else:
-                self._attend_past(call, place, chunk, q[rows], out[rows])
+            if self.is_fresh(call, chunk):
+                stored = pool.as_stored(place.index, k[rows], v[rows])
+                out[rows] = attend_fresh(call, pool.queries(q[rows]), *stored)
+            elif self.tiled or chunk.count > 1:
+                self.attend_past(call, place, chunk, q[rows], out[rows])
+        if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
+            self._decode(_Layer.of(call, pool, place.index, q), places, out)
         return out
 
-    def _is_fresh(self, call: AttentionCall, chunk: Chunk) -> bool:
+    def is_fresh(self, call: AttentionCall, chunk: Chunk) -> bool:
+        """Whether the chunk is a whole prompt whose rows see all rows before them, and nothing else."""
         reaches_all = all(reach is None or chunk.count <= reach for reach in (call.window, call.chunk))
         plain = call.softcap is None and call.sinks is None
         return chunk.past == 0 and chunk.count > 1 and reaches_all and plain and not self.tiled
 
-    def _attend_past(
+    def attend_past(
         self, call: AttentionCall, place: LayerPlace, chunk: Chunk, q: torch.Tensor, out: torch.Tensor
     ) -> None:
+        """Fills out [n, Hq, D] for the n rows q of one chunk, whose keys and values are stored already."""
+        layer = _Layer.of(call, self.cache.pools[place.group], place.index, q)
+        blocks = chunk.sequence.table.blocks[place.group]
         for begin, end in _row_tiles(chunk, self.tiled):
             # Positions are of the sequence; rows of the tile that the chunk does not have are computed as zeros.
             first = max(begin, chunk.past)
             last = min(end, chunk.past + chunk.count)
-            tile = q[first - chunk.past : last - chunk.past]
-            if self.tiled:
-                padded = q.new_zeros(TILE_ROWS, *q.shape[1:])
-                padded[first - begin : last - begin] = tile
-                tile = padded
+            rows = slice(first - chunk.past, last - chunk.past)
+            before, after = (first - begin, end - last) if self.tiled else (0, 0)
+            tile = F.pad(layer.q[rows], (0, 0, 0, 0, before, after))
+            shift = None if layer.shift is None else F.pad(layer.shift[rows], (0, 0, before, after))
             low, high = _key_range(call, begin, end, self.tiled)
-            keys, values = self._gather(place, chunk, low, high, last)
-            result = attend_rows(call, tile, keys, values, _mask(call, range(begin, end), range(low, high), q))
-            if self.tiled:
-                result = result[first - begin : last - begin]
-            out[first - chunk.past : last - chunk.past] = result
+            keys, values = self._gather(layer, blocks, low, high, last)
+            mask = visibility(call, range(begin, end), range(low, high), keys)
+            result = attend_rows(call, tile, keys, values, mask, shift)
+            out[rows] = result[before : before + last - first]
+
+    def _decode(self, layer: _Layer, places: GroupPlaces, out: torch.Tensor) -> None:
+        """The chunks of one row; where they are few, their KV heads are divided among the crew."""
+        chunks = [chunk for chunk in places.tables if chunk.count == 1]
+        step = -(-layer.kv_heads // min(layer.kv_heads, -(-self._crew.size // len(chunks))))
+        planes = zip(layer.pool.planes(layer.index), layer.pool.formats, strict=True)
+        keys, values = (Stored(*side) for side in planes)
+
+        def work(item: tuple[Chunk, slice], member: int) -> None:
+            chunk, heads = item
+            seen = self._visible(layer.call, places.tables[chunk], chunk)
+            query = layer.query(chunk.begin, heads)
+            result = decode(query, keys.heads(heads), values.heads(heads), seen, self._decoding[member])
+            out[chunk.begin].view(layer.kv_heads, -1, out.shape[-1])[heads] = result
+
+        shares = [slice(head, head + step) for head in range(0, layer.kv_heads, step)]
+        self._crew.run([(chunk, heads) for chunk in chunks for heads in shares], work)
+
+    def _visible(self, call: AttentionCall, table: torch.Tensor, chunk: Chunk) -> Visible:
+        high, block = chunk.past + 1, self.cache.block
+        low = call.first_seen(chunk.past)
+        first = low // block
+        return Visible(table[first : -(-high // block)], first * block, low, high)
 
     def _gather(
-        self, place: LayerPlace, chunk: Chunk, low: int, high: int, stored: int
+        self, layer: _Layer, blocks: list[int], low: int, high: int, stored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [H, high - low, D] of positions low to high; zeros in blocks given back and from `stored` on.
 
         Zeros, not what lies there: a slot's last owner may have left NaN, and 0 * NaN is NaN.
         """
-        pool, block = self.cache.pools[place.group], self.cache.block
+        pool, block = layer.pool, self.cache.block
         begin, end = low // block, pool.spec.blocks_for(min(stored, high))
-        blocks = chunk.sequence.table.blocks[place.group][begin:end]
-        if gone := blocks.count(NO_BLOCK):
-            begin, blocks = begin + gone, blocks[gone:]
+        if gone := blocks[begin:end].count(NO_BLOCK):
+            begin += gone
         behind = max(0, begin * block - low)
-        scratch = self._take(len(blocks) * block, pool.spec.group)
-        pool.gather(place.index, torch.tensor(blocks, device=scratch.device), scratch)
+        scratch = self._take((end - begin) * block, pool.spec.group)
+        pool.gather(layer.index, torch.tensor(blocks[begin:end], device=scratch.device), scratch)
         seen = scratch[:, :, low + behind - begin * block : min(stored, high) - begin * block]
         if (missing := high - low - behind - seen.shape[2]) > 0 or behind:
             seen = F.pad(seen, (0, 0, behind, missing))
@@ -102,22 +171,10 @@ class TorchAttention:
             self._scratch = self._scratch.new_empty(numel)
         return self._scratch[:numel].view(2, group.kv_heads, length, group.head_dim)
 
-    def _places(self, batch: Batch, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block id and offset of every token of the pass: two tensors [T], the same for all layers of a group."""
-        if self._placed is not batch:
-            self._placed = batch
-            device, groups = self._scratch.device, range(len(self.cache.pools))
-            self._places_of = [_destinations(batch, index, self.cache.block, device) for index in groups]
-        return self._places_of[group]
 
-
-def _destinations(batch: Batch, group: int, block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    positions = [torch.arange(chunk.past, chunk.past + chunk.count) for chunk in batch.chunks]
-    block_ids = [
-        torch.tensor(chunk.sequence.table.blocks[group])[position // block]
-        for chunk, position in zip(batch.chunks, positions, strict=True)
-    ]
-    return torch.cat(block_ids).to(device), (torch.cat(positions) % block).to(device)
+def _block_numel(pool: KVPool) -> int:
+    group = pool.spec.group
+    return group.kv_heads * pool.spec.block * group.head_dim
 
 
 def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
@@ -133,24 +190,7 @@ def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
 
 def _key_range(call: AttentionCall, begin: int, end: int, tiled: bool) -> tuple[int, int]:
     """First and last + 1 key position that rows begin to end can see."""
-    low = 0 if call.window is None else max(0, begin - call.window + 1)
-    if call.chunk is not None:
-        low = begin // call.chunk * call.chunk
+    low = call.first_seen(begin)
     if not tiled:
         return low, end
     return low // TILE_KEYS * TILE_KEYS, -(-end // TILE_KEYS) * TILE_KEYS
-
-
-def _mask(call: AttentionCall, rows: range, keys: range, like: torch.Tensor) -> torch.Tensor | None:
-    """[len(rows), len(keys)] of 0 and -inf; None where every row sees every key."""
-    last_is_seen = len(rows) == 1 and rows.stop == keys.stop
-    if last_is_seen and (call.window is None or len(keys) <= call.window):
-        return None
-    row = torch.arange(rows.start, rows.stop, device=like.device).unsqueeze(1)
-    key = torch.arange(keys.start, keys.stop, device=like.device)
-    hidden = key > row
-    if call.window is not None:
-        hidden |= key <= row - call.window
-    if call.chunk is not None:
-        hidden |= key // call.chunk != row // call.chunk
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

@@ -44,7 +44,7 @@ def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Cou
             "parameters": shape.parameters,
             "active_parameters": shape.active_parameters,
         },
-        plan=plan.as_dict(),
+        plan=plan.as_dict() | {"key_offsets": loaded.key_offsets and loaded.key_offsets.digest},
         seconds=seconds,
         throughput=_throughput(metrics, seconds.generate),
         latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),

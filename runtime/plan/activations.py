@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from ...moe.limits import ROW_MULTIPLE
+from ..attention.limits import NATIVE_NBYTES, WIDE_NUMEL
 from ..shape.layouts import ITEM_NBYTES
 from ..shape.model_shape import ModelShape
 
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
 _HIDDEN_COPIES = 6
 _FP32_COPIES = 2
+# Their scratch shares NATIVE_NBYTES; more threads than these take part of the slack.
+DECODING_THREADS = 4
 # The sampler works in tiles of at most this size.
 SAMPLER_NBYTES = 64 << 20
 
@@ -34,5 +37,7 @@ def pass_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sampled: int
         + 3 * num_tokens * inner * item
     )
     logits = num_sampled * shape.vocab * (item + 4) + SAMPLER_NBYTES
-    attention = 4 * longest * kv * item
+    gathered = 2 * longest * kv * item
+    # One sequence of a prompt, keys and values twice; and what some threads gather of decoding sequences.
+    attention = 2 * gathered + min(NATIVE_NBYTES, DECODING_THREADS * gathered) + 2 * DECODING_THREADS * 4 * WIDE_NUMEL
     return max(layer, logits) + attention

@@ -78,6 +78,11 @@ class Draft:
         """The least budget that holds all weights, and one sequence."""
         return self.fixed + self.cache.nbytes(1) + self.shards.nbytes
 
+    @property
+    def everything(self) -> int:
+        """The budget that holds all weights, and all sequences that run together."""
+        return self.fixed + self.cache.nbytes(self.most_live) + self.shards.nbytes
+
     def least_weights(self, budget: int) -> int:
         """Bytes that weights take before the cache gets any: all of them where they fit, else the smallest rings."""
         if self.smallest_whole <= budget:

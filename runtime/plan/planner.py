@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..attention.choice import AttentionNeeds, choose_attention
 from ..errors import DoesNotFit, SettingError
 from ..shape.layouts import FORMATS
 from ..shape.model_shape import ModelShape
@@ -18,6 +19,8 @@ from .search import largest
 
 GIB = 1 << 30
 MIB = 1 << 20
+# What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
+SMALL_KV = "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Settings:
     max_sequences: int = 128
     deterministic: bool = False
     compute: str = "auto"
+    attention: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Plan:
     dtype: str
     quant: str
     kv: str
+    attention: str
     kv_block: int
     kv_blocks: tuple[int, ...]
     kv_sequences: int
@@ -100,6 +105,10 @@ def make_plan(
         shape, job, settings.max_sequences, budget, lambda tokens: drafting.draft(quant, longest, tokens)
     )
     draft = drafting.draft(quant, longest, tokens)
+    native = drafting.draft(quant, longest, tokens, draft.formats.dtype)
+    # Nothing is gained by fewer bits where all weights and all sequences have room without them.
+    if settings.kv == "auto" and native.everything <= budget:
+        draft = native
     plan = _finish(draft, shape, settings, budget)
     if device is None:
         return plan
@@ -129,11 +138,11 @@ class _Drafting:
         self._most_live = min(settings.max_sequences, job.sequences)
         self.quants = _quants(settings)
 
-    def draft(self, quant: str, longest: int | None = None, tokens: int | None = None) -> Draft:
+    def draft(self, quant: str, longest: int | None = None, tokens: int | None = None, kv: str = "") -> Draft:
         """Of the job's longest rows in the smallest passes, where nothing else is said."""
         tokens = tokens or self._settings.tokens_per_pass or power_of_two(max(LEAST_TOKENS, self._most_live))
         longest = max(1, self._job.longest if longest is None else longest)
-        formats, deterministic = self._formats(quant), self._settings.deterministic
+        formats, deterministic = self._formats(quant, kv), self._settings.deterministic
         return Draft(self._shape, formats, deterministic, tokens, self._most_live, longest, self._device)
 
     def longest(self, quant: str, budget: int) -> int:
@@ -149,9 +158,9 @@ class _Drafting:
             )
         )
 
-    def _formats(self, quant: str) -> Formats:
+    def _formats(self, quant: str, kv: str) -> Formats:
         dtype = self._shape.dtype if self._settings.dtype == "auto" else self._settings.dtype
-        kv = dtype if self._settings.kv == "auto" else self._settings.kv
+        kv = kv or (SMALL_KV if self._settings.kv == "auto" else self._settings.kv)
         return Formats(dtype, quant, kv, choose_block(self._job.mean_live))
 
 
@@ -170,6 +179,7 @@ def _quants(settings: Settings) -> tuple[str, ...]:
 def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) -> Plan:
     live = draft.live(budget)
     blocks, kv_nbytes = draft.cache.blocks(live), draft.cache.nbytes(live)
+    heads = frozenset(group.head_dim for group in shape.kv_groups)
     placement = draft.place(budget, kv_nbytes)
     assert placement is not None
     whole = [
@@ -179,6 +189,7 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
         dtype=draft.formats.dtype,
         quant=draft.formats.quant,
         kv=draft.formats.kv,
+        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.formats.kv)),
         kv_block=draft.formats.kv_block,
         kv_blocks=blocks,
         kv_sequences=live,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ from ...offload.store.writer import StoreWriter
 from ...quant.linear import Compute
 from ...quant.workspace import Workspace
 from ..dtypes import DTYPES
-from ..errors import SettingError
+from ..errors import DoesNotFit, SettingError
 from ..fingerprint import model_fingerprint
+from ..load import load_engine
 from ..model.definition import define
 from ..model_source import ModelSource
 from ..plan.budgets import Budgets
-from ..plan.planner import Plan
+from ..plan.job import JobShape
+from ..plan.planner import Plan, Settings, make_plan
 from ..plan.preparing import window_nbytes
 from ..shape.as_json import shape_to_json
 from ..shape.config import ModelConfig
 from ..shape.shards import model_shards, weights_nbytes
+from .key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
 from .preparation import Preparation
 from .stored import StoreSink, write_resident
 
@@ -50,6 +54,11 @@ def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: 
     `repair` reads a finished store too, and makes its damaged files anew. Raises DoesNotFit where the memory is too
     little for the largest part that is converted whole, OutOfBudget where the store does not fit the disk.
     """
+    _pack(source, target, quant, dtype, budgets, repair)
+    _keep_key_offsets(source, target, quant, dtype, budgets)
+
+
+def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> None:
     folder, shape = source.folder, source.shape
     shards = model_shards(shape, quant, dtype)
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
@@ -63,6 +72,20 @@ def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: 
             preparation.run(shards, StoreSink(writer))
         write_resident(writer, model, folder)
         writer.finish({"shape": shape_to_json(shape), "name": source.name})
+
+
+def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:
+    """Measures them by a pass over the finished store, once, and so that the bits are the same in every budget.
+
+    Where host memory allows no pass at all, jobs with quantized keys measure them when they load.
+    """
+    if (target / FILE).exists():
+        return
+    settings = Settings(dtype, quant, dtype, tokens_per_pass=MAX_TOKENS, max_sequences=1, deterministic=True)
+    with suppress(DoesNotFit):
+        plan = make_plan(source.shape, settings, budgets.host_nbytes(), JobShape(1, MAX_TOKENS))
+        with closing(load_engine(source, plan, target)) as loaded:
+            keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
 
 
 def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:

@@ -118,3 +118,31 @@ def test_low_precision_is_exact_across_batches_too(
         assert cli("batch", checkpoint("qwen3_moe"), rows, "-o", out, *settings, "--max-sequences", max_sequences) == 0
         answers.append(rows_of(out))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("qwen3_moe", kv) for kv in ("int8", "int8/int4", "int4")] + [("gpt_oss", "int4"), ("gemma3_text", "int8")],
+)
+def test_quantized_caches_are_exact_across_batches(
+    family: str,
+    kv: str,
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    rows_file: Callable[[Path, list[dict[str, Any]]], Path],
+    rows_of: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """Prompts attend over keys and values as stored, so that neither chunks nor neighbours change a code."""
+    rows = rows_file(tmp_path / "in.jsonl", greedy_rows() + sampled_rows())
+    exact = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q")
+    answers = []
+    for tokens_per_pass, max_sequences in (LIMITS[0], LIMITS[-1]):
+        out, summary = tmp_path / f"{tokens_per_pass}.jsonl", tmp_path / "sum"
+        limits = ("--tokens-per-pass", tokens_per_pass, "--max-sequences", max_sequences)
+        assert cli("batch", checkpoint(family), rows, "-o", out, *exact, "--kv", kv, *limits, "--summary", summary) == 0
+        told = json.loads(summary.read_text())
+        assert told["kv"]["format"] == kv
+        assert len(told["plan"]["key_offsets"]) == 16
+        answers.append(rows_of(out))
+    assert answers[0] == answers[1]

@@ -129,5 +129,5 @@ def test_prompts_attend_over_keys_and_values_as_stored(kv_format: str, tiled: bo
     outs = setup.run(CALLS["plain"], 200, together=True)
     pool = setup.cache.pools[0]
     for out, q, k, v in zip(outs, setup.q, setup.k, setup.v, strict=True):
-        wanted = reference(CALLS["plain"], q, *pool.as_stored(k, v))
+        wanted = reference(CALLS["plain"], q, *pool.as_stored(1, k, v))
         assert (out.double() - wanted).norm() / wanted.norm() < 2e-6

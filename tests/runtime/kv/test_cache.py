@@ -83,7 +83,7 @@ def test_gather_returns_what_was_written(kv_format: str) -> None:
     pool.write(1, order[positions // 4], positions % 4, k, v)
     out = torch.empty(2, 2, 12, 8)
     pool.gather(1, order, out)
-    for gathered, stored in zip(out, pool.as_stored(k, v), strict=True):
+    for gathered, stored in zip(out, pool.as_stored(1, k, v), strict=True):
         assert torch.equal(gathered[:, :10].transpose(0, 1), stored)
     pool.gather(0, order, out)
     assert not out.any(), "the group's other layer must be untouched"

@@ -1,0 +1,48 @@
+"""Where the tokens of a pass go in the cache, and where each sequence's blocks are: the same for a group's layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import Batch, Chunk
+from ..kv.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlaces:
+    """Of one layer group: block id and offset of every token of the pass [T], and a block table for every chunk."""
+
+    block_ids: torch.Tensor
+    offsets: torch.Tensor
+    tables: dict[Chunk, torch.Tensor]
+
+    @classmethod
+    def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupPlaces:
+        tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
+        positions = [torch.arange(chunk.past, chunk.past + chunk.count) for chunk in batch.chunks]
+        block_ids = [table[position // block] for table, position in zip(tables.values(), positions, strict=True)]
+        return cls(
+            torch.cat(block_ids).to(device),
+            (torch.cat(positions) % block).to(device),
+            {chunk: table.to(device) for chunk, table in tables.items()},
+        )
+
+
+class PassPlaces:
+    """The places of the pass that is running."""
+
+    def __init__(self, cache: KVCache, device: torch.device | str) -> None:
+        self._cache = cache
+        self._device = device
+        self._batch: Batch | None = None
+        self._groups: list[GroupPlaces] = []
+
+    def of(self, batch: Batch, group: int) -> GroupPlaces:
+        if self._batch is not batch:
+            self._batch = batch
+            self._groups = [
+                GroupPlaces.of(batch, index, self._cache.block, self._device) for index in range(len(self._cache.pools))
+            ]
+        return self._groups[group]

@@ -1,0 +1,100 @@
+"""What is taken off every quantized key: the mean key of each layer and head over a fixed text.
+
+Measured once for a model and kept with its weights, never from a job's rows: blocks that rows share must not depend on
+which rows came first. Any text will do, because what hurts is what all tokens have in common (quant/key_frame.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from ...offload.store.durable import write_file
+from ...offload.store.errors import BadStore
+from ..attention.key_means import KeyMeans
+from ..batch import pack
+from ..model.packed_model import PackedModel
+from ..sampling.params import SamplingParams
+from ..sequence import Sequence
+from ..shape.model_shape import KVGroup, ModelShape
+from ..text.tokenizer import Tokenizer
+
+FILE = "note-key-offsets.safetensors"
+MAX_TOKENS = 256
+TEXT = """The harbour was quiet when the last ferry came in. Two fishermen folded their nets, counted 14 crates of
+herring and argued about the price: €3.20 a kilo in May, less than half of it in September. "We should have sold in
+spring," said the older one; the other shrugged.
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+Zur gleichen Zeit schrieb die Lehrerin einen Brief. La biblioteca abre a las nueve. 今日は天気がいいですね。 Привет!
+
+1. Boil 250 ml of water. 2. Add the rice, wait for 12 minutes. 3. Serve it with lemon.
+Question: What is the capital of Australia? Answer: Canberra, which was founded in 1913.
+{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "alive": false}
+Theorem. Every bounded sequence of real numbers has a convergent subsequence. Proof. Bisect it again and again.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOffsets:
+    """float32 [H, D] for every layer."""
+
+    layers: tuple[torch.Tensor, ...]
+
+    @property
+    def digest(self) -> str:
+        """What names these offsets: cached keys under others mean something else."""
+        return sha256(b"".join(layer.numpy().tobytes() for layer in self.layers)).hexdigest()[:16]
+
+    def of(self, group: KVGroup) -> torch.Tensor:
+        """[layers of the group, H, D]."""
+        return torch.stack([self.layers[layer] for layer in group.layers])
+
+
+def fixed_token_ids(folder: Path) -> list[int]:
+    """The fixed text in the model's own tokens."""
+    with Tokenizer.load(folder) as tokenizer:
+        return tokenizer.encode(TEXT)[:MAX_TOKENS]
+
+
+def measure(model: PackedModel, token_ids: Items[int]) -> KeyOffsets:
+    """One pass over the fixed text; the model's attention backend is put back afterwards."""
+    attention, means = model.attention, KeyMeans()
+    model.attention = means
+    try:
+        model.forward(pack([(Sequence(list(token_ids), SamplingParams(1)), len(token_ids))]))
+    finally:
+        model.attention = attention
+    return KeyOffsets(tuple(means.means[layer].contiguous() for layer in sorted(means.means)))
+
+
+def keep(store: Path, offsets: KeyOffsets) -> None:
+    """Writes them into a store's folder."""
+    tensors = {f"layers.{index}": layer for index, layer in enumerate(offsets.layers)}
+    write_file(store / FILE, save(tensors))
+
+
+def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
+    """Those of a store; None where it has none, as those prepared by earlier versions. Raises BadStore."""
+    path = store / FILE
+    if not path.is_file():
+        return None
+    wanted = {
+        f"layers.{layer}": (group.kv_heads, group.head_dim) for group in shape.kv_groups for layer in group.layers
+    }
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise BadStore(f"{path} cannot be read ({error}); delete it, and it is measured anew") from None
+    sound = all(tensor.dtype == torch.float32 and bool(tensor.isfinite().all()) for tensor in tensors.values())
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted or not sound:
+        raise BadStore(f"{path} is of another model or damaged; delete it, and it is measured anew")
+    return KeyOffsets(tuple(tensors[f"layers.{index}"] for index in range(len(tensors))))

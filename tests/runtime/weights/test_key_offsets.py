@@ -1,0 +1,71 @@
+"""The offsets of quantized keys: measured once, the same wherever the weights come from, kept in the store."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedge.offload.store.errors import BadStore
+from moedge.runtime.load import load_engine
+from moedge.runtime.model_source import open_source
+from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.planner import Plan, Settings, make_plan
+from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.weights.key_offsets import FILE, fixed_token_ids, kept
+from moedge.runtime.weights.making import prepare
+
+
+def quantized_plan(shape: ModelShape, kv: str = "int4") -> Plan:
+    settings = Settings("fp32", "none", kv, tokens_per_pass=64, max_sequences=1, deterministic=True)
+    return make_plan(shape, settings, 4 << 30, JobShape(1, 64))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_store_keeps_what_loading_would_measure(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """To the bit: tokens must not depend on whether weights are streamed."""
+    with open_source(str(checkpoint(family))) as source:
+        plan = quantized_plan(source.shape)
+        with closing(load_engine(source, plan)) as loaded:
+            measured = loaded.key_offsets
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets())
+        stored = kept(tmp_path / "store", source.shape)
+        with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
+            assert loaded.key_offsets is not None
+            frames = [pool.frame for pool in loaded.engine.scheduler.cache.pools]
+            digest = loaded.key_offsets.digest
+    assert measured is not None
+    assert stored is not None
+    assert all(torch.equal(a, b) for a, b in zip(measured.layers, stored.layers, strict=True))
+    assert measured.digest == stored.digest == digest
+    assert all(frame is not None and frame.offsets.abs().max() > 0 for frame in frames)
+
+
+def test_native_keys_have_none(checkpoint: Callable[[str], Path]) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        loaded = load_engine(source, quantized_plan(source.shape, "fp32"))
+    assert loaded.key_offsets is None
+    assert all(pool.frame is None for pool in loaded.engine.scheduler.cache.pools)
+
+
+def test_the_fixed_text_is_long_enough_in_any_vocabulary(checkpoint: Callable[[str], Path]) -> None:
+    assert len(fixed_token_ids(checkpoint("qwen3_moe"))) == 256
+
+
+def test_damaged_and_foreign_files_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source, open_source(str(checkpoint("olmoe"))) as other:
+        prepare(source, tmp_path / "store", "none", "fp32", Budgets())
+        data = (tmp_path / "store" / FILE).read_bytes()
+        (tmp_path / "store" / FILE).write_bytes(data[:-5])
+        with pytest.raises(BadStore, match="delete it"):
+            kept(tmp_path / "store", source.shape)
+        prepare(other, tmp_path / "other", "none", "fp32", Budgets())
+        (tmp_path / "store" / FILE).unlink()
+        assert kept(tmp_path / "store", source.shape) is None
+        (tmp_path / "store" / FILE).write_bytes((tmp_path / "other" / FILE).read_bytes())
+        with pytest.raises(BadStore, match="another model"):
+            kept(tmp_path / "store", source.shape)
