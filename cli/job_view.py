@@ -12,6 +12,7 @@ from ..runtime.jobs.batch_run import BatchRun
 from ..runtime.jobs.request import BatchRequest
 from ..runtime.jobs.summary import RunSummary
 from ..runtime.pace import Pace, Work
+from ..runtime.plan.planner import Plan
 from .events import Events
 from .exit_codes import ExitCode
 from .options import Format, Progress
@@ -86,12 +87,11 @@ class JobView:
         )
         self._say(
             f"weights {plan.quant} {gib(plan.weights_nbytes)}, KV cache {plan.kv} {gib(plan.kv_nbytes)} for "
-            f"{plan.kv_sequences:,} sequences at their longest, within {gib(plan.budget_nbytes)} of host "
-            f"memory; arithmetic {plan.dtype}; {plan.tokens_per_pass:,} tokens a pass"
+            f"{plan.kv_sequences:,} sequences at their longest, within {_budgets(plan)}; arithmetic {plan.dtype}; "
+            f"{plan.tokens_per_pass:,} tokens a pass"
         )
-        if plan.streams:
-            streamed = plan.weights_nbytes - plan.held_nbytes
-            self._say(f"{gib(plan.held_nbytes)} of weights are held, {gib(streamed)} are read from disk in every pass")
+        if streamed := plan.weights_nbytes - plan.held_nbytes:
+            self._say(f"{gib(plan.held_nbytes)} of weights are held, {_way(plan, streamed)} in every pass")
         run.load()
         self._say(f"loaded in {duration(run.seconds.load or 0)}")
         self._events.emit("loaded", seconds=run.seconds.load)
@@ -144,3 +144,14 @@ class JobView:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _budgets(plan: Plan) -> str:
+    host = f"{gib(plan.budget_nbytes)} of host memory"
+    return host if plan.device is None else f"{gib(plan.device.budget_nbytes)} of GPU memory and {host}"
+
+
+def _way(plan: Plan, streamed: int) -> str:
+    if plan.device is None:
+        return f"{gib(streamed)} are read from disk"
+    return f"{gib(streamed)} copied to the GPU, {gib(plan.device.disk_nbytes)} of them from disk,"

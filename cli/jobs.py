@@ -67,6 +67,7 @@ def resume(
     job: JOB,
     failed: Annotated[bool, typer.Option("--failed", help="Run the rows that failed once more.")] = False,
     ram: options.RAM = "auto",
+    gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     until: options.UNTIL = None,
@@ -90,7 +91,7 @@ def resume(
     request = resumed(
         read_state(folder.journal).opened,
         folder.input,
-        Budgets(ram, disk, disk_dir),
+        Budgets(ram, disk, disk_dir, gpu_mem),
         Limits(until, max_rows, max_failures),
         GoOn(failed=failed, drift=tuple(accept_drift or ())),
     )

@@ -89,7 +89,7 @@ def _run(source: Any, plan: Plan, store: Path | None) -> tuple[list[list[int]], 
         while loaded.engine.busy:
             loaded.engine.step()
             passes += 1
-        nbytes = loaded.streamed.nbytes_streamed if loaded.streamed else 0
+        nbytes = loaded.streamed.nbytes_from_disk
     finally:
         loaded.close()
     return [sequence.output_ids for sequence in sequences], nbytes, passes

@@ -35,7 +35,7 @@ class Lanes:
     def __init__(self, memory: WeightMemory, plan: Plan, store: Store | None) -> None:
         self._memory = memory
         self._store = store
-        self._read_by: list[ReaderLane] = []
+        self.readers: list[ReaderLane] = []
         dense = [key for key in memory.streamed if key.expert == DENSE]
         experts = [key for key in memory.streamed if key.expert != DENSE]
         self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
@@ -45,11 +45,6 @@ class Lanes:
     @property
     def streams(self) -> list[ShardStream[Any]]:
         return [stream for stream in (self.dense, self.experts) if stream is not None]
-
-    def fail(self, cause: BaseException) -> None:
-        """Ends all readers; who waits for them gets StreamBroken. A device's own copies cannot be called off."""
-        for lane in self._read_by:
-            lane.fail(cause)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -79,8 +74,9 @@ class Lanes:
         return StagedLane(host, staging, direct, pins.is_direct)
 
     def _readers(self, shards: list[Shard], memory: HostMemory) -> ReaderLane:
-        lane = ReaderLane({file: self._source(file) for file in {shard.file for shard in shards}}, memory.view)
-        self._read_by.append(lane)
+        sources = {file: self._source(file) for file in {shard.file for shard in shards}}
+        lane = ReaderLane(sources, memory.view)
+        self.readers.append(lane)
         return lane
 
     def _source(self, file: Path | None) -> Source:

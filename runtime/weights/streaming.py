@@ -47,12 +47,13 @@ class StreamedWeights:
 
     @property
     def nbytes_moved(self) -> int:
-        """Grows with every chunk that arrives, also of shards that are not whole yet."""
+        """Grows with every chunk that a reader brings or a device is sent, also of shards that are not whole yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)
 
     def fail(self, cause: BaseException) -> None:
         """Whoever waits for bytes gets StreamBroken from `cause`."""
-        self._lanes.fail(cause)
+        for reader in self._lanes.readers:
+            reader.fail(cause)
 
     def start_counting(self) -> None:
         """Forgets the bytes of passes so far."""
