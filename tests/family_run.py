@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_families import build_model
+from tiny_families import build_model, build_tokenizer
 
 from moedge.runtime.load import load_engine
 from moedge.runtime.model_source import open_source
@@ -51,7 +51,9 @@ def prompts() -> list[list[int]]:
 
 def run_family(family: str, folder: Path) -> FamilyRun:
     """Raises what refuses the family."""
-    build_model(family).save_pretrained(folder / "checkpoint")
+    model = build_model(family)
+    model.save_pretrained(folder / "checkpoint")
+    build_tokenizer(folder / "checkpoint", model.config.get_text_config().vocab_size)
     expected = stock_tokens(folder / "checkpoint")
     job = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
     settings = Settings("fp32", "none", "fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)

@@ -20,7 +20,7 @@ from .refusals import JobMismatch
 from .rows import Defaults
 
 # Settings whose "auto" is resolved once, when the job begins.
-RESOLVED = ("dtype", "quant", "kv", "compute", "deterministic")
+RESOLVED = ("dtype", "quant", "kv", "attention", "compute", "deterministic")
 _TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",

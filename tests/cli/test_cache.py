@@ -61,9 +61,9 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
     make_plan = batch_run.make_plan
 
-    def tight(shape: Any, settings: Any, budget: int, job: JobShape) -> Any:
+    def tight(shape: Any, settings: Any, budget: int, job: JobShape, room: Any) -> Any:
         short = JobShape(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
-        return make_plan(shape, settings, budget_range(shape, settings, short)[0], job)
+        return make_plan(shape, settings, budget_range(shape, settings, short)[0], job, room)
 
     monkeypatch.setattr(batch_run, "make_plan", tight)
     monkeypatch.setattr(batch_run, "rehearse", lambda *arguments: None)

@@ -114,7 +114,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
         )
 
     def make_plan(shape: Any, settings: Any, budget: int, job: Any, room: Any) -> SimpleNamespace:
-        chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "compute": settings.compute}
+        chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
         chosen["deterministic"] = settings.deterministic
         return SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
 
