@@ -98,10 +98,11 @@ def write_weights(shape: Shape, out: Path, seed: int) -> None:
 
 
 def write_tokenizer(vocab_size: int, out: Path) -> None:
-    """Bytes, and words nobody writes: every token id decodes."""
-    vocab = {token: index for index, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    """Bytes, and words nobody writes: every token id decodes. One merge: llama.cpp wants some."""
+    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġw"]
+    vocab = {token: index for index, token in enumerate(tokens)}
     vocab |= {f"Ġw{index}": index for index in range(len(vocab), vocab_size)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "w")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])

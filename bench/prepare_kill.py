@@ -80,8 +80,8 @@ def run(root: Path, kills: int, seed: int) -> None:
     wanted = snapshot(root / "alone-0")
     while left.total() < kills:
         folder = root / f"{finished}"
-        # Short lives, so that one store takes many: every part of the work is interrupted, and gone on with.
-        while left.total() < kills and killed(folder, generator.uniform(0, seconds / 3)):
+        # Lives that may be too short for a whole store: every part of the work is interrupted, and gone on with.
+        while left.total() < kills and killed(folder, generator.uniform(0, seconds)):
             left[left_behind(folder)] += 1
         finish(folder)
         if snapshot(folder) != wanted:
