@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from moedge.cli.process import return_memory
 from moedge.offload.memory import host_peak, reset_host_peak
 from moedge.offload.slab import allocate
 from moedge.runtime.load import LoadedEngine, load_engine
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--quant", default="none")
     parser.add_argument("--sequences", nargs="+", type=int, default=[32, 128, 512])
     options = parser.parse_args()
+    return_memory()
     with open_source(options.model) as source:
         store = place_for(source, options.quant, source.shape.dtype, options.stores)
         prepare(source, store, options.quant, source.shape.dtype, Budgets())
