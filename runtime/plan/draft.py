@@ -15,7 +15,7 @@ from .device_plan import DeviceRoom, on_device_nbytes
 from .placement import Placement, device_ring, everything, minimum, place
 
 # torch, transformers and bitsandbytes imported, threads started, before any model.
-PROCESS_NBYTES = 480 << 20
+PROCESS_NBYTES = 576 << 20
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.
 SLACK_SHARE = 0.25
 SLACK_NBYTES = 48 << 20

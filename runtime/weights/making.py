@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..model.definition import define
 from ..model_source import ModelSource
 from ..plan.budgets import Budgets
 from ..plan.job import JobShape
-from ..plan.planner import Plan, Settings, make_plan
+from ..plan.planner import Plan, Settings, budget_range, make_plan
 from ..plan.preparing import window_nbytes
 from ..shape.as_json import shape_to_json
 from ..shape.config import ModelConfig
@@ -83,9 +84,14 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
         return
     settings = Settings(dtype, quant, dtype, tokens_per_pass=MAX_TOKENS, max_sequences=1, deterministic=True)
     with suppress(DoesNotFit):
-        plan = make_plan(source.shape, settings, budgets.host_nbytes(), JobShape(1, MAX_TOKENS))
+        job = JobShape(1, MAX_TOKENS)
+        least, _ = budget_range(source.shape, settings, job)
+        plan = make_plan(source.shape, settings, min(least, budgets.host_nbytes()), job)
         with closing(load_engine(source, plan, target)) as loaded:
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
+        # An engine is a circle of modules: its memory is wanted for the one that is loaded next.
+        del loaded
+        gc.collect()
 
 
 def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:
