@@ -67,8 +67,7 @@ class Committer:
 
     def check(self) -> None:
         """Raises JournalFailed once the disk has failed."""
-        with self._work:
-            self._raise_failure()
+        self._raise_failure()
 
     def close(self) -> None:
         """Ends the thread; what was not synchronized may be lost with the power, and with it only."""

@@ -64,13 +64,13 @@ def encode_done(done: Done, synced: int) -> bytes:
     ).encode("ascii")
 
 
-def decode_done(payload: bytes) -> Done | None:
-    """The answer in a record's JSON; None for a record of another kind."""
+def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
+    """The answer in a record's JSON, its line empty where it is not wanted; None for a record of another kind."""
     match = _DONE.match(payload)
     if match is None:
         return None
     row, failed, prompt, generated, digest = match.groups()
-    line = payload[match.end() : -1].decode("ascii")
+    line = payload[match.end() : -1].decode("ascii") if with_line else ""
     return Done(int(row), failed == b"true", int(prompt), int(generated), digest.decode(), line)
 
 

@@ -49,7 +49,7 @@ def _last_answers(file: BinaryIO) -> dict[int, int]:
     for number, payload in enumerate(salvage(file)):
         if number == 0 and not payload.startswith(b'{"kind":"open"'):
             break
-        if (done := decode_done(payload)) is not None:
+        if (done := decode_done(payload, with_line=False)) is not None:
             last[done.row] = number
     else:
         return last
@@ -58,7 +58,7 @@ def _last_answers(file: BinaryIO) -> dict[int, int]:
 
 def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:
     for number, payload in enumerate(salvage(file)):
-        done = decode_done(payload)
+        done = decode_done(payload, with_line=False)
         if number == 0 or (done is not None and last[done.row] == number):
             yield payload
 

@@ -101,7 +101,7 @@ class JobState:
 
     def apply(self, offset: int, payload: bytes) -> None:
         """Raises BadJournal for a record that cannot follow those before it."""
-        if (done := decode_done(payload)) is not None:
+        if (done := decode_done(payload, with_line=False)) is not None:
             self._done(offset, done)
             return
         record = json.loads(payload)
