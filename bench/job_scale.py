@@ -37,13 +37,18 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, float]:
         return engines[-1]
 
     fake_engine.install(engine)
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     fake_engine.run(BatchRequest("fake", folder / "in.jsonl", folder / "out.jsonl"))
-    seconds = time.perf_counter() - begun
+    seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
     answered = sum(1 for _ in (folder / "out.jsonl").open("rb"))
     if answered != rows:
         raise SystemExit(f"{answered} of {rows} rows were answered")
-    return {"seconds": seconds, "outside": seconds - engines[0].seconds_in_steps, "peak": host_peak()}
+    return {
+        "seconds": seconds,
+        "outside": seconds - engines[0].seconds_in_steps,
+        "cpu_outside": cpu_seconds - engines[0].cpu_seconds_in_steps,
+        "peak": host_peak(),
+    }
 
 
 def measure(rows: int, rows_per_second: float = 0.0) -> dict[str, float]:
@@ -60,12 +65,13 @@ def measure(rows: int, rows_per_second: float = 0.0) -> dict[str, float]:
 
 def report(rows: int, small: int, rows_per_second: float) -> None:
     few, many = measure(small), measure(rows)
-    print(f"{'rows':>8} {'peak MiB':>9} {'seconds':>8} {'us/row outside the engine':>26}")
+    print(f"{'rows':>8} {'peak MiB':>9} {'seconds':>8} {'us/row outside the engine':>26} {'of which CPU':>13}")
     for count, found in ((small, few), (rows, many)):
-        outside = found["outside"] / count * 1e6
-        print(f"{count:8} {found['peak'] / 2**20:9.1f} {found['seconds']:8.1f} {outside:26.1f}")
+        outside, cpu = (found[name] / count * 1e6 for name in ("outside", "cpu_outside"))
+        print(f"{count:8} {found['peak'] / 2**20:9.1f} {found['seconds']:8.1f} {outside:26.1f} {cpu:13.1f}")
     print(f"growth {(many['peak'] - few['peak']) / 1e6:.1f} MB for {rows - small} rows")
-    print(f"share of a job of {rows_per_second:.0f} rows/s: {many['outside'] / rows * rows_per_second:.2%}")
+    share, cpu_share = (many[name] / rows * rows_per_second for name in ("outside", "cpu_outside"))
+    print(f"share of a job of {rows_per_second:.0f} rows/s: {share:.2%}, on a core of its own {cpu_share:.2%}")
     paced = measure(int(10 * rows_per_second), rows_per_second)
     print(f"measured in one of {paced['seconds']:.1f} s: {paced['outside'] / paced['seconds']:.2%}")
 

@@ -62,6 +62,7 @@ class FakeEngine:
         self.metrics = Metrics()
         self.scheduler = self
         self.seconds_in_steps = 0.0
+        self.cpu_seconds_in_steps = 0.0
         self._hook = hook
         self._pass_seconds = pass_seconds
         self._waiting: deque[Sequence] = deque()
@@ -79,7 +80,7 @@ class FakeEngine:
         self._waiting.extend([sequence, *sequence.forks])
 
     def step(self) -> list[Sequence]:
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.thread_time()
         while self._waiting and len(self._running) < LIVE:
             self._running.append(self._waiting.popleft())
         if self._hook is not None:
@@ -96,6 +97,7 @@ class FakeEngine:
         if self._pass_seconds:
             time.sleep(max(0.0, self._pass_seconds - (time.perf_counter() - begun)))
         self.seconds_in_steps += time.perf_counter() - begun
+        self.cpu_seconds_in_steps += time.thread_time() - cpu_begun
         return finished
 
 
