@@ -48,7 +48,9 @@ class Task:
         import torch
 
         generator = torch.Generator().manual_seed(batch)
-        return torch.randint(300, 31000, (batch, self.prompt), generator=generator).tolist()
+        vocabulary = int(json.loads((Path(self.model) / "config.json").read_text())["vocab_size"])
+        # Past the first few, which tokenizers give to control tokens.
+        return torch.randint(min(300, vocabulary // 2), vocabulary, (batch, self.prompt), generator=generator).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Bystanders:
 
     def share(self) -> float:
         busy, own, wall = (end - begin for end, begin in zip(self._now(), self._begin, strict=True))
-        return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
+        return min(1.0, max(0.0, (busy - own) / (wall * (os.cpu_count() or 1))))
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
