@@ -36,7 +36,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The chunks of a pass and their T tokens as tensors.
+    """The chunks of a pass, their T tokens as tensors, and the sequences that get a token of it.
 
     Shapes: token_ids [1, T], positions [1, T], logit_rows [R] (rows of T, one for each of `sampling`).
     """
@@ -45,14 +45,11 @@ class Batch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
+    sampling: tuple[Sequence, ...]
 
     @property
     def num_tokens(self) -> int:
         return self.chunks[-1].end if self.chunks else 0
-
-    @property
-    def sampling(self) -> list[Sequence]:
-        return [sequence for chunk in self.chunks for sequence in chunk.sampling]
 
 
 def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
@@ -60,16 +57,22 @@ def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
     chunks: list[Chunk] = []
     token_ids: list[int] = []
     positions: list[int] = []
+    logit_rows: list[int] = []
+    sampling: list[Sequence] = []
     for sequence, count in sequences:
         past = sequence.table.num_tokens
         samples = count == sequence.num_pending
         forks = tuple(sequence.forks) if samples else ()
-        chunks.append(Chunk(sequence, len(token_ids), past, count, samples, forks))
+        chunk = Chunk(sequence, len(token_ids), past, count, samples, forks)
+        chunks.append(chunk)
         token_ids += sequence.pending(count)
         positions += range(past, past + count)
+        sampling += chunk.sampling
+        logit_rows += [chunk.end - 1] * len(chunk.sampling)
     return Batch(
         tuple(chunks),
         torch.tensor([token_ids]),
         torch.tensor([positions]),
-        torch.tensor([chunk.end - 1 for chunk in chunks for _ in chunk.sampling], dtype=torch.long),
+        torch.tensor(logit_rows, dtype=torch.long),
+        tuple(sampling),
     )

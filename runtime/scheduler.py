@@ -89,8 +89,7 @@ class Scheduler:
             self.cache.store(chunk.sequence.table, chunk.count)
             if chunk.forks:
                 self._fork(chunk.sequence)
-        for index, sequence in enumerate(batch.sampling):
-            token_id = int(samples.token_ids[index])
+        for index, (sequence, token_id) in enumerate(zip(batch.sampling, samples.token_ids.tolist(), strict=True)):
             if token_id == NO_TOKEN:
                 sequence.fail()
             else:
@@ -103,6 +102,9 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
         """Gives a running sequence its tokens of the pass, at the cost of the youngest where nothing else is left."""
+        if sequence.num_pending == 1 and self.cache.grow_in_place(sequence.table):
+            draft.choose(sequence, 1)
+            return
         while (room := self.cache.room(sequence.table)) < 1:
             youngest = self.running[-1]
             self._preempt(youngest)

@@ -105,6 +105,15 @@ class KVCache:
         table.num_grown = max(num_tokens, table.num_grown)
         return True
 
+    def grow_in_place(self, table: BlockTable) -> bool:
+        """Grows by one token where that takes no block, as most tokens do; False, and no change, elsewhere."""
+        stored = table.num_tokens
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            if not group.has_place(blocks, stored):
+                return False
+        table.num_grown = max(stored + 1, table.num_grown)
+        return True
+
     def room(self, table: BlockTable) -> int:
         """How many tokens more the table can grow by now."""
         return min(

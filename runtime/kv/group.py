@@ -32,6 +32,11 @@ class GroupCache:
             self._copy_tail(blocks, stored)
         blocks += self.allocator.take(max(0, self.spec.blocks_for(num_tokens) - len(blocks)))
 
+    def has_place(self, blocks: list[int], stored: int) -> bool:
+        """Whether the next token has its place in a block that is begun and nobody else's."""
+        place, begun = divmod(stored, self.spec.block)
+        return begun > 0 and place < len(blocks) and self.allocator.references(blocks[place]) == 1
+
     def room(self, blocks: list[int], stored: int) -> int:
         """How many tokens more than `stored` could be grown to now."""
         spare = self.allocator.num_available - self._shares_tail(blocks, stored)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from .draw import NO_TOKEN
-from .order import below_peak, first_keys, rank_keys, read_keys
+from .order import below_peak, first_keys, read_keys
 from .weights import total, unit, weights
 
 # Few tokens carry nearly all the mass of a language model's row, so most draws end within this many places; the
-# others cost a full sort. The answer is the same for any value.
+# others look again, at WIDER times as many. The answer is the same for any value.
 FIRST_LOOK = 256
+WIDER = 16
 
 _UNKNOWN = torch.finfo(torch.float64).max
 
@@ -44,12 +45,14 @@ def choose(logits: Tensor, settings: Settings) -> Tensor:
     vocab_size = logits.shape[-1]
     peak, distances = below_peak(logits)
     mass = _unfiltered_mass(distances, settings)
-    keys = rank_keys(distances)
-    token_ids, found = _look(first_keys(keys, min(FIRST_LOOK, vocab_size)), mass, settings, vocab_size)
+    places = min(FIRST_LOOK, vocab_size)
+    token_ids, found = _look(first_keys(distances, places), mass, settings, vocab_size)
     beyond = (~found).nonzero().squeeze(-1)
-    if len(beyond):
-        every_key = first_keys(keys[beyond], vocab_size)
-        token_ids[beyond], _ = _look(every_key, mass[beyond], settings.rows(beyond), vocab_size)
+    while len(beyond) and places < vocab_size:
+        places = min(places * WIDER, vocab_size)
+        keys = first_keys(distances[beyond], places)
+        token_ids[beyond], found = _look(keys, mass[beyond], settings.rows(beyond), vocab_size)
+        beyond = beyond[~found]
     return token_ids.masked_fill_(~peak.squeeze(-1).isfinite(), NO_TOKEN)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .draw import TokenLogprob
-from .order import below_peak, first_keys, rank_keys, read_keys
+from .order import below_peak, first_keys, pack_keys, read_keys
 from .weights import total, unit, weights
 
 
@@ -20,10 +20,11 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     """One per row of fp32 logits [R, V]; `num_top` says how many alternatives each row reports."""
     vocab_size = logits.shape[-1]
     _, distances = below_peak(logits)
-    keys = rank_keys(distances)
-    chosen = keys.gather(-1, torch.tensor(token_ids, device=logits.device).unsqueeze(-1))
-    ranks = (keys < chosen).sum(dim=-1) + 1
-    shown = torch.cat([chosen, first_keys(keys, min(max(num_top), vocab_size))], dim=-1)
+    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(-1)
+    away = distances.gather(-1, chosen)
+    ids = torch.arange(vocab_size, device=logits.device)
+    ranks = (distances < away).sum(dim=-1) + ((distances == away) & (ids < chosen)).sum(dim=-1) + 1
+    shown = torch.cat([pack_keys(away, chosen), first_keys(distances, min(max(num_top), vocab_size))], dim=-1)
     shown_distances, shown_ids = (part.tolist() for part in read_keys(shown))
     one = torch.ones_like(logits[:, :1])
     masses = total(weights(distances, one, vocab_size)).squeeze(-1) / unit(vocab_size)

@@ -32,7 +32,8 @@ class Sampler:
     Temporaries stay below `scratch_nbytes`, or one row's where a single row needs more.
     """
 
-    scratch_nbytes: int = 64 << 20
+    # On a CPU a plane of fp32 then stays below 1 MiB, and in the cache: larger ones are mapped afresh each time.
+    scratch_nbytes: int = 24 << 20
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], masks: TokenMasks | None = None) -> Sampled:
         """One token for each row of `logits` [B, V] fp32, on any device; the logits are left as they are.
@@ -42,18 +43,31 @@ class Sampler:
         """
         if len(draws) != len(logits):
             raise ValueError(f"Got logits of {len(logits)} rows and {len(draws)} draws; pass one draw per row.")
-        masked = {row: index for index, row in enumerate(masks.rows)} if masks is not None else {}
+        masked = frozenset(masks.rows) if masks is not None else frozenset()
         steered = [row for row, draw in enumerate(draws) if row not in masked and not draw.is_argmax]
-        idle = len(steered) + len(masked) < len(draws)
-        token_ids = _argmax(logits) if idle else np.full(len(draws), NO_TOKEN)
-        for rows in self._tiles(steered, logits.shape[-1]):
-            token_ids[rows] = _pick(_copy_rows(logits, rows), [draws[row] for row in rows])
-        if masks is not None:
-            for rows in self._tiles(list(masked), logits.shape[-1]):
-                tile = _copy_rows(logits, rows)
-                forbid(tile, masks.bits[[masked[row] for row in rows]])
-                token_ids[rows] = _pick(tile, [draws[row] for row in rows])
+        whole = len(steered) + len(masked) == len(draws)
+        token_ids = np.full(len(draws), NO_TOKEN) if whole else _argmax(logits)
+        if steered:
+            token_ids[steered] = self._steer(logits, steered, [draws[row] for row in steered], None)
+        if masks is not None and masks.rows:
+            token_ids[masks.rows] = self._steer(logits, masks.rows, [draws[row] for row in masks.rows], masks.bits)
         return Sampled(token_ids, self._logprobs(logits, draws, token_ids.tolist()))
+
+    def _steer(self, logits: Tensor, rows: list[int], draws: Sequence[Draw], bits: Tensor | None) -> NDArray[np.int64]:
+        """Tokens of `rows`, which have a draw each, and a mask each or none of them, tile by tile."""
+        vocab_size = logits.shape[-1]
+        settings = None if all(draw.is_argmax for draw in draws) else _settings(draws, vocab_size).to(logits.device)
+        found = []
+        for part in self._tiles(len(rows), vocab_size):
+            tile = _copy_rows(logits, rows[part])
+            if bits is not None:
+                forbid(tile, bits[part])
+            if settings is None:
+                found.append(_argmax(tile))
+                continue
+            penalise(tile, draws[part])
+            found.append(choose(tile, Settings(*settings[:, part])).cpu().numpy())
+        return np.concatenate(found)
 
     def _logprobs(self, logits: Tensor, draws: Sequence[Draw], token_ids: list[int]) -> dict[int, TokenLogprob]:
         wanted = {
@@ -62,42 +76,38 @@ class Sampler:
             if draw.params.logprobs is not None and token_ids[row] != NO_TOKEN
         }
         logprobs: dict[int, TokenLogprob] = {}
-        for rows in self._tiles(list(wanted), logits.shape[-1]):
-            chosen = [token_ids[row] for row in rows]
-            of_tile = token_logprobs(_copy_rows(logits, rows), chosen, [wanted[row] for row in rows])
-            logprobs.update(zip(rows, of_tile, strict=True))
+        rows = list(wanted)
+        for part in self._tiles(len(rows), logits.shape[-1]):
+            chosen, nums = [token_ids[row] for row in rows[part]], [wanted[row] for row in rows[part]]
+            logprobs.update(zip(rows[part], token_logprobs(_copy_rows(logits, rows[part]), chosen, nums), strict=True))
         return logprobs
 
-    def _tiles(self, rows: list[int], vocab_size: int) -> Iterator[list[int]]:
+    def _tiles(self, num_rows: int, vocab_size: int) -> Iterator[slice]:
         per_tile = max(1, self.scratch_nbytes // (BYTES_PER_LOGIT * vocab_size))
-        return (rows[start : start + per_tile] for start in range(0, len(rows), per_tile))
-
-
-def _pick(tile: Tensor, draws: Sequence[Draw]) -> NDArray[np.int64]:
-    """One token for each row of a tile, which is a copy to be spoiled."""
-    if all(draw.is_argmax for draw in draws):
-        return _argmax(tile)
-    penalise(tile, draws)
-    return choose(tile, _settings(draws, tile)).cpu().numpy()
+        return (slice(start, start + per_tile) for start in range(0, num_rows, per_tile))
 
 
 def _argmax(logits: Tensor) -> NDArray[np.int64]:
-    """The first largest logit of each row, all rows in one read: max propagates NaN, so it tells broken rows too."""
-    largest, token_ids = logits.max(dim=-1)
-    return token_ids.masked_fill_(~largest.isfinite(), NO_TOKEN).cpu().numpy()
+    """The first largest logit of each row, all rows in one read: NaN counts as the largest, so it tells broken rows."""
+    if logits.device.type == "cpu":
+        # numpy's is vectorised, torch's is not; both propagate NaN.
+        token_ids = np.argmax(logits.numpy(), axis=-1)
+        largest = np.take_along_axis(logits.numpy(), token_ids[:, np.newaxis], axis=-1).squeeze(-1)
+        return np.where(np.isfinite(largest), token_ids, NO_TOKEN)
+    peaks, places = logits.max(dim=-1)
+    return places.masked_fill_(~peaks.isfinite(), NO_TOKEN).cpu().numpy()
 
 
 def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
-def _settings(draws: Sequence[Draw], tile: Tensor) -> Settings:
-    """The columns of a tile [R, V], on its device, after one copy."""
+def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    """The columns of `Settings` for R draws, [5, R, 1]: for all tiles at once, because one row takes as long."""
     stream = [(draw.params.seed, draw.sample, draw.position) for draw in draws]
     numbers = uniform(*np.array(stream, dtype=np.uint64).T)
-    filters = np.array([_filters(draw, tile.shape[-1]) for draw in draws])
-    table = torch.from_numpy(np.column_stack([filters, numbers])).to(tile.device)
-    return Settings(*table.unsqueeze(-1).unbind(dim=1))
+    filters = np.array([_filters(draw, vocab_size) for draw in draws])
+    return torch.from_numpy(np.vstack([filters.T, numbers])).unsqueeze(-1)
 
 
 def _filters(draw: Draw, vocab_size: int) -> tuple[float, float, float, float]:

@@ -6,6 +6,7 @@ kernel groups its terms, and so not on batch size, row number, alignment or thre
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,4 +28,7 @@ def weights(distances: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
 
 def total(weights_: Tensor) -> Tensor:
     """Sum of each row, float64 [R, 1], exact."""
+    if weights_.device.type == "cpu":
+        # torch would first make a copy of everything in float64.
+        return torch.from_numpy(np.add.reduce(weights_.numpy(), axis=-1, dtype=np.float64, keepdims=True))
     return weights_.sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -23,6 +23,7 @@ class ByteFallback:
         self.stripped = stripped
         self._decoder = backend.decoder
         self._has_bytes = has_bytes
+        self._middles: dict[str, str] = {}
 
     def data(self, token_id: int) -> bytes:
         token = self.vocabulary.token(token_id)
@@ -39,7 +40,10 @@ class ByteFallback:
         """The text that `token`, which is no byte, stands for at the beginning of a text or in its middle."""
         if first:
             return str(self._decoder.decode([token]))
-        return str(self._decoder.decode([_ANCHOR, token])[len(_ANCHOR) :])
+        text = self._middles.get(token)
+        if text is None:
+            text = self._middles[token] = str(self._decoder.decode([_ANCHOR, token])[len(_ANCHOR) :])
+        return text
 
     def detokenizer(self) -> "ByteFallbackDetokenizer":
         return ByteFallbackDetokenizer(self)

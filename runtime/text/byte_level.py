@@ -20,8 +20,15 @@ class ByteLevel:
     def __init__(self, backend: Tokenizer) -> None:
         self.vocabulary = Vocabulary(backend)
         self._bytes = _alphabet()
+        self._data: dict[int, bytes] = {}
 
     def data(self, token_id: int) -> bytes:
+        data = self._data.get(token_id)
+        if data is None:
+            data = self._data[token_id] = self._spelled(token_id)
+        return data
+
+    def _spelled(self, token_id: int) -> bytes:
         token = self.vocabulary.token(token_id)
         try:
             return bytes([self._bytes[character] for character in token])

@@ -25,6 +25,8 @@ class TextStream:
         self._fresh: list[str] = []  # the end of _settled that was not taken yet
         self._length = 0
         self._context = ""
+        # A stop string that ends in text to come may begin one character short of its length before it.
+        self._context_length = max(map(len, self._stops), default=1) - 1
         self._ended = False
         self.stopped = False
 
@@ -69,17 +71,17 @@ class TextStream:
     def _search(self, piece: str) -> None:
         settled = self._context + piece
         opened = self._detokenizer.open
-        start = self._first_stop(settled + opened)
-        if start >= 0:
-            self._cut(self._length - len(settled) + start, opened)
-        # A stop string that ends in text to come may begin one character short of its length before it.
-        context_length = max(map(len, self._stops)) - 1
-        self._context = settled[max(0, len(settled) - context_length) :]
+        text = settled + opened
+        for stop in self._stops:
+            if stop in text:
+                self._cut(self._length - len(settled) + self._first_stop(text), opened)
+                return
+        self._context = settled[max(0, len(settled) - self._context_length) :]
 
     def _first_stop(self, text: str) -> int:
-        """Where the stop string begins that ends first in `text`; -1 without one."""
+        """Where the stop string begins that ends first in `text`, which holds one."""
         begins = [(text.find(stop), stop) for stop in self._stops]
-        return min(((begin + len(stop), begin) for begin, stop in begins if begin >= 0), default=(0, -1))[1]
+        return min((begin + len(stop), begin) for begin, stop in begins if begin >= 0)[1]
 
     def _cut(self, end: int, opened: str) -> None:
         taken = self._length - sum(map(len, self._fresh))

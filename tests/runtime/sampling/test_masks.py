@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw
@@ -32,6 +32,7 @@ def draws(seed: int) -> list[Draw]:
     return [Draw(params, row, 3, history if params.penalised else None) for row, params in enumerate(kinds * 2)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, VOCAB))
 def test_forbidden_logits_are_minus_infinity_and_others_stay(seed: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -42,6 +43,7 @@ def test_forbidden_logits_are_minus_infinity_and_others_stay(seed: int, vocab: i
     assert torch.equal(logits, expected)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=10, max_size=10), st.sampled_from([1, 64 << 20]))
 def test_a_mask_is_the_same_as_logits_of_minus_infinity(seed: int, is_masked: list[bool], scratch: int) -> None:
     generator = torch.Generator().manual_seed(seed)
