@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, models
 
+from .bounded import bounded_encoding
 from .errors import TokenizerError
-from .plain import plain_ids
+from .plain import PlainText
 
 _BRACKETED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _UNKNOWN = "\0"
@@ -31,11 +32,11 @@ class ControlTokens:
 
     def __init__(self, backend: Tokenizer, template: str, unknown_id: int | None) -> None:
         """Raises `TokenizerError` if plain text can become a special token."""
-        controls = {}
+        controls, plain = {}, PlainText(backend)
         for token_id, token in backend.get_added_tokens_decoder().items():
             if not token.content or not _is_control(token, template):
                 continue
-            if token_id == unknown_id or token_id not in plain_ids(backend, token.content):
+            if token_id == unknown_id or token_id not in plain.ids(token.content):
                 controls[token_id] = token
             # Some checkpoints call a mere character special, such as "!" for padding: it stays a character.
             elif token.special and len(token.content) > 1:
@@ -55,7 +56,7 @@ class ControlTokens:
             Span(match.start(), match.end(), match.group() in self._special) for match in self._literal.finditer(text)
         ]
         if self._matcher is not None:
-            encoding = self._matcher.encode(text)
+            encoding = bounded_encoding(self._matcher, text)
             found += [
                 Span(*offsets, token in self._special)
                 for token, offsets in zip(encoding.tokens, encoding.offsets, strict=True)

@@ -53,6 +53,8 @@ def decoding(backend: Tokenizer) -> Decoding:
     kinds = " ".join(step["type"] for step in steps)
     if kinds == "ByteLevel":
         return ByteLevel(backend)
+    if any("Regex" in step.get("pattern", {}) for step in steps):
+        raise TokenizerError("The tokenizer's decoder replaces by a pattern, which may explode; use another one.")
     strip = steps[-1] if kinds.endswith("Strip") else _NO_STRIP
     if not kinds or not _TOKENWISE.fullmatch(kinds) or strip["start"] > 1 or strip["stop"]:
         raise TokenizerError(

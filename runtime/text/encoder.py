@@ -1,13 +1,14 @@
 """Pieces of text to token ids. Knows which pieces are literal; knows nothing of templates."""
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 
 from tokenizers import Tokenizer
 
+from .bounded import bounded_encoding
 from .errors import PromptError, TokenizerError
 from .marks import Piece
-from .plain import plain_ids
+from .plain import PlainText
 
 
 class Encoder:
@@ -17,17 +18,17 @@ class Encoder:
         """Raises `TokenizerError` if what the tokenizer adds around a text cannot be told from the text."""
         self._backend = backend
         self._control_ids = control_ids
-        self._with_controls = _after_newline(lambda text: backend.encode(text, add_special_tokens=False).ids)
-        self._plain = _after_newline(partial(plain_ids, backend))
+        self._with_controls = _after_newline(self.prompt)
+        self._plain = _after_newline(PlainText(backend).ids)
         self._prefix, self._suffix = _affixes(backend)
 
     def text(self, text: str) -> list[int]:
         """The ids of a text that imitates no control token, with what the tokenizer adds around it."""
-        return list(self._backend.encode(text).ids)
+        return list(bounded_encoding(self._backend, text, affixes=True).ids)
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a rendered prompt without imitations: its template has written what belongs around it."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(bounded_encoding(self._backend, text).ids)
 
     def pieces(self, pieces: Iterable[Piece], affixes: bool) -> list[int]:
         """The ids of `pieces` one after the other; `affixes` adds what the tokenizer adds around a text."""
@@ -63,8 +64,8 @@ def _after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[i
 
 
 def _affixes(backend: Tokenizer) -> tuple[list[int], list[int]]:
-    bare = backend.encode("a", add_special_tokens=False).ids
-    full = backend.encode("a").ids
+    bare = bounded_encoding(backend, "a").ids
+    full = bounded_encoding(backend, "a", affixes=True).ids
     begin = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
     if not bare or begin is None:
         raise TokenizerError(

@@ -2,12 +2,19 @@
 
 from tokenizers import Tokenizer
 
+from .bounded import bounded_encoding
 
-def plain_ids(backend: Tokenizer, text: str) -> list[int]:
-    """The ids the model part of `backend` gives `text`, in which no added token is recognized."""
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    words = [text]
-    if backend.pre_tokenizer is not None:
-        words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    return [token.id for word in words for token in backend.model.tokenize(word)]
+
+class PlainText:
+    """The pipeline of `backend` without its added tokens and without what it puts around a text."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._pipeline = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._pipeline.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._pipeline.pre_tokenizer = backend.pre_tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        """The ids the model part gives `text`, in which no added token is recognized."""
+        return list(bounded_encoding(self._pipeline, text).ids)
