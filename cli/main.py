@@ -12,6 +12,7 @@ import typer
 
 from .batch import batch
 from .demo import demo
+from .doctor import doctor
 from .exit_codes import ExitCode, exit_code
 from .jobs import app as jobs
 from .models import app as models
@@ -30,6 +31,7 @@ app.command()(batch)
 app.command()(run)
 app.command()(prepare)
 app.command()(demo)
+app.command()(doctor)
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
 

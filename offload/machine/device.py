@@ -31,6 +31,21 @@ def measure_link(nbytes: int, device: str = "cuda") -> Link | None:
     return Link(pageable, pinned)
 
 
+def measure_device_memory(nbytes: int, device: str = "cuda") -> float | None:
+    """bytes/s that the device moves in its own memory: `nbytes` read and as many written."""
+    import torch
+
+    cuda = _cuda()
+    if cuda is None:
+        return None
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    rate = 2 * nbytes / _copy_seconds(torch.empty_like(source), source)
+    del source
+    cuda.empty_cache()
+    cuda.reset_peak_memory_stats()
+    return rate
+
+
 def measure_pin_limit(most_nbytes: int) -> PinLimit | None:
     """Tries up to `most_nbytes` of host memory, which it takes for that time."""
     return None if _cuda() is None else probe_pin_limit(_register, _unregister, most_nbytes)

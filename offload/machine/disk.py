@@ -9,7 +9,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,6 +19,7 @@ from .profile import Disk, DiskRead
 MIB = 1 << 20
 BLOCKS = (1 * MIB, 4 * MIB, 8 * MIB)
 THREADS = (1, 2, 4, 8)
+ORDERS = (False, True)
 _LEAST_NBYTES = 64 * MIB
 _WRITE_SECONDS = 6.0
 
@@ -30,7 +31,9 @@ def measure_disk(
     blocks: Sequence[int] = BLOCKS,
     threads: Sequence[int] = THREADS,
 ) -> Disk | None:
-    """Reads twice for `seconds` with every block size (bytes) and number of threads; None where there is no room.
+    """Reads twice for `seconds` with every block size (bytes) and number of threads, blocks in order and at random.
+
+    None where there is no room.
 
     The file takes `nbytes`, less where that is more than a quarter of the free space or takes long to write. It has
     no name: nothing remains of it even after a kill.
@@ -42,14 +45,15 @@ def measure_disk(
         written = _fill(file.fileno(), room, max(blocks))
         descriptor, direct = _open_cold(file.fileno())
         try:
-            ways = list(itertools.product(blocks, threads))
+            ways = list(itertools.product(blocks, threads, ORDERS))
             rates = dict.fromkeys(ways, 0.0)
             # There and back: what a disk does in its first second, or while others use it, falls on no way alone.
             for way in (*ways, *reversed(ways)):
                 rates[way] = max(rates[way], _read_rate(descriptor, written, way, seconds))
         finally:
             os.close(descriptor)
-    return Disk(direct, written, tuple(DiskRead(*way, rate) for way, rate in rates.items()))
+    reads = (DiskRead(block, count, rate, at_random) for (block, count, at_random), rate in rates.items())
+    return Disk(direct, written, tuple(reads))
 
 
 def _fill(descriptor: int, nbytes: int, block: int) -> int:
@@ -81,9 +85,9 @@ def _open_cold(descriptor: int) -> tuple[int, bool]:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
 
 
-def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int], seconds: float) -> float:
-    """bytes/s of readers that take turns with the blocks of the file, again from its start at its end."""
-    block, threads = way
+def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int, bool], seconds: float) -> float:
+    """bytes/s of readers that take turns with the blocks of the file, or each take any block, again and again."""
+    block, threads, at_random = way
     _drop_cached(descriptor)
     # Populated, or the first read into each page would pay for making it.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -91,7 +95,7 @@ def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int], seconds: floa
         begun = time.perf_counter()
 
         def read(start: int) -> int:
-            offsets = range(start, sys.maxsize, threads * block)
+            offsets = _anywhere(nbytes, block) if at_random else range(start, sys.maxsize, threads * block)
             with rooms[start : start + block] as room:
                 return _read(descriptor, nbytes, room, offsets, begun + seconds)
 
@@ -100,7 +104,13 @@ def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int], seconds: floa
         return total / (time.perf_counter() - begun)
 
 
-def _read(descriptor: int, nbytes: int, room: memoryview, offsets: range, deadline: float) -> int:
+def _anywhere(nbytes: int, block: int) -> Iterator[int]:
+    """Whole blocks in any order; every one is far from the last, so nothing that reads ahead helps."""
+    while True:
+        yield random.randrange(nbytes // block) * block
+
+
+def _read(descriptor: int, nbytes: int, room: memoryview, offsets: Iterable[int], deadline: float) -> int:
     """Bytes read until `deadline`, at least one block; `offsets` go round the file."""
     total = 0
     for offset in offsets:

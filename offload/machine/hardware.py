@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from .driver import load_driver
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -42,7 +44,7 @@ def find_hardware(folder: Path) -> Hardware:
 
 def find_gpus(driver: Any = None) -> tuple[Gpu, ...]:
     """The NVIDIA devices that CUDA_VISIBLE_DEVICES leaves visible. Asks the driver's library: no context is made."""
-    cuda = driver or _driver()
+    cuda = driver or load_driver()
     count = ctypes.c_int()
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
@@ -52,13 +54,6 @@ def find_gpus(driver: Any = None) -> tuple[Gpu, ...]:
 def nearest_existing(folder: Path) -> Path:
     resolved = folder.resolve()
     return next(place for place in (resolved, *resolved.parents) if place.is_dir())
-
-
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 def _gpu(cuda: Any, ordinal: int) -> Gpu:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from ..memory import host_available
 from .arithmetic import measure_memory
-from .device import measure_link, measure_pin_limit
+from .device import measure_device_memory, measure_link, measure_pin_limit
 from .disk import measure_disk
 from .hardware import Hardware, nearest_existing
 from .profile import FlopRates, Machine
@@ -20,20 +22,26 @@ _PIN_NBYTES = 4 << 30
 def measure_machine(
     folder: Path,
     hardware: Hardware,
-    measure_flop_s: Callable[[], FlopRates] = dict,
+    measure_flop_s: Callable[[str], FlopRates] = lambda device: {},
     most_nbytes: int | None = None,
 ) -> Machine:
-    """About ten seconds on an idle machine. Needs up to a GiB on the disk of `folder` for that time.
+    """About twenty seconds on an idle machine. Needs up to a GiB on the disk of `folder` for that time.
 
     `most_nbytes`, at least 64 MiB, bounds the host memory that each measurement takes; not given, it is a quarter of
-    what is available. `measure_flop_s` comes from the floor that knows weight formats.
+    what is available. `measure_flop_s` comes from the floor that knows weight formats; it is asked for "cpu", and for
+    "cuda" where there is a device.
     """
     room = max(_LEAST_NBYTES, host_available() // 4 if most_nbytes is None else most_nbytes)
+    link = measure_link(min(_BUFFER_NBYTES, room))
     return Machine(
         hardware=hardware,
         memory_bytes_s=measure_memory(min(_BUFFER_NBYTES, room)),
         disk=measure_disk(nearest_existing(folder)),
-        link=measure_link(min(_BUFFER_NBYTES, room)),
+        link=link,
         pin=measure_pin_limit(min(_PIN_NBYTES, room)),
-        flop_s=measure_flop_s(),
+        flop_s=measure_flop_s("cpu"),
+        device_memory_bytes_s=measure_device_memory(min(_BUFFER_NBYTES, room)),
+        device_flop_s={} if link is None else measure_flop_s("cuda"),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch=version("torch"),
     )

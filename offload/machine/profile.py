@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
 from .hardware import Gpu, Hardware
@@ -16,15 +17,17 @@ FlopRates = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """One way to read, and the bytes/s it gave."""
+    """One way to read, and the bytes/s it gave; `random` took blocks from anywhere in the file, others in order."""
 
     block_nbytes: int
     threads: int
     bytes_s: float
+    random: bool = False
 
     def __post_init__(self) -> None:
         _check_whole(self.block_nbytes, self.threads)
         _check_speed(self.bytes_s)
+        _check_flag(self.random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,13 @@ class Disk:
 
     @property
     def best(self) -> DiskRead:
-        return max(self.reads, key=lambda read: read.bytes_s)
+        """Of the reads in order, where there are any: how a stream of weights reads."""
+        return max(self.reads, key=lambda read: (not read.random, read.bytes_s))
+
+    @property
+    def best_random(self) -> DiskRead:
+        """How scattered experts are read; `best` where that was not measured."""
+        return max(self.reads, key=lambda read: (read.random, read.bytes_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,10 @@ class PinLimit:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """None stands for what this machine does not have or what could not be measured."""
+    """None stands for what this machine does not have or what could not be measured.
+
+    `measured_at` is UTC in ISO 8601, `torch` the build that computed; both may be empty.
+    """
 
     hardware: Hardware
     memory_bytes_s: float
@@ -82,12 +94,20 @@ class Machine:
     link: Link | None = None
     pin: PinLimit | None = None
     flop_s: FlopRates = field(default_factory=dict)
+    device_memory_bytes_s: float | None = None
+    device_flop_s: FlopRates = field(default_factory=dict)
+    measured_at: str = ""
+    torch: str = ""
 
     def __post_init__(self) -> None:
-        _check_speed(self.memory_bytes_s)
-        for rates in self.flop_s.values():
+        _check_speed(self.memory_bytes_s, *([] if self.device_memory_bytes_s is None else [self.device_memory_bytes_s]))
+        for rates in (*self.flop_s.values(), *self.device_flop_s.values()):
             _check_whole(*rates.keys())
             _check_speed(*rates.values())
+        if type(self.torch) is not str:
+            raise ValueError(f"a release of torch of {self.torch!r} was found; wanted text")
+        if self.measured_at != "":
+            datetime.fromisoformat(self.measured_at)
 
     def to_json(self) -> dict[str, Any]:
         """Plain objects, as `json` reads them back."""
@@ -114,10 +134,13 @@ def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
-        "flop_s": {
-            name: {int(rows): rate for rows, rate in rates.items()} for name, rates in content["flop_s"].items()
-        },
+        "flop_s": _rates(content["flop_s"]),
+        "device_flop_s": _rates(content["device_flop_s"]),
     }
+
+
+def _rates(content: Mapping[str, Mapping[str, float]]) -> FlopRates:
+    return {name: {int(rows): rate for rows, rate in rates.items()} for name, rates in content.items()}
 
 
 def _disk(content: Mapping[str, Any]) -> Disk:

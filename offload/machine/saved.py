@@ -42,6 +42,18 @@ def this_machine(
     return saved
 
 
+def read_machine(path: Path) -> Machine:
+    """The first profile of a file such as `moedge doctor --json` prints, of this machine or another.
+
+    Raises ValueError if there is none in it, OSError if it cannot be read.
+    """
+    path.open().close()
+    machines = _kept(path)
+    if not machines:
+        raise ValueError(f"{path} holds no undamaged profile; `moedge doctor --json` prints one ({SCHEMA})")
+    return machines[0]
+
+
 def load_machine(hardware: Hardware, path: Path) -> Machine | None:
     """None where no undamaged profile of this hardware is kept."""
     return next((machine for machine in _kept(path) if machine.hardware == hardware), None)

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.offload.machine import saved
+from moedge.offload.machine.driver import Driver as NvidiaDriver
+from moedge.offload.machine.driver import find_driver
 from moedge.offload.machine.hardware import Gpu, Hardware, find_gpus, find_hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
-from moedge.offload.machine.saved import load_machine, save_machine, saved_path, this_machine
+from moedge.offload.machine.saved import load_machine, read_machine, save_machine, saved_path, this_machine
 
 HARDWARE = Hardware("a CPU", 2, 1 << 34, (Gpu("a GPU", 8 << 30),), "/dev/sda ext4")
 MACHINE = Machine(
@@ -24,10 +27,15 @@ MACHINE = Machine(
     Link(8e9, 2.2e10),
     PinLimit(1 << 30, True),
     {"nf4": {1: 2e9, 128: 3e11}},
+    4e11,
+    {"int8": {1: 1e11}},
+    "2026-11-21T14:00:00+00:00",
+    "2.13.0",
 )
 SPEEDS = st.floats(1, 1e15)
 COUNTS = st.integers(1, 1 << 40)
-READS = st.lists(st.builds(DiskRead, COUNTS, COUNTS, SPEEDS), min_size=1, max_size=3).map(tuple)
+RATES = st.dictionaries(st.text(), st.dictionaries(COUNTS, SPEEDS, max_size=3), max_size=3)
+READS = st.lists(st.builds(DiskRead, COUNTS, COUNTS, SPEEDS, st.booleans()), min_size=1, max_size=3).map(tuple)
 MACHINES = st.builds(
     Machine,
     st.builds(Hardware, st.text(), COUNTS, COUNTS, st.lists(st.builds(Gpu, st.text(), COUNTS)).map(tuple), st.text()),
@@ -35,7 +43,11 @@ MACHINES = st.builds(
     st.none() | st.builds(Disk, st.booleans(), COUNTS, READS),
     st.none() | st.builds(Link, SPEEDS, st.none() | SPEEDS),
     st.none() | st.builds(PinLimit, st.integers(0, 1 << 40), st.booleans()),
-    st.dictionaries(st.text(), st.dictionaries(COUNTS, SPEEDS, max_size=3), max_size=3),
+    RATES,
+    st.none() | SPEEDS,
+    RATES,
+    st.just("") | st.datetimes().map(datetime.isoformat),
+    st.text(),
 )
 
 
@@ -62,7 +74,8 @@ def damaged(place: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("place", places(MACHINE.to_json()), ids=lambda place: ".".join(map(str, place)))
 def test_no_value_may_be_of_another_kind_or_out_of_range(place: tuple[Any, ...]) -> None:
-    allowed = {"direct": [True], "refused": [True], "nbytes": [0], "flop_s": [{}], "nf4": [{}]}
+    allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"]}
+    allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8")}
     for wrong in (True, "x", -1, float("nan"), float("inf"), [], {}, 0, 0.5, [1], {"a": 1}):
         try:
             machine = Machine.from_json(damaged(place, wrong))
@@ -78,7 +91,10 @@ def fine_speed(place: tuple[Any, ...], value: Any) -> bool:
 
 def test_the_best_way_to_read_is_the_fastest() -> None:
     assert MACHINE.disk is not None
-    assert MACHINE.disk.best == DiskRead(1 << 22, 2, 3e9)
+    assert MACHINE.disk.best == MACHINE.disk.best_random == DiskRead(1 << 22, 2, 3e9)
+    scattered = DiskRead(1 << 20, 1, 4e9, random=True)
+    both = replace(MACHINE.disk, reads=(*MACHINE.disk.reads, scattered))
+    assert (both.best, both.best_random) == (MACHINE.disk.best, scattered)
 
 
 def test_a_fifth_of_the_pin_limit_is_left_where_there_is_one() -> None:
@@ -139,6 +155,17 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
         assert load_machine(HARDWARE, path) is None
     save_machine(MACHINE, path)
     assert path.read_bytes() == whole
+
+
+def test_a_profile_of_another_machine_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    with pytest.raises(FileNotFoundError):
+        read_machine(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="moedge doctor --json"):
+        read_machine(path)
+    save_machine(MACHINE, path)
+    assert read_machine(path) == MACHINE
 
 
 def test_a_failed_write_leaves_the_old_profile_and_nothing_else(
@@ -214,5 +241,27 @@ def test_every_key_of_a_profile_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "machine.md").read_text()
     for place in places(MACHINE.to_json()):
         names = [str(step) for step in place if not isinstance(step, int)]
-        key = "flop_s" if "flop_s" in names else "hardware.gpus" if "gpus" in names else ".".join(names)
+        key = next((name for name in names if name.endswith("flop_s")), "") or (
+            "hardware.gpus" if "gpus" in names else ".".join(names)
+        )
         assert not key or f"`{key}`" in page or f"`{key}." in page, key
+
+
+class Library:
+    """cuDriverGetVersion, as ctypes calls it."""
+
+    def __init__(self, version: int, status: int = 0) -> None:
+        self.version, self.status = version, status
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = self.version
+        return self.status
+
+
+def test_the_driver_says_which_cuda_it_serves(tmp_path: Path) -> None:
+    file = tmp_path / "proc/driver/nvidia/version"
+    file.parent.mkdir(parents=True)
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
+    assert find_driver(Library(13010), tmp_path) == NvidiaDriver((13, 1), "580.95.05")
+    assert find_driver(Library(12060), tmp_path / "none") == NvidiaDriver((12, 6))
+    assert find_driver(Library(0, 100)) is None

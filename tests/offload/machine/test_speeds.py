@@ -1,5 +1,6 @@
 """Measuring gives plausible numbers, takes no more than it says, and leaves nothing behind."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -24,18 +25,15 @@ def test_every_way_to_read_a_disk_is_tried_and_nothing_remains(tmp_path: Path) -
     before = os.listdir("/proc/self/fd")
     found = measure_disk(tmp_path, 16 * MIB, 0.005, (MIB, 2 * MIB), (1, 3))
     assert found is not None
-    assert [(read.block_nbytes, read.threads) for read in found.reads] == [
-        (MIB, 1),
-        (MIB, 3),
-        (2 * MIB, 1),
-        (2 * MIB, 3),
-    ]
+    ways = [(read.block_nbytes, read.threads, read.random) for read in found.reads]
+    assert ways == list(itertools.product((MIB, 2 * MIB), (1, 3), (False, True)))
     assert found.nbytes == 16 * MIB
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_the_file_s_blocks_are_read_in_turns_and_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "ORDERS", (False,))
     offsets: list[int] = []
 
     def preadv(descriptor: int, rooms: list[memoryview], offset: int) -> int:
@@ -46,6 +44,22 @@ def test_the_file_s_blocks_are_read_in_turns_and_all_of_them(tmp_path: Path, mon
     found = measure_disk(tmp_path, 16 * MIB, 0.01, (MIB,), (3,))
     assert found is not None
     assert set(offsets) == set(range(0, 16 * MIB, MIB))
+
+
+def test_random_reads_jump_and_take_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "ORDERS", (True,))
+    offsets: list[int] = []
+
+    def preadv(descriptor: int, rooms: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        return rooms[0].nbytes
+
+    monkeypatch.setattr(disk.os, "preadv", preadv)
+    found = measure_disk(tmp_path, 64 * MIB, 0.01, (MIB,), (1,))
+    assert found is not None
+    assert set(offsets) <= set(range(0, 64 * MIB, MIB))
+    following = sum(after == before + MIB for before, after in itertools.pairwise(offsets))
+    assert following < len(offsets) / 8
 
 
 class Usage(NamedTuple):
@@ -164,8 +178,9 @@ def test_a_whole_machine_is_measured_within_its_memory(tmp_path: Path, monkeypat
     monkeypatch.setattr(measuring, "measure_memory", lambda nbytes: sizes.append(nbytes) or 1e9)
     hardware = find_hardware(tmp_path)
     rates = {"none": {1: 1e9}}
-    machine = measuring.measure_machine(tmp_path / "new", hardware, lambda: rates, most_nbytes=100 * MIB)
+    machine = measuring.measure_machine(tmp_path / "new", hardware, lambda device: rates, most_nbytes=100 * MIB)
     assert (machine.hardware, machine.flop_s, sizes) == (hardware, rates, [100 * MIB])
+    assert machine.torch == torch.__version__
     assert machine.disk is not None
     assert not (tmp_path / "new").exists()
 
@@ -227,9 +242,17 @@ def test_a_refusal_to_pin_is_cleared_before_anyone_meets_it(fake_cuda: Callable[
     assert cuda.pins.held == {}
 
 
+def test_memory_of_a_device_is_measured_by_what_it_reads_and_writes(fake_cuda: Callable[[float], Cuda]) -> None:
+    cuda = fake_cuda(0)
+    rate = device.measure_device_memory(MIB, "cpu")
+    assert rate is not None
+    assert rate > 1e6
+    assert cuda.calls == ["empty_cache", "reset_peak"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
 def test_without_a_device_nothing_is_said_of_one() -> None:
-    assert device.measure_link(MIB) is device.measure_pin_limit(MIB) is None
+    assert device.measure_link(MIB) is device.measure_pin_limit(MIB) is device.measure_device_memory(MIB) is None
 
 
 @pytest.mark.gpu

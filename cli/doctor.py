@@ -1,0 +1,77 @@
+"""`moedge doctor`: what this machine is and can do, what is in the way, and the line that mends it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import options
+from .exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from ..runtime.doctor.examination import Examination
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Look only: nothing is measured or tried.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the machine profile and the findings as JSON: docs/doctor.md.")
+    ] = False,
+    disk_dir: options.DISK_DIR = None,
+) -> None:
+    """Look at this machine and measure it, so that plans fit it.
+
+    Every finding is ok, warn (it costs speed or room) or fail (it stands in the way of a run), with what mends it.
+    What was measured is kept for plans until the hardware changes. Exits with 6 if anything failed.
+    """
+    from ..offload.store.stores import default_root
+    from ..runtime.doctor.examination import examine
+    from ..runtime.doctor.finding import Verdict
+
+    console = Console(stderr=True)
+    waiting = console.status("looking")
+    watched: AbstractContextManager[object] = waiting if console.is_terminal else nullcontext()
+    with watched:
+        examination = examine(disk_dir or default_root(), quick, waiting.update)
+    if as_json:
+        print(json.dumps(examination.as_json(), indent=1))
+    else:
+        _print(examination)
+    raise typer.Exit(ExitCode.ENVIRONMENT if examination.count(Verdict.FAIL) else ExitCode.OK)
+
+
+def _print(examination: Examination) -> None:
+    if not sys.stdout.isatty():
+        for finding in examination.findings:
+            print(f"{finding.verdict:4}  {finding.name:12}  {finding.found}")
+            if finding.fix:
+                print(f"{'':20}fix: {finding.fix}")
+        print(_conclusion(examination))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for finding in examination.findings:
+        table.add_row(Text(finding.verdict, _STYLES[finding.verdict]), finding.name, Text(finding.found))
+        if finding.fix:
+            table.add_row("", "", Text(f"fix: {finding.fix}", "cyan"))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print(_conclusion(examination))
+
+
+def _conclusion(examination: Examination) -> str:
+    failed, warned = (
+        sum(finding.verdict == verdict for finding in examination.findings) for verdict in ("fail", "warn")
+    )
+    return f"{failed} in the way of a run, {warned} to mend" if failed or warned else "all is well"

@@ -1,0 +1,105 @@
+"""Everything that `moedge doctor` looks at, in the order in which a person mends it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...offload.machine.driver import Driver, find_driver
+from ...offload.machine.hardware import find_gpus
+from ...offload.machine.profile import Machine
+from ...offload.machine.saved import SCHEMA, saved_path
+from ...offload.memory import host_available, host_total
+from ..machine_profile import machine_profile, saved_profile
+from .finding import Finding, Verdict, fail
+from .host import check_memory, check_open_files, find_host_memory
+from .packages import TorchBuild, check_packages, check_torch, find_torch
+from .places import check_hub_cache, check_state, check_stores, free_nbytes
+from .speeds import not_measured, speed_findings
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """`machine` is None where nothing was measured, now or before; `stores` is the folder of the measured disk."""
+
+    findings: tuple[Finding, ...]
+    machine: Machine | None
+    stores: Path
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(finding.verdict is verdict for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """A file of profiles with one in it, and beside it what was found and what is free now: docs/doctor.md."""
+        return {
+            "schema": SCHEMA,
+            "machines": [] if self.machine is None else [self.machine.to_json()],
+            "findings": [asdict(finding) for finding in self.findings],
+            "now": {
+                "host_total_nbytes": host_total(),
+                "host_available_nbytes": host_available(),
+                "disk_free_nbytes": free_nbytes(self.stores),
+            },
+        }
+
+
+def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lambda doing: None) -> Examination:
+    """Looks at this machine, and measures it anew unless `quick`, which imports no torch.
+
+    `stores` is the folder for packed weights; `say` hears what is being done.
+    """
+    torch, driver = find_torch(), find_driver()
+    gpus = len(find_gpus()) if driver else 0
+    findings = [*_installation(torch, driver, gpus), *_machine(stores)]
+    if quick:
+        machine = saved_profile(stores)
+    else:
+        findings += _try_kernels(bool(gpus), say) if torch else []
+        machine, failures = _measure(stores, say) if torch else (None, [])
+        findings += failures
+    if machine is None:
+        findings.append(not_measured())
+    else:
+        findings += speed_findings(machine, machine.torch if torch is None else torch.version)
+    return Examination(tuple(findings), machine, stores)
+
+
+def _installation(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> list[Finding]:
+    return [check_packages(), check_torch(torch, driver, gpus)]
+
+
+def _machine(stores: Path) -> list[Finding]:
+    from huggingface_hub import constants
+
+    return [
+        check_memory(find_host_memory()),
+        check_open_files(),
+        check_stores(stores),
+        *check_hub_cache(Path(constants.HF_HUB_CACHE), constants.HF_HUB_OFFLINE),
+        check_state(saved_path()),
+    ]
+
+
+def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
+    say("trying kernels")
+    from .kernels import check_bitsandbytes, check_formats, check_gpu, check_triton
+
+    found = [check_bitsandbytes("cpu"), check_formats("cpu")]
+    if gpu:
+        seen = check_gpu()
+        found.append(seen)
+        if seen.verdict is not Verdict.FAIL:
+            found += [check_bitsandbytes("cuda"), check_formats("cuda"), check_triton()]
+    return found
+
+
+def _measure(stores: Path, say: Callable[[str], None]) -> tuple[Machine | None, list[Finding]]:
+    say("measuring disk, memory and arithmetic; 15 seconds or so")
+    try:
+        return machine_profile(stores, again=True), []
+    except OSError as error:
+        place = f" (as {os.environ.get('USER', 'this user')})"
+        return None, [fail("measuring", f"stopped: {error}{place}", "give --disk-dir FOLDER that can be written")]

@@ -1,0 +1,112 @@
+"""Whether what computes does: bitsandbytes, the GPU and Triton are tried with small products, not only imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import torch
+
+from ...offload.budget import gib
+from ...offload.cuda_error import swallow_cuda_error
+from ...quant import bitsandbytes_kernels
+from ...quant.format import FORMATS
+from ...quant.linear import Compute
+from ...quant.scratch import scratch_nbytes
+from ...quant.tensor import dtype_name, pack
+from ...quant.workspace import Workspace
+from .finding import Finding, fail, ok, warn
+
+# Of a product of 64 rows in bfloat16 against float64, over the largest number in it; rounding alone is below 1 %.
+_TOLERANCE = 0.02
+
+
+def check_bitsandbytes(device: str) -> Finding:
+    """Its nf4 kernel, on "cpu" or "cuda", against the matrix that the codes mean."""
+    name, place = "bitsandbytes", "GPU" if device == "cuda" else "processor"
+    try:
+        worst = product_error("nf4", device)
+        serves = bitsandbytes_kernels.serves(device)
+    except Exception as error:
+        return fail(
+            name, f"does not work on this {place}: {brief(error)}", "pip install --force-reinstall bitsandbytes"
+        )
+    found = f"{name} {version(name)}: nf4 on this {place}"
+    if worst > _TOLERANCE:
+        return fail(name, f"{found} is wrong by {worst:.1%}", "pip install --upgrade bitsandbytes, or use --quant int4")
+    if not serves:
+        fix = "pip install --force-reinstall bitsandbytes, built for this CUDA version"
+        return warn(name, f"{found} is right, without its kernels: it was built without CUDA", fix)
+    return ok(name, f"{found} is right: a product of 64 x 64 by 64")
+
+
+def check_formats(device: str) -> Finding:
+    """The other weight formats, with the kernels that a run would take."""
+    try:
+        errors = {name: product_error(name, device) for name in FORMATS if name != "nf4"}
+    except Exception as error:
+        return fail("formats", f"a product failed: {brief(error)}", "pip install --force-reinstall torch")
+    wrong = [name for name, worst in errors.items() if worst > _TOLERANCE]
+    if wrong:
+        return fail("formats", f"products of {', '.join(wrong)} are wrong here", f"avoid --quant {wrong[0]}; report it")
+    return ok("formats", f"products in {', '.join(errors)} are right")
+
+
+def check_gpu() -> Finding:
+    """Torch's device computes; for machines whose driver shows a GPU."""
+    if not torch.cuda.is_available():
+        return fail("GPU", "the driver shows a GPU and torch finds none", "see torch above; check `nvidia-smi`")
+    try:
+        worst = product_error("none", "cuda")
+    except Exception as error:
+        swallow_cuda_error()
+        return fail("GPU", f"a product failed: {brief(error)}", "check `nvidia-smi` and `dmesg`; restart the machine")
+    major, minor = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    name, room = torch.cuda.get_device_name(), f"{gib(free)} of {gib(total)} free"
+    says = f"{name}, compute capability {major}.{minor}, {room}"
+    if worst > _TOLERANCE:
+        return fail("GPU", f"{says}: a product is wrong by {worst:.1%}", "the device is broken or overclocked")
+    if free < total * 3 // 4:
+        return warn("GPU", says, "other programs hold the rest: `nvidia-smi` names them")
+    return ok("GPU", says)
+
+
+def check_triton(run: Callable[[], bool] | None = None) -> Finding:
+    """Compiles and runs a kernel of ours on the GPU; `run` stands for that in tests."""
+    try:
+        right = (run or _run_triton)()
+    except ImportError:
+        return warn("Triton", "is not installed: attention on the GPU is torch's, slower", "pip install triton")
+    except Exception as error:
+        fix = "install a C compiler (apt install gcc libc6-dev python3-dev), or run with --attention torch"
+        return warn("Triton", f"compiles no kernel here: {brief(error)}", fix)
+    if not right:
+        return fail("Triton", "a kernel gives wrong numbers", "pip install --force-reinstall triton")
+    return ok("Triton", f"Triton {version('triton')}: a kernel was compiled and is right")
+
+
+@torch.inference_mode()
+def product_error(format_name: str, device: str) -> float:
+    """Worst difference of a product in bfloat16, relative to the largest number of the float64 one."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
+    packed = pack(weight, format_name)
+    meant = x.double() @ packed.dequantize().double().t()
+    there = type(packed)(packed.layout, tuple(plane.to(device) for plane in packed.planes))
+    nbytes = scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False)
+    got = Compute(Workspace(nbytes, device)).linear(x.to(device), there).cpu().double()
+    return float((got - meant).abs().max() / meant.abs().max())
+
+
+def brief(error: Exception) -> str:
+    """The first line of an error, short enough for a table."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _run_triton() -> bool:
+    from ...quant.kernels.trial import try_kernel
+
+    return try_kernel()

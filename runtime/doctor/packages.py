@@ -1,0 +1,104 @@
+"""The installation: Python packages in the versions that moedge wants, and a torch that fits the driver. Torch-free."""
+
+from __future__ import annotations
+
+import ast
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ...offload.machine.driver import Driver
+from .finding import Finding, fail, ok
+
+# Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.
+_BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 6), "cu126"))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """`cuda` is the CUDA version it was built with, None for a build that has none."""
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+def find_torch() -> TorchBuild | None:
+    """Reads its version.py, which an import would take two seconds for; None where torch is not installed."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    values = _constants(Path(spec.origin).with_name("version.py").read_text())
+    cuda = values.get("cuda")
+    return TorchBuild(values.get("__version__") or "", _version_pair(cuda) if cuda else None)
+
+
+def check_packages(wanted: Iterable[str] | None = None, installed: Callable[[str], str] = version) -> Finding:
+    """`wanted` are requirement lines, moedge's own if not given; those of extras are left out."""
+    lines = list(wanted if wanted is not None else requires("moedge") or ())
+    needed = [need for need in map(Requirement, lines) if need.marker is None or need.marker.evaluate({"extra": ""})]
+    wrong = {str(need): found for need in needed if (found := _found(need, installed))}
+    python = f"Python {platform.python_version()}"
+    if wrong:
+        mended = " ".join(f"'{need}'" for need in wrong)
+        listed = "; ".join(f"{found}, wanted {need}" for need, found in wrong.items())
+        return fail("packages", f"{python}; {listed}", f"pip install {mended}")
+    return ok("packages", f"{python}, moedge {installed('moedge')}, {len(needed)} packages as wanted")
+
+
+def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> Finding:
+    """Whether torch was built for what the machine has; `gpus` is how many the driver shows."""
+    if torch is None:
+        return fail("torch", "torch is not installed", "pip install torch")
+    if driver is None or gpus == 0:
+        build = "CUDA " + _dotted(torch.cuda) if torch.cuda else "the processor"
+        reason = "no NVIDIA driver" if driver is None else "the NVIDIA driver shows no GPU to this process"
+        return ok("torch", f"torch {torch.version} for {build}; {reason}")
+    served = f"driver {driver.release or 'of unknown release'} for CUDA up to {_dotted(driver.cuda)}"
+    install = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_index(driver)}"
+    if torch.cuda is None:
+        return fail("torch", f"torch {torch.version} cannot use the GPU: it was built without CUDA; {served}", install)
+    # Within a major version an older driver serves newer builds: CUDA's minor version compatibility.
+    if torch.cuda[0] > driver.cuda[0]:
+        found = f"torch {torch.version} was built for CUDA {_dotted(torch.cuda)}; {served}"
+        return fail("torch", found, f"a newer NVIDIA driver, or {install}")
+    return ok("torch", f"torch {torch.version} for CUDA {_dotted(torch.cuda)}, {served}")
+
+
+def _found(need: Requirement, installed: Callable[[str], str]) -> str:
+    """What is wrong with an installed package, in words; empty where nothing is."""
+    try:
+        found = installed(need.name)
+    except PackageNotFoundError:
+        return f"{need.name} is not installed"
+    return "" if need.specifier.contains(found, prereleases=True) else f"{need.name} {found} is installed"
+
+
+def _constants(source: str) -> dict[str, str | None]:
+    """Names that a module gives text or None, without running it."""
+    found: dict[str, str | None] = {}
+    for node in ast.parse(source).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Constant) and (value.value is None or isinstance(value.value, str)):
+            found.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
+    return found
+
+
+def _version_pair(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _index(driver: Driver) -> str:
+    return next((name for cuda, name in _BUILDS if cuda <= driver.cuda), _BUILDS[-1][1])
+
+
+def _dotted(pair: tuple[int, int]) -> str:
+    return ".".join(map(str, pair))

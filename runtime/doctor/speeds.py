@@ -1,0 +1,115 @@
+"""What was measured of a machine, as findings: its disk, memory, link to the GPU and arithmetic. Torch-free."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from ...offload.budget import gib
+from ...offload.machine.profile import Disk, FlopRates, Link, Machine, PinLimit
+from .finding import Finding, ok, warn
+
+_GB = 1e9
+# Below this, weights on disk make even full batches slower than a page a minute: a spinning disk, or a network's.
+_SLOW_DISK = 0.4e9
+# Below this, copies to the GPU are what every pass waits for: fewer lanes than an old slot has.
+_SLOW_LINK = 5e9
+# Staging rings and parked sequences want about this much pinned memory.
+_LITTLE_PINNED = 2 << 30
+
+
+def speed_findings(machine: Machine, torch: str) -> list[Finding]:
+    """`torch` is the release that is installed now: rates belong to the one they were measured with."""
+    found = [
+        check_disk(machine.disk, machine.hardware.disk),
+        ok("memory", f"host memory is read at {_rate(machine.memory_bytes_s)}"),
+    ]
+    if machine.hardware.gpus:
+        found += [check_link(machine.link), check_pin_limit(machine.pin)]
+    if machine.device_memory_bytes_s is not None:
+        found.append(ok("GPU memory", f"{_rate(machine.device_memory_bytes_s)} within it"))
+    found += [ok(f"{place} rates", _rates(rates)) for place, rates in _places(machine) if rates]
+    return [*found, check_age(machine, torch)]
+
+
+def check_disk(disk: Disk | None, device: str) -> Finding:
+    if disk is None:
+        return warn("disk", f"{device}: too full to be measured", "free 256 MiB there, or give --disk-dir FOLDER")
+    best, scattered = disk.best, disk.best_random
+    says = (
+        f"{device}: {_rate(best.bytes_s)} in order ({best.threads} x {best.block_nbytes >> 20} MiB), "
+        f"{_rate(scattered.bytes_s)} at random" + ("" if disk.direct else "; without O_DIRECT, a cache may help")
+    )
+    if best.bytes_s < _SLOW_DISK:
+        return warn("disk", says, "give --disk-dir FOLDER on an NVMe disk: weights on disk are read in every pass")
+    return ok("disk", says)
+
+
+def check_link(link: Link | None) -> Finding:
+    if link is None:
+        return warn("link", "copies to the GPU were not measured", "moedge doctor, once torch sees the GPU")
+    if link.pinned_bytes_s is None:
+        says = f"{_rate(link.pageable_bytes_s)} to the GPU; no memory could be pinned"
+        return warn("link", says, "native Linux, or a container that may lock memory: docker run --ulimit memlock=-1")
+    says = f"{_rate(link.pinned_bytes_s)} to the GPU from pinned memory, {_rate(link.pageable_bytes_s)} pageable"
+    if link.pinned_bytes_s < _SLOW_LINK:
+        return warn("link", says, "a slot with more PCIe lanes; `nvidia-smi -q` shows the width and generation in use")
+    return ok("link", says)
+
+
+def check_pin_limit(pin: PinLimit | None) -> Finding:
+    if pin is None:
+        return warn("pinning", "was not measured", "moedge doctor, once torch sees the GPU")
+    if pin.refused and pin.nbytes < _LITTLE_PINNED:
+        says = f"{gib(pin.nbytes)} before refusal; plans use 80 % of it and copy the rest through a ring"
+        return warn("pinning", says, "native Linux instead of WSL2, or docker run --ulimit memlock=-1")
+    return ok("pinning", f"{gib(pin.nbytes)}" + (" before refusal" if pin.refused else " tried, no limit met"))
+
+
+def check_age(machine: Machine, torch: str, now: datetime | None = None) -> Finding:
+    """When it was measured, and whether with the torch that is there."""
+    when = (now or datetime.now(UTC)) - datetime.fromisoformat(machine.measured_at) if machine.measured_at else None
+    says = "measured " + ("at an unknown time" if when is None else _ago(when.total_seconds()))
+    if machine.torch != torch:
+        return warn("profile", f"{says}, with torch {machine.torch or 'unknown'}; now it is {torch}", "moedge doctor")
+    return ok("profile", says)
+
+
+def not_measured() -> Finding:
+    return warn("profile", "this machine, with this disk, was not measured yet", "moedge doctor")
+
+
+def _places(machine: Machine) -> tuple[tuple[str, FlopRates], ...]:
+    return (("CPU", machine.flop_s), ("GPU", machine.device_flop_s))
+
+
+def _rates(rates: FlopRates) -> str:
+    """The rate for the most rows, which prompts see, and for one, by format."""
+    return (
+        ", ".join(
+            f"{'bf16' if name == 'none' else name} {_si(by_rows[max(by_rows)])}/{_si(by_rows[min(by_rows)])}"
+            for name, by_rows in rates.items()
+        )
+        + f" FLOP/s for {_spans(rates)} rows"
+    )
+
+
+def _spans(rates: FlopRates) -> str:
+    by_rows = next(iter(rates.values()))
+    return f"{max(by_rows):,}/{min(by_rows):,}"
+
+
+def _si(value: float) -> str:
+    # The next unit from a tenth on: rates of one row and of a thousand are read side by side.
+    unit, size = next(((unit, size) for unit, size in (("T", 1e12), ("G", 1e9)) if value >= size / 10), ("M", 1e6))
+    return f"{value / size:.2g}{unit}" if value < 99.5 * size else f"{value / size:.0f}{unit}"
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / _GB:.1f} GB/s" if bytes_s >= _GB / 10 else f"{bytes_s / 1e6:.1f} MB/s"
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now" if seconds < 60 else "a minute ago"

@@ -1,0 +1,33 @@
+"""Rates of every format are work over time, from matrices that are in no cache when they come again."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from moedge.quant.format import FORMATS
+from moedge.quant.linear import Compute
+from moedge.quant.tensor import PackedTensor
+from moedge.runtime import weight_rates as measuring
+
+
+def test_every_format_and_row_count_has_a_rate_and_matrices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "ROWS", (1, 8))
+    monkeypatch.setattr(measuring, "POOL_NBYTES", 20 << 20)
+    monkeypatch.setattr(measuring, "_SECONDS", 0.001)
+    multiplied: list[tuple[str, int, int]] = []
+    right = Compute.linear
+
+    def linear(self: Compute, x: Tensor, packed: PackedTensor, out: Tensor) -> Tensor:
+        multiplied.append((packed.layout.format, len(x), packed.planes[0].data_ptr()))
+        return right(self, x, packed, out=out)
+
+    monkeypatch.setattr(Compute, "linear", linear)
+    rates = measuring.weight_rates()
+    assert set(rates) == {*FORMATS, measuring.INTEGER}
+    assert {tuple(by_rows) for by_rows in rates.values()} == {(1, 8)}
+    assert all(rate > 1e6 for by_rows in rates.values() for rate in by_rows.values())
+    for before, after in pairwise(multiplied):
+        assert before[:2] != after[:2] or before[2] != after[2]
+    assert not torch.is_inference(torch.ones(1))
