@@ -23,10 +23,8 @@ def batch(
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
-    tokens_per_pass: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one pass over the weights at most; chosen by job and memory.")
-    ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences generated together at most.")] = 128,
+    tokens_per_pass: options.TOKENS_PER_PASS = None,
+    max_sequences: options.MAX_SEQUENCES = 128,
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     max_tokens: options.MAX_TOKENS = 256,
@@ -36,7 +34,7 @@ def batch(
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
-    lenient: Annotated[bool, typer.Option("--lenient", help="Malformed lines become error rows.")] = False,
+    lenient: options.LENIENT = False,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,

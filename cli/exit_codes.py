@@ -24,6 +24,7 @@ from ..runtime.jobs.refusals import (
 )
 from ..runtime.jobs.stall import STALLED_EXIT_CODE, Stalled
 from ..runtime.text.errors import PromptError, TokenizerError
+from .config_file import ConfigError
 
 
 class ExitCode(IntEnum):
@@ -47,6 +48,7 @@ OF_ERROR: dict[type[Exception], ExitCode] = {
     BadLimit: ExitCode.USAGE,
     BadSize: ExitCode.USAGE,
     BadStore: ExitCode.MODEL,
+    ConfigError: ExitCode.USAGE,
     DiskFull: ExitCode.GAVE_OUT,
     DoesNotFit: ExitCode.DOES_NOT_FIT,
     ExportFailed: ExitCode.GAVE_OUT,

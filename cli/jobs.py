@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import options
+from .standing import StandingCommand
 
 app = typer.Typer(help="Jobs: which there are, how far they are, and going on with them.", no_args_is_help=True)
 JOB = Annotated[str, typer.Argument(metavar="JOB", help="Its id or the beginning of it, its folder, or its output.")]
@@ -62,7 +63,7 @@ def show(job: JOB, as_json: JSON = False) -> None:
         print(f"{label:20} {text}")
 
 
-@app.command()
+@app.command(cls=StandingCommand)
 def resume(
     job: JOB,
     failed: Annotated[bool, typer.Option("--failed", help="Run the rows that failed once more.")] = False,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .batch import batch
+from .config import app as config
 from .demo import demo
 from .doctor import doctor
 from .exit_codes import ExitCode, exit_code
@@ -19,6 +20,7 @@ from .models import app as models
 from .prepare import prepare
 from .process import return_memory, wait_without_spinning
 from .run import run
+from .standing import StandingCommand
 
 app = typer.Typer(
     name="moedge",
@@ -27,11 +29,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(batch)
-app.command()(run)
-app.command()(prepare)
+app.command(cls=StandingCommand)(batch)
+app.command(cls=StandingCommand)(run)
+app.command(cls=StandingCommand)(prepare)
+app.command(cls=StandingCommand)(doctor)
 app.command()(demo)
-app.command()(doctor)
+app.add_typer(config, name="config")
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")
 

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from . import options
+from .standing import StandingCommand
 from .wording import count, gib
 
 app = typer.Typer(help="Models: which are here, which run, what one is made of.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=StandingCommand)
 def ls(disk_dir: options.DISK_DIR = None) -> None:
     """List prepared stores, and the checkpoints in the hub's local cache with whether they run."""
     from ..offload.store.stores import default_root, stores
@@ -36,7 +37,7 @@ def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder o
     remove(store)
 
 
-@app.command()
+@app.command(cls=StandingCommand)
 def prune(
     keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="What all stores together may still take.")],
     disk_dir: options.DISK_DIR = None,

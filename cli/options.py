@@ -8,6 +8,21 @@ from typing import Annotated
 
 import typer
 
+from ..offload.budget import BadSize, parse_size
+
+# Larger than whatever may be taken off `auto`.
+_ANY_MACHINE = 1 << 62
+
+
+def _size(text: str) -> str:
+    """The text of a size as it is, once it is one. What it comes to is known when the machine was looked at."""
+    try:
+        parse_size(text, _ANY_MACHINE, _ANY_MACHINE)
+    except BadSize as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
 MODEL = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint folder, a prepared store, or a hub id like Qwen/Qwen3-30B-A3B."),
@@ -43,57 +58,186 @@ class Format(StrEnum):
     HUMAN, JSON = "human", "json"
 
 
-DTYPE = Annotated[DType, typer.Option("--dtype", help="Precision of the arithmetic; auto is the checkpoint's own.")]
-QUANT = Annotated[Quant, typer.Option("--quant", help="Weights in memory; auto is the least lossy format that fits.")]
+DTYPE = Annotated[
+    DType,
+    typer.Option(
+        "--dtype",
+        envvar="MOEDGE_DTYPE",
+        show_envvar=False,
+        help="Precision of the arithmetic; auto is the checkpoint's own.",
+    ),
+]
+QUANT = Annotated[
+    Quant,
+    typer.Option(
+        "--quant",
+        envvar="MOEDGE_QUANT",
+        show_envvar=False,
+        help="Weights in memory; auto is the least lossy format that fits.",
+    ),
+]
 COMPUTE = Annotated[
     Arithmetic,
-    typer.Option("--compute", help="int8 rounds activations, too: faster prompts on many CPUs, with weights in int8."),
+    typer.Option(
+        "--compute",
+        envvar="MOEDGE_COMPUTE",
+        show_envvar=False,
+        help="int8 rounds activations, too: faster prompts on many CPUs, with weights in int8.",
+    ),
 ]
 KV_FORMAT = Annotated[
     KV,
     typer.Option(
-        "--kv", help="Format of the KV cache (keys/values); auto is the arithmetic's own where all fits, else int8."
+        "--kv",
+        envvar="MOEDGE_KV",
+        show_envvar=False,
+        help="Format of the KV cache (keys/values); auto is the arithmetic's own where all fits, else int8.",
     ),
 ]
 ATTENTION = Annotated[
-    Attention, typer.Option("--attention", help="What computes attention; auto is the fastest that can.")
+    Attention,
+    typer.Option(
+        "--attention",
+        envvar="MOEDGE_ATTENTION",
+        show_envvar=False,
+        help="What computes attention; auto is the fastest that can.",
+    ),
 ]
-MAX_TOKENS = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most, unless a row says.")]
+MAX_TOKENS = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens",
+        envvar="MOEDGE_MAX_TOKENS",
+        show_envvar=False,
+        min=1,
+        help="Tokens to generate at most, unless a row says.",
+    ),
+]
 TEMPERATURE = Annotated[
-    float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token, unless a row says otherwise.")
+    float,
+    typer.Option(
+        "--temperature",
+        envvar="MOEDGE_TEMPERATURE",
+        show_envvar=False,
+        min=0.0,
+        help="0 takes the likeliest token, unless a row says otherwise.",
+    ),
 ]
-SEED = Annotated[int, typer.Option("--seed", min=0, help="Seed of rows that have none of their own.")]
+SEED = Annotated[
+    int,
+    typer.Option(
+        "--seed", envvar="MOEDGE_SEED", show_envvar=False, min=0, help="Seed of rows that have none of their own."
+    ),
+]
+TOKENS_PER_PASS = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-pass",
+        envvar="MOEDGE_TOKENS_PER_PASS",
+        show_envvar=False,
+        min=1,
+        help="Tokens of one pass over the weights at most; chosen by job and memory.",
+    ),
+]
+MAX_SEQUENCES = Annotated[
+    int,
+    typer.Option(
+        "--max-sequences",
+        envvar="MOEDGE_MAX_SEQUENCES",
+        show_envvar=False,
+        min=1,
+        help="Sequences generated together at most.",
+    ),
+]
+LENIENT = Annotated[
+    bool,
+    typer.Option("--lenient", envvar="MOEDGE_LENIENT", show_envvar=False, help="Malformed lines become error rows."),
+]
 DETERMINISTIC = Annotated[
     bool,
-    typer.Option("--deterministic", help="A row's tokens depend on nothing but the row: same bits in any batch."),
+    typer.Option(
+        "--deterministic",
+        envvar="MOEDGE_DETERMINISTIC",
+        show_envvar=False,
+        help="A row's tokens depend on nothing but the row: same bits in any batch.",
+    ),
 ]
 RAM = Annotated[
-    str, typer.Option("--ram", metavar="SIZE", help="Most host memory to use: 7GiB, 80%, auto. Kept as a ceiling.")
+    str,
+    typer.Option(
+        "--ram",
+        envvar="MOEDGE_RAM",
+        show_envvar=False,
+        metavar="SIZE",
+        parser=_size,
+        help="Most host memory to use: 7GiB, 80%, auto. Kept as a ceiling.",
+    ),
 ]
 GPU_MEM = Annotated[
     str,
     typer.Option(
-        "--gpu-mem", metavar="SIZE", help="Most GPU memory to use: 7GiB, 80%, auto, or 0 to compute on the processor."
+        "--gpu-mem",
+        envvar="MOEDGE_GPU_MEM",
+        show_envvar=False,
+        metavar="SIZE",
+        parser=_size,
+        help="Most GPU memory to use: 7GiB, 80%, auto, or 0 to compute on the processor.",
     ),
 ]
 DISK = Annotated[
-    str, typer.Option("--disk", metavar="SIZE", help="Most disk that all stores may take: 60GiB, auto, or 0 for none.")
+    str,
+    typer.Option(
+        "--disk",
+        envvar="MOEDGE_DISK",
+        show_envvar=False,
+        metavar="SIZE",
+        parser=_size,
+        help="Most disk that all stores may take: 60GiB, auto, or 0 for none.",
+    ),
 ]
 DISK_DIR = Annotated[
-    Path | None, typer.Option("--disk-dir", help="Where stores of packed weights lie; the user's cache by default.")
+    Path | None,
+    typer.Option(
+        "--disk-dir",
+        envvar="MOEDGE_DISK_DIR",
+        show_envvar=False,
+        help="Where stores of packed weights lie; the user's cache by default.",
+    ),
 ]
 UNTIL = Annotated[
-    str | None, typer.Option("--until", metavar="HH:MM", help="Stop at this time of day; the job can be gone on with.")
+    str | None,
+    typer.Option(
+        "--until",
+        envvar="MOEDGE_UNTIL",
+        show_envvar=False,
+        metavar="HH:MM",
+        help="Stop at this time of day; the job can be gone on with.",
+    ),
 ]
 MAX_ROWS = Annotated[int | None, typer.Option("--max-rows", min=1, help="Run so many rows now, the first unfinished.")]
 MAX_FAILURES = Annotated[
-    str | None, typer.Option("--max-failures", metavar="N|P%", help="Stop when more rows of the job than this failed.")
+    str | None,
+    typer.Option(
+        "--max-failures",
+        envvar="MOEDGE_MAX_FAILURES",
+        show_envvar=False,
+        metavar="N|P%",
+        help="Stop when more rows of the job than this failed.",
+    ),
 ]
 ACCEPT_DRIFT = Annotated[
     list[str] | None,
     typer.Option("--accept-drift", metavar="NAME", help="Go on though this differs from what the job was begun with."),
 ]
 SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write the run's numbers here, as JSON.")]
-PROGRESS = Annotated[Progress, typer.Option("--progress", help="auto is bars on a terminal, plain lines elsewhere.")]
+PROGRESS = Annotated[
+    Progress,
+    typer.Option(
+        "--progress",
+        envvar="MOEDGE_PROGRESS",
+        show_envvar=False,
+        help="auto is bars on a terminal, plain lines elsewhere.",
+    ),
+]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

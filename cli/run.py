@@ -24,7 +24,13 @@ def run(
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate at most; 512 where the context has room for them.")
+        int | None,
+        typer.Option(
+            envvar="MOEDGE_MAX_TOKENS",
+            show_envvar=False,
+            min=1,
+            help="Tokens to generate at most; 512 where the context has room for them.",
+        ),
     ] = None,
     temperature: options.TEMPERATURE = 0.0,
     seed: options.SEED = 0,

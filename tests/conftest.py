@@ -50,8 +50,12 @@ def stock() -> Callable[[Path], Any]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Jobs are listed in the user's state folder; the tests' are not the user's. Processes started here inherit it."""
+    """Jobs are listed in the user's state folder, settings stand in the user's and in `MOEDGE_...`; the tests' are not
+    the user's. Processes started here inherit that."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+    for name in [name for name in os.environ if name.startswith("MOEDGE_")]:
+        del os.environ[name]
 
 
 @pytest.fixture(autouse=True, scope="session")

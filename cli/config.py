@@ -1,0 +1,77 @@
+"""`moedge config`: which settings stand, and where each comes from."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from .config_file import config_paths
+from .standing import DEFAULT, Setting, standing_commands
+
+app = typer.Typer(help="Settings that stand: what they are, and where they come from.", no_args_is_help=True)
+
+# What the planner decides by speeds that were measured here, where nobody else does.
+_PLANNED = {"quant", "kv", "tokens-per-pass", "max-sequences"}
+
+
+@app.command()
+def show(
+    ctx: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False
+) -> None:
+    """Print every setting with its origin: a variable, a line of a file, the machine profile, or the default.
+
+    A flag on the command line counts for more than all of them. Settings that differ by command are listed for each.
+    """
+    profile = _profile_origin()
+    rows = [
+        {"commands": commands, "key": setting.key, "value": _plain(setting.value), "origin": _origin(setting, profile)}
+        for setting, commands in _settings(ctx).items()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    ambiguous = {row["key"] for number, row in enumerate(rows) if row["key"] in [each["key"] for each in rows[:number]]}
+    for row in rows:
+        who = f"  [{', '.join(row['commands'])}]" if row["key"] in ambiguous else ""
+        print(f"{row['key']:16} {_text(row['value']):12} {row['origin']}{who}")
+
+
+@app.command()
+def path() -> None:
+    """Print the files that are read, the one that counts for more last."""
+    for file in config_paths():
+        print(f"{file.absolute()}{'' if file.exists() else '  (not there)'}")
+
+
+def _settings(ctx: Any) -> dict[Setting, list[str]]:
+    """Every setting once, with the commands that it serves."""
+    found: dict[Setting, list[str]] = {}
+    for name, command in standing_commands(ctx.find_root().command).items():
+        for setting in command.settings(ctx):
+            found.setdefault(setting, []).append(name)
+    return dict(sorted(found.items(), key=lambda item: (item[0].key, item[1])))
+
+
+def _origin(setting: Setting, profile: str | None) -> str:
+    if setting.origin != DEFAULT or setting.key not in _PLANNED or setting.value not in (None, "auto"):
+        return setting.origin
+    return f"{profile or DEFAULT}: the plan decides"
+
+
+def _profile_origin() -> str | None:
+    """What the machine profile is called in the table; None where this machine was not measured."""
+    from ..offload.store.stores import default_root
+    from ..runtime.machine_profile import saved_profile
+
+    profile = saved_profile(default_root())
+    return None if profile is None else f"machine profile of {profile.measured_at[:10]}"
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
