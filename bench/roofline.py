@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from moedge.cli.process import return_memory
+from moedge.offload.heap import return_memory
 from moedge.offload.memory import host_peak, reset_host_peak
 from moedge.offload.slab import allocate
 from moedge.runtime.load import LoadedEngine, load_engine

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-from moedge.cli.process import return_memory
+from moedge.offload.heap import return_memory
 from moedge.runtime.batch import Batch
 from moedge.runtime.engine import Engine
 from moedge.runtime.kv.cache import KVCache

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..offload.heap import return_memory
 from .batch import batch
 from .config import app as config
 from .demo import demo
@@ -18,7 +19,7 @@ from .exit_codes import ExitCode, exit_code
 from .jobs import app as jobs
 from .models import app as models
 from .prepare import prepare
-from .process import return_memory, wait_without_spinning
+from .process import wait_without_spinning
 from .run import run
 from .standing import StandingCommand
 

@@ -9,6 +9,7 @@ import torch
 
 from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.device import Device
+from ..offload.heap import KEPT_NBYTES, keep_memory, return_memory
 from ..offload.host_memory import HostMemory
 from ..offload.store.store import Store
 from ..quant.kv_format import KVFormat
@@ -106,6 +107,7 @@ def load_engine(
     source: ModelSource, plan: Plan, store: Path | None = None, device: Device | None = None
 ) -> LoadedEngine:
     """Weights come from `store` where there is one, else from the source's checkpoint, all into memory."""
+    keep_memory() if plan.free_nbytes >= KEPT_NBYTES else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
         return loading.finish(_read_checkpoint(loading))

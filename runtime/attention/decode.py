@@ -1,4 +1,7 @@
-"""One new token of one sequence over the cache: the operation that a batch job spends most of its attention on."""
+"""The new tokens of a run of sequences over the cache: the operation that a batch job spends most of its attention on.
+
+n sequences, H KV heads, G query heads each, L positions.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,29 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...quant.kv_codec import Coded
 from ..kv.pool import take_blocks
 from .codes import CodeScratch, Stored, scores, weighted_sum
+from .decode_runs import BlockRun, DecodeRun
 from .limits import NATIVE_NBYTES, WIDE_NUMEL
 from .protocol import AttentionCall
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
-    """What a token sees: positions `low` to `high` of the sequence, in blocks that begin at position `first`."""
-
-    block_ids: torch.Tensor
-    first: int
-    low: int
-    high: int
-
-
-@dataclass(frozen=True, slots=True)
 class Query:
-    """One token's queries [H, G, D] of H KV heads, G heads each, as they meet stored keys.
+    """One token's queries of each sequence, q [H, n, G, D], as they meet stored keys.
 
-    `shift` [H, G, 1], scaled, is what scores lack (`KeyFrame.shifts`); None where it does not matter.
+    `shift` [H, n, G, 1], scaled, is what scores lack (`KeyFrame.shifts`); None where it does not matter. `sinks`
+    [H, 1, G, 1].
     """
 
     call: AttentionCall
     q: torch.Tensor
     shift: torch.Tensor | None
     sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.call.softcap is None and self.sinks is None
 
 
 class DecodeScratch:
@@ -57,62 +55,54 @@ class DecodeScratch:
         )
 
 
-def decode(query: Query, keys: Stored, values: Stored, seen: Visible, scratch: DecodeScratch) -> torch.Tensor:
-    """[H, G, D] in float32 or the arithmetic's dtype."""
-    if query.call.softcap is None and query.sinks is None:
-        room = scratch.native(keys, values, len(seen.block_ids))
-        if room is not None:
-            return _decode_native(query, keys, values, seen, room)
-    return _decode_codes(query, keys, values, seen, scratch.codes)
+def decode(query: Query, keys: Stored, values: Stored, run: DecodeRun, scratch: DecodeScratch) -> torch.Tensor:
+    """[H, n, G, D] in float32 or the arithmetic's dtype."""
+    room = scratch.native(keys, values, run.whole.block_ids.numel()) if query.is_plain else None
+    if room is None:
+        return _decode_codes(query, keys, values, run, scratch.codes)
+    return _decode_native(query, keys, values, run.whole, room)
 
 
-def _decode_native(query: Query, keys: Stored, values: Stored, seen: Visible, room: torch.Tensor) -> torch.Tensor:
+def _decode_native(query: Query, keys: Stored, values: Stored, seen: BlockRun, room: torch.Tensor) -> torch.Tensor:
+    """`room` is [2, H, n * B, block, D]."""
     for stored, part in zip((keys, values), room, strict=True):
-        take_blocks(stored.planes.codes, seen.block_ids, part)
-    visible = room.flatten(2, 3)[:, :, seen.low - seen.first : seen.high - seen.first].unsqueeze(1)
-    q = query.q.unsqueeze(0)
-    return F.scaled_dot_product_attention(q, visible[0], visible[1], scale=query.call.scale).squeeze(0)
+        take_blocks(stored.planes.codes, seen.block_ids.flatten(), part)
+    slots = room.flatten(2, 3)
+    if seen.blank is not None:
+        # What lies there may be NaN, and 0 * NaN is NaN.
+        slots.index_fill_(2, seen.blank, 0)
+    k, v = slots.view(2, slots.shape[1], len(seen.block_ids), -1, slots.shape[3])
+    mask = None if seen.hidden is None else ~seen.hidden
+    return F.scaled_dot_product_attention(query.q, k, v, attn_mask=mask, scale=query.call.scale)
 
 
-def _decode_codes(query: Query, keys: Stored, values: Stored, seen: Visible, scratch: CodeScratch) -> torch.Tensor:
-    """In runs of blocks: scores of all keys first, which are few numbers, then the values."""
-    heads, group, dim = query.q.shape
-    block = keys.planes.codes.shape[2]
-    run = scratch.numel // (heads * block * dim)
-    q = query.q.float() * query.call.scale
-    runs = [
-        (block_ids, _part(seen, index * run * block, len(block_ids) * block))
-        for index, block_ids in enumerate(torch.split(seen.block_ids, run))
-    ]
-    found = [scores(q, _cut(scratch.gather(keys, block_ids), part), keys.format, scratch) for block_ids, part in runs]
-    p = probabilities(query, torch.cat(found, -1))
-    out = q.new_zeros(heads, group, dim)
-    for block_ids, part in runs:
-        count = part.stop - part.start
-        gathered = _cut(scratch.gather(values, block_ids), part)
-        out += weighted_sum(p[..., :count], gathered, values.format, scratch)
-        p = p[..., count:]
-    return out
+def _decode_codes(query: Query, keys: Stored, values: Stored, run: DecodeRun, scratch: CodeScratch) -> torch.Tensor:
+    """Piece by piece: scores of all keys first, which are few numbers, then the values."""
+    pieces, hidden = run.pieces, run.whole.hidden
+    q = (query.q.float() * query.call.scale).flatten(0, 1)
+    found = [scores(q, scratch.gather(keys, piece), keys.format, scratch) for piece in pieces]
+    p = probabilities(query, torch.cat(found, -1).view(*query.q.shape[:3], -1), hidden).flatten(0, 1)
+    out = torch.zeros_like(q)
+    for piece in pieces:
+        coded = scratch.gather(values, piece)
+        length = coded.codes.shape[1]
+        out += weighted_sum(p[..., :length], coded, values.format, scratch)
+        p = p[..., length:]
+    return out.view(query.q.shape)
 
 
-def probabilities(query: Query, scores: torch.Tensor) -> torch.Tensor:
-    """softmax of scores [H, G, C], which may be overwritten, with everything that the call asks for."""
+def probabilities(query: Query, scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """softmax of scores [H, n, G, L], which may be overwritten, with everything that the call asks for.
+
+    `hidden` [n, 1, L] are positions that a token does not see: they count for nothing, whatever was done to scores.
+    """
     if query.shift is not None:
         scores += query.shift
     if query.call.softcap is not None:
         scores.div_(query.call.softcap).tanh_().mul_(query.call.softcap)
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
     if query.sinks is None:
         return torch.softmax(scores, -1)
-    return torch.softmax(torch.cat([scores, query.sinks], -1), -1)[..., :-1]
-
-
-def _part(seen: Visible, offset: int, count: int) -> slice:
-    """Which of `count` keys, the first at position `seen.first + offset`, are visible."""
-    begin = seen.first + offset
-    return slice(max(seen.low - begin, 0), min(seen.high - begin, count))
-
-
-def _cut(coded: Coded, part: slice) -> Coded:
-    """What lies outside may be anything, NaN too."""
-    scales, zeros = (None if plane is None else plane[..., part] for plane in (coded.scales, coded.zeros))
-    return Coded(coded.codes[:, part], scales, zeros)
+    sinks = query.sinks.expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]

@@ -16,9 +16,10 @@ from ..kv.cache import KVCache, LayerPlace
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
 from .codes import Stored
-from .decode import DecodeScratch, Query, Visible, decode
+from .decode import DecodeScratch, Query, decode
+from .decode_runs import DecodeRun, DecodeRuns
 from .kernel import attend_fresh, attend_rows, visibility
-from .places import GroupPlaces, PassPlaces
+from .places import PassPlaces
 from .protocol import AttentionCall, check_reach
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
@@ -49,14 +50,19 @@ class _Layer:
     def kv_heads(self) -> int:
         return self.pool.spec.group.kv_heads
 
-    def query(self, row: int, heads: slice) -> Query:
+    def query(self, rows: torch.Tensor, heads: slice) -> Query:
+        """Of one token each, of some KV heads."""
         sinks = self.call.sinks
         return Query(
             self.call,
-            self.q[row].view(self.kv_heads, -1, self.q.shape[-1])[heads],
-            None if self.shift is None else self.shift[row].view(self.kv_heads, -1, 1)[heads],
-            None if sinks is None else sinks.float().view(self.kv_heads, -1, 1)[heads],
+            self._by_head(self.q[rows], heads),
+            None if self.shift is None else self._by_head(self.shift[rows].unsqueeze(-1), heads),
+            None if sinks is None else self._by_head(sinks.float().view(1, -1, 1), heads),
         )
+
+    def _by_head(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
+        """[n, Hq, w] -> [H, n, G, w]."""
+        return x.view(len(x), self.kv_heads, -1, x.shape[-1])[:, heads].transpose(0, 1)
 
 
 class TorchAttention:
@@ -76,6 +82,7 @@ class TorchAttention:
         self._crew = Crew(1 if tiled or torch.device(device).type != "cpu" else crew_size())
         block_numel = max(_block_numel(pool) for pool in cache.pools)
         count = self._crew.size
+        self._runs = DecodeRuns(cache, count)
         self._decoding = [] if tiled else [DecodeScratch(count, block_numel, dtype, device) for _ in range(count)]
 
     def attend(
@@ -94,7 +101,7 @@ class TorchAttention:
             elif self.tiled or chunk.count > 1:
                 self.attend_past(call, place, chunk, q[rows], out[rows])
         if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
-            self._decode(_Layer.of(call, pool, place.index, q), places, out)
+            self._decode(_Layer.of(call, pool, place.index, q), self._runs.of(call, place.group, places), out)
         return out
 
     def is_fresh(self, call: AttentionCall, chunk: Chunk) -> bool:
@@ -123,28 +130,21 @@ class TorchAttention:
             result = attend_rows(call, tile, keys, values, mask, shift)
             out[rows] = result[before : before + last - first]
 
-    def _decode(self, layer: _Layer, places: GroupPlaces, out: torch.Tensor) -> None:
-        """The chunks of one row; where they are few, their KV heads are divided among the crew."""
-        chunks = [chunk for chunk in places.tables if chunk.count == 1]
-        step = -(-layer.kv_heads // min(layer.kv_heads, -(-self._crew.size // len(chunks))))
+    def _decode(self, layer: _Layer, runs: list[DecodeRun], out: torch.Tensor) -> None:
+        """The chunks of one row; where there are few runs, their KV heads are divided among the crew."""
+        step = -(-layer.kv_heads // min(layer.kv_heads, -(-self._crew.size // len(runs))))
         planes = zip(layer.pool.planes(layer.index), layer.pool.formats, strict=True)
         keys, values = (Stored(*side) for side in planes)
+        by_head = out.view(len(out), layer.kv_heads, -1, out.shape[-1])
 
-        def work(item: tuple[Chunk, slice], member: int) -> None:
-            chunk, heads = item
-            seen = self._visible(layer.call, places.tables[chunk], chunk)
-            query = layer.query(chunk.begin, heads)
-            result = decode(query, keys.heads(heads), values.heads(heads), seen, self._decoding[member])
-            out[chunk.begin].view(layer.kv_heads, -1, out.shape[-1])[heads] = result
+        def work(item: tuple[DecodeRun, slice], member: int) -> None:
+            run, heads = item
+            query = layer.query(run.rows, heads)
+            result = decode(query, keys.heads(heads), values.heads(heads), run, self._decoding[member])
+            by_head[run.rows, heads] = result.transpose(0, 1).to(out.dtype)
 
         shares = [slice(head, head + step) for head in range(0, layer.kv_heads, step)]
-        self._crew.run([(chunk, heads) for chunk in chunks for heads in shares], work)
-
-    def _visible(self, call: AttentionCall, table: torch.Tensor, chunk: Chunk) -> Visible:
-        high, block = chunk.past + 1, self.cache.block
-        low = call.first_seen(chunk.past)
-        first = low // block
-        return Visible(table[first : -(-high // block)], first * block, low, high)
+        self._crew.run([(run, heads) for run in runs for heads in shares], work)
 
     def _gather(
         self, layer: _Layer, blocks: list[int], low: int, high: int, stored: int

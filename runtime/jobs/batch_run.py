@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Self
 
+from ...offload.heap import Heap
 from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
@@ -105,9 +106,11 @@ class BatchRun:
         encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self.plan_made.kv_tokens)
         answers = Answers(ledger.model_name, int(ledger.created.timestamp()))
         job = Job(self._loaded.engine, encoder, answers, ledger.journal, self._file.digest)
+        heap = Heap()
         pending = Pending(ledger.journal.state, self._file, self._order, self._bad_rows())
         with ledger.working(), StallGuard(self._work, self._loaded.streamed, ledger.folder.stacks) as guard:
             for _ in guard.watched(job.run(pending.waves())):
+                heap.after_pass()
                 self.seconds.generate = time.perf_counter() - begun
                 yield
                 self.stopped_because = (

@@ -39,5 +39,6 @@ def pass_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sampled: int
     logits = num_sampled * shape.vocab * (item + 4) + SAMPLER_NBYTES
     gathered = 2 * longest * kv * item
     # One sequence of a prompt, keys and values twice; and what some threads gather of decoding sequences.
-    attention = 2 * gathered + min(NATIVE_NBYTES, DECODING_THREADS * gathered) + 2 * DECODING_THREADS * 4 * WIDE_NUMEL
+    decoding = DECODING_THREADS * max(gathered, 2 * WIDE_NUMEL * item)
+    attention = 2 * gathered + min(NATIVE_NBYTES, decoding) + 2 * DECODING_THREADS * 4 * WIDE_NUMEL
     return max(layer, logits) + attention

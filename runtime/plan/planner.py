@@ -50,7 +50,7 @@ class Plan:
     `kv_blocks` is by layer group: room for `kv_sequences` at their longest. `kv_tokens` is the longest sequence that
     is ever started. `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none,
     preempted sequences are computed again. On a machine without a device there are none, because the cache is in host
-    memory itself, and blocks do more good there.
+    memory itself, and blocks do more good there. `free_nbytes` of the budget are of no use to this job.
     """
 
     dtype: str
@@ -72,6 +72,7 @@ class Plan:
     kv_nbytes: int
     scratch_nbytes: int
     compute: str = "auto"
+    free_nbytes: int = 0
     device: DevicePlan | None = None
 
     @property
@@ -205,6 +206,7 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
         kv_nbytes=kv_nbytes,
         scratch_nbytes=draft.scratch,
         compute=settings.compute,
+        free_nbytes=budget - draft.fixed - kv_nbytes - placement.nbytes(draft.shards),
     )
 
 

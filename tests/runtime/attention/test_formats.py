@@ -160,7 +160,8 @@ def test_a_dropped_shift_is_seen() -> None:
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
 def test_long_sequences_are_computed_in_runs_of_blocks(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two blocks at a time, and none for the fused kernel, the result is the same."""
-    monkeypatch.setattr("moedge.runtime.attention.decode.WIDE_NUMEL", 2 * 2 * 32 * 64)
+    for module in ("decode", "decode_runs"):
+        monkeypatch.setattr(f"moedge.runtime.attention.{module}.WIDE_NUMEL", 2 * 2 * 32 * 64)
     monkeypatch.setattr("moedge.runtime.attention.decode.NATIVE_NBYTES", 0)
     setup = Setup((8, 2, 64), kv_format, False, "window")
     assert worst(setup.run(1), setup.wanted()) < 2e-6
