@@ -54,7 +54,7 @@ class DecodeRuns:
     """The runs of the pass that is running, by layer group: the same for all layers of a group."""
 
     def __init__(self, cache: KVCache, sharers: int) -> None:
-        """At least `sharers` runs are made of as many sequences."""
+        """At least `sharers` runs are made of as many sequences, unless one piece has room for all of them."""
         self._cache = cache
         self._sharers = sharers
         self._found: dict[int, tuple[GroupPlaces, list[DecodeRun]]] = {}
@@ -68,8 +68,10 @@ class DecodeRuns:
         block = spec.block
         seen = [_Seen.of(call, chunk, table, block) for chunk, table in places.tables.items() if chunk.count == 1]
         seen.sort(key=lambda one: len(one.block_ids))
-        most = -(-len(seen) // self._sharers)
         blocks = max(1, WIDE_NUMEL // (spec.group.kv_heads * block * spec.group.head_dim))
+        # So little is computed before another thread has woken up.
+        little = len(seen) * max((len(one.block_ids) for one in seen), default=0) <= blocks
+        most = len(seen) if little else -(-len(seen) // self._sharers)
         together: list[_Seen] = []
         for one in seen:
             if together and not _fits(together, one, most, blocks):

@@ -131,8 +131,9 @@ class TorchAttention:
             out[rows] = result[before : before + last - first]
 
     def _decode(self, layer: _Layer, runs: list[DecodeRun], out: torch.Tensor) -> None:
-        """The chunks of one row; where there are few runs, their KV heads are divided among the crew."""
-        step = -(-layer.kv_heads // min(layer.kv_heads, -(-self._crew.size // len(runs))))
+        """The chunks of one row; where there are few runs, the KV heads of long ones are divided among the crew."""
+        parts = -(-self._crew.size // len(runs)) if any(len(run.pieces) > 1 for run in runs) else 1
+        step = -(-layer.kv_heads // min(layer.kv_heads, parts))
         planes = zip(layer.pool.planes(layer.index), layer.pool.formats, strict=True)
         keys, values = (Stored(*side) for side in planes)
         by_head = out.view(len(out), layer.kv_heads, -1, out.shape[-1])

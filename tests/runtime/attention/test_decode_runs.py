@@ -54,7 +54,8 @@ def test_every_sequence_sees_exactly_its_positions(past: list[int], window: int 
 @given(pasts, st.integers(1, 4))
 def test_runs_fit_their_room_and_leave_work_for_all(past: list[int], sharers: int) -> None:
     runs = runs_of(past, AttentionCall(0, 1.0), sharers)
-    assert len(runs) >= min(sharers, len(past))
+    little = len(past) * (max(past) // BLOCK + 1) <= ROOM
+    assert len(runs) >= (1 if little else min(sharers, len(past)))
     for run in runs:
         count, blocks = run.whole.block_ids.shape
         assert count == 1 or count * blocks <= ROOM
