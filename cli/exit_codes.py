@@ -78,7 +78,8 @@ OF_ERROR: dict[type[Exception], ExitCode] = {
 
 def exit_code(error: Exception) -> ExitCode:
     """The code of an error that moedge raises on purpose; BUG for every other."""
-    # torch's, of a device; its class is not imported here, because commands that need no torch do not load it.
-    if type(error).__name__ == "OutOfMemoryError":
+    # torch's, of a device and of the host; the class is not imported here, because commands that need no torch do not
+    # load it, and the host's is a RuntimeError that only its text tells from others.
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
         return ExitCode.GAVE_OUT
     return next((code for kind, code in OF_ERROR.items() if isinstance(error, kind)), ExitCode.BUG)

@@ -10,6 +10,7 @@ from .stores import disk_nbytes, stores
 
 # What `auto` leaves to everybody else on that disk.
 RESERVE_NBYTES = 10 << 30
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 
 def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
@@ -30,13 +31,13 @@ def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
 
 
 def _refusal(folder: Path, store_nbytes: int, room: int, others: int, wanted: int | None) -> str:
-    bound = f"the disk, {_gib(RESERVE_NBYTES)} of it left free," if wanted is None else f"--disk {_gib(wanted)}"
+    bound = f"the disk, {_size(RESERVE_NBYTES)} of it left free," if wanted is None else f"--disk {_size(wanted)}"
     advice = "choose a smaller weight format, or a --disk-dir on a larger disk"
     if wanted is not None:
-        advice = f"raise --disk to {_gib(others + store_nbytes, up=True)}, or {advice}"
+        advice = f"raise --disk to {_size(others + store_nbytes, up=True)}, or {advice}"
     if others:
-        advice = f"remove other stores, which take {_gib(others)} (`moedge models prune`), {advice}"
-    return f"{folder.name} takes {_gib(store_nbytes, up=True)} and {bound} has room for {_gib(room)}; {advice}"
+        advice = f"remove other stores, which take {_size(others)} (`moedge models prune`), {advice}"
+    return f"{folder.name} takes {_size(store_nbytes, up=True)} and {bound} has room for {_size(room)}; {advice}"
 
 
 def _existing(folder: Path) -> Path:
@@ -44,7 +45,8 @@ def _existing(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
-def _gib(nbytes: int, up: bool = False) -> str:
+def _size(nbytes: int, up: bool = False) -> str:
     """Room is rounded down and need up, so that the numbers in a refusal work when they are typed in."""
-    hundredths = 100 * (-nbytes if up else nbytes) // 2**30
-    return f"{abs(hundredths) / 100:.2f} GiB"
+    unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size / 10), ("KiB", 1 << 10))
+    hundredths = 100 * (-nbytes if up else nbytes) // size
+    return f"{abs(hundredths) / 100:.2f} {unit}"

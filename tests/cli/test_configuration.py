@@ -1,6 +1,6 @@
 """Standing settings: which source counts, that every option has one, and that nothing wrong is passed over in silence.
 
-Cases K1 and K4 of the failure table.
+Cases K1, K3 and K4 of the failure table.
 """
 
 import json

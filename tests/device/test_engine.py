@@ -55,7 +55,7 @@ def test_disk_host_and_device_work_as_three_tiers(
 
 @pytest.mark.parametrize("limit", [0, 16 << 20])
 def test_what_cannot_be_pinned_goes_through_a_ring(limit: int, case: Any, fakes: ModuleType) -> None:
-    """Nothing may be pinned, or the rings and the beginning of the slab."""
+    """Case M7 of the failure table: nothing may be pinned, or the rings and the beginning of the slab."""
     fake = fakes.FakeDevice(pin_limit=limit)
     tiny = case("mixtral")
     plan = tiny.plan(fake.device, 0.0)
@@ -73,7 +73,7 @@ def test_a_sampled_token_is_the_processor_s_too(case: Any, fakes: ModuleType) ->
 
 
 def test_what_torch_s_allocator_takes_stays_within_the_plan(case: Any, fakes: ModuleType) -> None:
-    """Negative control of the ceiling: with a little less than it takes, the device refuses."""
+    """Case M2 of the failure table. Its negative control: with a little less than it takes, the device refuses."""
     tiny, fake = case("mixtral"), fakes.FakeDevice()
     plan = tiny.plan(fake.device, 0.0)
     check(tiny, fake, plan)

@@ -35,3 +35,17 @@ def test_nothing_in_the_repository_names_a_path_of_one_machine() -> None:
     root = DOCS.parent
     for path in [*root.glob("*.md"), *DOCS.rglob("*.md"), *(root / "bench").rglob("*.py"), root / "pyproject.toml"]:
         assert not pattern.search(path.read_text()), path
+
+
+def test_every_fault_of_memory_and_settings_is_made_to_happen() -> None:
+    rows = table_rows("faults.md")[1:]
+    assert [row[0] for row in rows] == [*(f"M{n}" for n in range(1, 11)), *(f"K{n}" for n in range(1, 6))]
+    for case, *_, seen_by in rows:
+        named = re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", seen_by)
+        assert named, case
+        for file, test in named:
+            text = (DOCS.parent / file).read_text()
+            assert f"def {test}(" in text
+            assert re.search(rf"\b{case}\b", text, re.IGNORECASE) or f"_{case.lower()}_" in text, (
+                f"{file} names no {case}"
+            )

@@ -216,6 +216,7 @@ def usage_above_the_limit_leaves_nothing(t: Tree) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_the_tightest_group_binds(name: str, tmp_path: Path) -> None:
+    """Case M4 of the failure table."""
     build, expected = TREES[name]
     build(Tree(tmp_path))
     if expected is None:

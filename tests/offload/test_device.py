@@ -53,6 +53,7 @@ def test_alone_everything_is_ours_and_the_context_counts() -> None:
 
 
 def test_what_others_have_is_left_out_as_far_as_it_cannot_be_a_context() -> None:
+    """Case M9 of the failure table: what others have when a run begins."""
     ours = device(Driver(3 * GIB, 300 * MIB))
     assert ours.available == 5 * GIB + CONTEXT_NBYTES - 300 * MIB
     assert ours.context_nbytes == CONTEXT_NBYTES

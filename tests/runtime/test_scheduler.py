@@ -99,6 +99,7 @@ def test_tokens_do_not_depend_on_the_schedule(
     parked: int,
     sharing: bool,
 ) -> None:
+    """Case M10 of the failure table."""
     engine = make_engine(blocks, PassLimits(tokens_per_pass, max_sequences), parked, sharing, windowed=4)
     samples = []
     for prompt, count, num_samples in rows:

@@ -147,6 +147,7 @@ class Pins:
 
 @pytest.mark.parametrize("limit", [0, 64_000_000, 1 << 30, 500_000_000, float("inf")])
 def test_the_pin_limit_is_found_from_below_and_all_is_given_back(limit: float) -> None:
+    """Case M7 of the failure table."""
     pins = Pins(limit)
     found = probe_pin_limit(pins.register, pins.unregister, 2 << 30)
     assert found.refused == (limit < 2 << 30)
