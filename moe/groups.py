@@ -16,8 +16,11 @@ class ExpertGroups:
     """Assignments laid out by expert: expert e owns rows offsets[e] to offsets[e + 1], the last ones padding.
 
     `token_ids` [P] holds each row's token, padding rows repeat token 0; `places` [S] the row of assignment t * A + a.
+    `expert_ids` [T, A] is what the router chose, `counts` [E] how many tokens chose each expert.
     """
 
+    expert_ids: torch.Tensor
+    counts: list[int]
     token_ids: torch.Tensor
     places: torch.Tensor
     offsets: tuple[int, ...]
@@ -54,7 +57,7 @@ def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     token_ids[rows] = order // expert_ids.shape[1]
     places = torch.empty_like(order)
     places[order] = rows
-    return ExpertGroups(token_ids, places, offsets)
+    return ExpertGroups(expert_ids, counts, token_ids, places, offsets)
 
 
 def combine(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:

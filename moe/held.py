@@ -7,17 +7,21 @@ from dataclasses import dataclass
 
 from .expert import Arrived, ExpertWeights
 from .groups import ExpertGroups
+from .popularity import Popularity
 
 
 @dataclass(slots=True)
 class HeldExperts:
     """All experts of a layer, usable where they lie; `fetch` yields the wanted ones at once."""
 
+    layer: int
     experts: list[ExpertWeights]
+    popularity: Popularity
 
     @property
     def num_experts(self) -> int:
         return len(self.experts)
 
     def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
+        self.popularity.saw(self.layer, len(groups.expert_ids), groups.counts)
         yield [(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

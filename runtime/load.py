@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..moe.options import DEFAULTS, ExpertOptions
 from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.device import Device
 from ..offload.heap import KEPT_NBYTES, keep_memory, return_memory
@@ -83,13 +84,15 @@ class Loading:
             layer.install()
         return layers
 
-    def finish(self, layers: list[LayerAssembly], store: Store | None = None) -> LoadedEngine:
+    def finish(
+        self, layers: list[LayerAssembly], store: Store | None = None, experts: ExpertOptions = DEFAULTS
+    ) -> LoadedEngine:
         """The engine, once `memory` and the small parameters are filled; the rest streams from `store`."""
         self.memory.seal()
         device = self.memory.device
         if device is not None:
             move_resident(self.model, device.place)
-        streamed = StreamedWeights(self.memory, self.plan, layers, store)
+        streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
         install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
         if self.compute.deterministic:
             # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
@@ -104,18 +107,22 @@ class Loading:
 
 
 def load_engine(
-    source: ModelSource, plan: Plan, store: Path | None = None, device: Device | None = None
+    source: ModelSource,
+    plan: Plan,
+    store: Path | None = None,
+    device: Device | None = None,
+    experts: ExpertOptions = DEFAULTS,
 ) -> LoadedEngine:
     """Weights come from `store` where there is one, else from the source's checkpoint, all into memory."""
     keep_memory() if plan.free_nbytes >= KEPT_NBYTES else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
-        return loading.finish(_read_checkpoint(loading))
+        return loading.finish(_read_checkpoint(loading), None, experts)
     opened = Store.open(store)
     layers = loading.install_layers()
     read_resident(opened, loading.model)
     fill_from_store(loading.memory, opened)
-    return loading.finish(layers, opened)
+    return loading.finish(layers, opened, experts)
 
 
 def _key_offsets(model: PackedModel, source: ModelSource, plan: Plan, store: Path | None) -> KeyOffsets | None:

@@ -65,7 +65,9 @@ class CudaLane:
         # The allocator may have cut the ring out of memory that compute asked for earlier has still to read.
         self._side.wait_event(self._recorded(cuda.current_stream()))
         self._waits: deque[tuple[Event, Event]] = deque()
+        self._copies: deque[tuple[Event, Event]] = deque()
         self._seconds_waited = 0.0
+        self._seconds_busy = 0.0
         self.nbytes_moved = 0
 
     def start(self, shard: Shard, place: Place, after: Mark | None) -> Event:
@@ -75,19 +77,24 @@ class CudaLane:
         """Copies `place.nbytes` bytes from byte `begin` of the host memory."""
         if after is not None:
             self._side.wait_event(after)
+        begin_copy = self._recorded(self._side, enable_timing=True)
         with self._cuda.stream(self._side):
             for first, last in self._pinned.pieces(begin, begin + place.nbytes):
                 target = self._memory[place.offset + first - begin : place.offset + last - begin]
                 target.copy_(self._host[first:last], non_blocking=True)
         self.nbytes_moved += place.nbytes
-        return self._recorded(self._side)
+        ready = self._recorded(self._side, enable_timing=True)
+        self._copies.append((begin_copy, ready))
+        return ready
 
     def wait(self, ready: Event) -> None:
         compute = self._cuda.current_stream()
         begin = self._recorded(compute, enable_timing=True)
         compute.wait_event(ready)
         self._waits.append((begin, self._recorded(compute, enable_timing=True)))
-        self._add_finished_waits()
+        # Finished ones are added up now: events are few, passes many.
+        self._seconds_waited += _finished(self._waits)
+        self._seconds_busy += _finished(self._copies)
 
     def mark_used(self) -> Event:
         return self._recorded(self._cuda.current_stream())
@@ -100,15 +107,25 @@ class CudaLane:
     @property
     def seconds_waited(self) -> float:
         """How long the device stood still, as far as it has come."""
-        self._add_finished_waits()
+        self._seconds_waited += _finished(self._waits)
         return self._seconds_waited
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long the link moved bytes, as far as it has come."""
+        self._seconds_busy += _finished(self._copies)
+        return self._seconds_busy
 
     def _recorded(self, stream: Any, enable_timing: bool = False) -> Event:
         event: Event = self._cuda.Event(enable_timing=enable_timing)
         event.record(stream)
         return event
 
-    def _add_finished_waits(self) -> None:
-        while self._waits and self._waits[0][1].query():
-            begin, end = self._waits.popleft()
-            self._seconds_waited += begin.elapsed_time(end) / 1000
+
+def _finished(spans: deque[tuple[Event, Event]]) -> float:
+    """Takes out the spans that are over; returns how long they were together."""
+    seconds = 0.0
+    while spans and spans[0][1].query():
+        begin, end = spans.popleft()
+        seconds += begin.elapsed_time(end) / 1000
+    return seconds

@@ -63,6 +63,11 @@ class Lane(Protocol[ReadyT]):
         """How long compute stood still for want of bytes."""
         ...
 
+    @property
+    def seconds_busy(self) -> float:
+        """How long there was something to move, so far."""
+        ...
+
     def start(self, shard: Shard, place: Place, after: Mark | None) -> ReadyT:
         """Copies `shard` into `place` once `after` is reached, at once where it is None. Does not block."""
         ...

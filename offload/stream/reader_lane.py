@@ -66,6 +66,9 @@ class ReaderLane:
         lock = threading.Lock()
         self._wanted = threading.Condition(lock)
         self._arrived = threading.Condition(lock)
+        self._num_fetches = 0
+        self._busy_since = 0.0
+        self._seconds_busy = 0.0
         self.nbytes_moved = 0
         self.seconds_waited = 0.0
         self._threads = [
@@ -83,6 +86,9 @@ class ReaderLane:
         fetch = Fetch(shard, self._memory[place.offset :], after, len(begins))
         with self._wanted:
             self._raise_failure()
+            if not self._num_fetches:
+                self._busy_since = time.perf_counter()
+            self._num_fetches += 1
             self._chunks.extend((fetch, begin) for begin in begins)
             self._wanted.notify(len(begins))
         return fetch
@@ -96,6 +102,13 @@ class ReaderLane:
                 self._raise_failure()
                 self._arrived.wait(_PATIENCE_SECONDS)
         self.seconds_waited += time.perf_counter() - begin
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long there was something to read."""
+        with self._wanted:
+            running = time.perf_counter() - self._busy_since if self._num_fetches else 0.0
+            return self._seconds_busy + running
 
     def mark_used(self) -> None:
         """Compute that runs on the calling thread is done when it returns."""
@@ -147,6 +160,9 @@ class ReaderLane:
             self._verify(fetch)
             with self._arrived:
                 fetch.done = True
+                self._num_fetches -= 1
+                if not self._num_fetches:
+                    self._seconds_busy += time.perf_counter() - self._busy_since
                 self._arrived.notify_all()
 
     def _read(self, fetch: Fetch, begin: int, nbytes: int) -> None:

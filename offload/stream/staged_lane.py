@@ -33,7 +33,7 @@ class Relay:
 class StagedLane:
     """A Lane that starts shards for which `is_direct` holds with `direct`, and all others as they arrive from `host`.
 
-    The schedule of `host` is this lane's own without the direct shards. `staging` copies out of the memory that `host`
+    `host` is asked for a shard when its place on the device is known. `staging` copies out of the memory that `host`
     fills; it and `direct` put into the same ring.
     """
 
@@ -54,12 +54,18 @@ class StagedLane:
     def seconds_waited(self) -> float:
         return self._direct.seconds_waited + self._host.seconds_waited
 
+    @property
+    def seconds_busy(self) -> float:
+        # The stages work at the same time: the slower one is what is waited for.
+        return max(self._host.seconds_busy, self._staging.seconds_busy + self._direct.seconds_busy)
+
     def start(self, shard: Shard, place: Place, after: Mark | None) -> Relay:
         relay = Relay(shard, place, after)
         if self._is_direct(shard):
             relay.copied = self._direct.start(shard, place, after)
         else:
             self._waiting.append(relay)
+            self._host.ask(shard)
             self._pass_on_ready()
         return relay
 
@@ -87,7 +93,7 @@ class StagedLane:
         arrival = self._host.next()
         relay = self._waiting.popleft()
         if arrival.shard != relay.shard:
-            raise ValueError(f"the host brought {arrival.shard}, wanted {relay.shard}; their schedules differ")
+            raise ValueError(f"the host brought {arrival.shard}, wanted {relay.shard}; somebody else asks it too")
         relay.copied = self._staging.copy(arrival.place.offset, relay.place, relay.after)
         # The reader may overwrite the host's bytes when the copy out of them is over, long before compute is.
         self._host.done(arrival, relay.copied)

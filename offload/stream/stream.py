@@ -1,12 +1,13 @@
-"""The schedule that keeps bytes running ahead of compute: a fixed cycle of shards through one ring, pass after pass.
+"""Bytes that run ahead of compute: shards through one ring, in the order in which they are asked for.
 
-Knows order and room; which thread or CUDA stream moves the bytes is the lane's business. Torch-free.
+Knows order and room. Which shards are wanted, and how early that is known, is the asker's business; which thread or
+CUDA stream moves the bytes is the lane's. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,19 +33,16 @@ class Arrival(Generic[View_co]):
 
 
 class ShardStream(Generic[View_co]):
-    """Arrivals in the order of `schedule`, for ever. Every call starts as many further copies as the ring has room for.
+    """Arrivals in the order of `ask`. Every call starts as many further copies as the ring has room for.
 
     For one consumer thread. Several arrivals may be held at once; they go back in the order they came.
     """
 
-    def __init__(self, lane: Lane[Any], ring: Ring, memory: Memory[View_co], schedule: Sequence[Shard]) -> None:
-        if not schedule:
-            raise ValueError("the schedule is empty; a model that is held whole needs no stream")
+    def __init__(self, lane: Lane[Any], ring: Ring, memory: Memory[View_co]) -> None:
         self._lane = lane
         self._ring = ring
         self._memory = memory
-        self._schedule = schedule
-        self._position = 0
+        self._asked: deque[Shard] = deque()
         self._ahead: deque[tuple[Shard, Place, Ready]] = deque()
         self._live: deque[Arrival[View_co]] = deque()
         self._used: Mark | None = None
@@ -53,15 +51,21 @@ class ShardStream(Generic[View_co]):
         self.nbytes_arrived = 0
         self.nbytes_from_files = 0
 
+    def ask(self, *shards: Shard) -> None:
+        """They will arrive after all that was asked for before."""
+        self._asked.extend(shards)
+        self._run_ahead()
+
+    def recall(self) -> list[Shard]:
+        """Takes back what has not begun to move; returned in its order, as it was asked for last."""
+        recalled, self._asked = list(self._asked), deque()
+        return recalled
+
     def next(self) -> Arrival[View_co]:
-        """Waits for the next shard of the schedule. Raises StreamBroken when it will not come."""
+        """Waits for the oldest shard that was asked for. Raises StreamBroken when it will not come."""
         self._run_ahead()
         if not self._ahead:
-            held = sum(arrival.shard.nbytes for arrival in self._live)
-            raise ValueError(
-                f"{self._upcoming} finds no room in a ring of {self._ring.capacity} bytes while {held} are held; "
-                "give arrivals back before asking for more, or plan a larger ring"
-            )
+            raise ValueError(self._why_nothing_comes())
         shard, place, ready = self._ahead[0]
         self._lane.wait(ready)
         self._ahead.popleft()
@@ -82,12 +86,13 @@ class ShardStream(Generic[View_co]):
         self._ring.release(arrival.place)
         self._run_ahead()
 
-    def take(self, num_shards: int) -> Iterator[Arrival[View_co]]:
-        """The next `num_shards` arrivals; each is given back when the one after it, or the end, is asked for."""
+    def cycle(self, num_shards: int) -> Iterator[Arrival[View_co]]:
+        """The next arrivals; each is given back, and its shard asked for again, when the one after it is wanted."""
         for _ in range(num_shards):
             arrival = self.next()
             yield arrival
             self.done(arrival)
+            self.ask(arrival.shard)
 
     def is_ready(self) -> bool:
         """Whether `next` would hand out bytes that are already there."""
@@ -95,9 +100,19 @@ class ShardStream(Generic[View_co]):
         return bool(self._ahead) and self._ahead[0][2].query()
 
     @property
+    def capacity(self) -> int:
+        """Bytes of the ring."""
+        return self._ring.capacity
+
+    @property
     def nbytes_moved(self) -> int:
         """Bytes that were copied, those that nobody asked for yet included."""
         return self._lane.nbytes_moved
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long something that was asked for had begun to move and was not there yet."""
+        return self._lane.seconds_busy
 
     @property
     def seconds_waited(self) -> float:
@@ -109,16 +124,12 @@ class ShardStream(Generic[View_co]):
         self._closed = True
         self._lane.close()
 
-    @property
-    def _upcoming(self) -> Shard:
-        return self._schedule[self._position]
-
     def _run_ahead(self) -> None:
         if self._closed:
             raise StreamBroken("the stream is closed; nothing further arrives")
-        while place := self._ring.try_reserve(self._upcoming.nbytes):
-            self._ahead.append((self._upcoming, place, self._start(self._upcoming, place)))
-            self._position = (self._position + 1) % len(self._schedule)
+        while self._asked and (place := self._ring.try_reserve(self._asked[0].nbytes)):
+            shard = self._asked.popleft()
+            self._ahead.append((shard, place, self._start(shard, place)))
 
     def _start(self, shard: Shard, place: Place) -> Ready:
         try:
@@ -128,3 +139,12 @@ class ShardStream(Generic[View_co]):
             self._closed = True
             raise
         return ready
+
+    def _why_nothing_comes(self) -> str:
+        if not self._asked:
+            return "nothing was asked for, so nothing comes"
+        held = sum(arrival.shard.nbytes for arrival in self._live)
+        return (
+            f"{self._asked[0]} finds no room in a ring of {self._ring.capacity} bytes while {held} are held; "
+            "give arrivals back before asking for more, or plan a larger ring"
+        )

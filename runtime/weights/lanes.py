@@ -40,11 +40,24 @@ class Lanes:
         experts = [key for key in memory.streamed if key.expert != DENSE]
         self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
         self.dense = self._open(dense, plan.placement.dense_ring, 0)
-        self.experts = self._open(experts, plan.placement.expert_ring, 1)
+        # Any expert may come from the disk when some do: which ones are held changes from pass to pass.
+        may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
+        self.experts = self._open(may_come, plan.placement.expert_ring, 1)
+        if self.dense is not None:
+            self.dense.ask(*map(self.shard, dense))
 
     @property
     def streams(self) -> list[ShardStream[Any]]:
         return [stream for stream in (self.dense, self.experts) if stream is not None]
+
+    def shard(self, key: ShardKey) -> Shard:
+        """Where the bytes of a shard come from that is not held."""
+        if run := self._memory.staged.get(key):
+            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), run.start)
+        assert self._store is not None
+        place = place_of(self._store, key)
+        name = f"{place.path.name} {place.tensor} {place.index}"
+        return Shard(name, place.nbytes, place.offset, place.path, place.crc32)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -55,13 +68,13 @@ class Lanes:
     def _open(self, keys: list[ShardKey], ring: int, kind: int) -> ShardStream[Any] | None:
         if not keys:
             return None
-        shards = [self._shard(key) for key in keys]
+        shards = [self.shard(key) for key in keys]
         if self._pins is None:
             memory = HostMemory(ring)
-            return ShardStream(self._readers(shards, memory), Ring(ring), memory.bytes, shards)
+            return ShardStream(self._readers(shards, memory), Ring(ring), memory.bytes)
         device = self._pins.device
         room = device.allocate(ring)
-        return ShardStream(self._copies(shards, room, self._pins, kind), Ring(ring), room, shards)
+        return ShardStream(self._copies(shards, room, self._pins, kind), Ring(ring), room)
 
     def _copies(self, shards: list[Shard], room: Any, pins: _Pins, kind: int) -> Lane[Any]:
         direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, room)
@@ -69,7 +82,7 @@ class Lanes:
         if not rest:
             return direct
         ring, pinned = pins.rings[kind]
-        host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes, rest)
+        host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
         staging = CudaLane(pins.device.cuda, ring.bytes, pinned, room)
         return StagedLane(host, staging, direct, pins.is_direct)
 
@@ -82,14 +95,6 @@ class Lanes:
     def _source(self, file: Path | None) -> Source:
         """A file, or the slab as far as it could not be pinned."""
         return HostBytes(self._memory.slab.view) if file is None else DirectFile(file)
-
-    def _shard(self, key: ShardKey) -> Shard:
-        if run := self._memory.staged.get(key):
-            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), run.start)
-        assert self._store is not None
-        place = place_of(self._store, key)
-        name = f"{place.path.name} {place.tensor} {place.index}"
-        return Shard(name, place.nbytes, place.offset, place.path, place.crc32)
 
 
 class _Pins:

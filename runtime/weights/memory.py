@@ -53,6 +53,17 @@ class WeightMemory:
         """Shards that arrive in every pass, in the order in which it wants them."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key not in self.held]
 
+    @property
+    def experts(self) -> list[ShardKey]:
+        """Of all layers, held or not."""
+        return [key for key, nbytes in self._nbytes.items() if nbytes and key.expert != DENSE]
+
+    def move_out(self, leaving: ShardKey, entering: ShardKey, slot: torch.Tensor) -> None:
+        """`entering` is about to take `slot` of `leaving`, which takes over the place in the host that is free then."""
+        if (run := self.staged.pop(entering, None)) is not None:
+            self.slab.bytes[run].copy_(slot)
+            self.staged[leaving] = run
+
     def nbytes(self, key: ShardKey) -> int:
         return self._nbytes[key]
 

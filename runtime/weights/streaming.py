@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ...moe.held import HeldExperts
-from ...moe.streamed import StreamedExperts
+from ...moe.options import DEFAULTS, ExpertOptions
 from ...offload.store.store import Store
 from ..model.assembly import LayerAssembly
 from ..plan.planner import Plan
+from .experts import ModelExperts
 from .lanes import Lanes, place_of
 from .memory import HEAD, ShardKey, WeightMemory
 
@@ -21,7 +21,14 @@ class StreamedWeights:
     `memory` is filled; what it does not keep comes from `store`.
     """
 
-    def __init__(self, memory: WeightMemory, plan: Plan, layers: list[LayerAssembly], store: Store | None) -> None:
+    def __init__(
+        self,
+        memory: WeightMemory,
+        plan: Plan,
+        layers: list[LayerAssembly],
+        store: Store | None,
+        options: ExpertOptions = DEFAULTS,
+    ) -> None:
         self._memory = memory
         self._layers = layers
         self._store = store
@@ -29,7 +36,9 @@ class StreamedWeights:
         self._arriving = {key.layer for key in memory.streamed if key == ShardKey(key.layer)}
         self._not_counted = (0, 0)
         for index, layer in enumerate(layers):
-            self._bind(index, layer)
+            if ShardKey(index) in memory.held:
+                layer.bind_dense(memory.shard(ShardKey(index)))
+        self.experts = ModelExperts(memory, self._lanes, layers, options, plan.kv_sequences)
 
     @property
     def head_shard(self) -> torch.Tensor | None:
@@ -65,10 +74,9 @@ class StreamedWeights:
             if self._lanes.dense is None or index not in self._arriving:
                 yield index
                 continue
-            arrival = self._lanes.dense.next()
-            layer.bind_dense(arrival.view)
-            yield index
-            self._lanes.dense.done(arrival)
+            for arrival in self._lanes.dense.cycle(1):
+                layer.bind_dense(arrival.view)
+                yield index
 
     def close(self) -> None:
         self._lanes.close()
@@ -79,24 +87,6 @@ class StreamedWeights:
         streams = self._lanes.streams
         to_device = sum(stream.nbytes_arrived for stream in streams) if self._memory.device else 0
         return sum(stream.nbytes_from_files for stream in streams), to_device
-
-    def _bind(self, index: int, layer: LayerAssembly) -> None:
-        if ShardKey(index) in self._memory.held:
-            layer.bind_dense(self._memory.shard(ShardKey(index)))
-        count = layer.shards.num_experts
-        if not count:
-            return
-        keys = (ShardKey(index, expert) for expert in range(count))
-        held = {
-            key.expert: layer.bind_expert(key.expert, self._memory.shard(key))
-            for key in keys
-            if key in self._memory.held
-        }
-        if len(held) == count or self._lanes.experts is None:
-            layer.set_experts(HeldExperts(list(held.values())))
-        else:
-            streamed = range(len(held), count)
-            layer.set_experts(StreamedExperts(held, streamed, self._lanes.experts, layer.bind_expert))
 
 
 def fill_from_store(memory: WeightMemory, store: Store) -> None:

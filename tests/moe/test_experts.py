@@ -13,6 +13,7 @@ from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
 from moedge.moe.held import HeldExperts
 from moedge.moe.limits import padded_rows
+from moedge.moe.popularity import Popularity
 from moedge.quant.kernels.gates import recognise
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.product import GroupedProduct
@@ -64,6 +65,10 @@ class ShuffledExperts(HeldExperts):
             yield [(expert_id, self.experts[expert_id]) for expert_id in together]
 
 
+def made(source: type[HeldExperts], experts: list[ExpertWeights]) -> HeldExperts:
+    return source(0, experts, Popularity({0: E}))
+
+
 def make_experts() -> tuple[torch.Tensor, torch.Tensor, list[ExpertWeights]]:
     torch.manual_seed(3)
     up, down = torch.randn(E, 2 * INNER, D) * 0.2, torch.randn(E, D, INNER) * 0.2
@@ -94,7 +99,7 @@ def test_mixing_agrees_with_the_definition(source: type[HeldExperts]) -> None:
     up, down, experts = make_experts()
     hidden = torch.randn(T, D)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
-    out = mix_experts(hidden, expert_ids, weights, source(experts), ExpertBody(gated), crew_of(2))
+    out = mix_experts(hidden, expert_ids, weights, made(source, experts), ExpertBody(gated), crew_of(2))
     wanted = torch.zeros(T, D, dtype=torch.float64)
     for token in range(T):
         for place in range(A):
@@ -109,7 +114,7 @@ def test_the_arrival_order_leaves_no_trace() -> None:
     hidden = torch.randn(T, D)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
     outs = [
-        mix_experts(hidden, expert_ids, weights, ShuffledExperts(experts), ExpertBody(gated), crew_of(size))
+        mix_experts(hidden, expert_ids, weights, made(ShuffledExperts, experts), ExpertBody(gated), crew_of(size))
         for size in (1, 1, 2, 2, 3)
     ]
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -136,7 +141,7 @@ def test_experts_in_one_launch_agree_with_one_by_one(weight_format: str, known: 
     assert (body.gate is not None) == known
     launched = CountedProduct("cpu")
     outs = [
-        mix_experts(hidden, expert_ids, weights, ShuffledExperts(experts), body, compute)
+        mix_experts(hidden, expert_ids, weights, made(ShuffledExperts, experts), body, compute)
         for compute in (
             Compute(Workspace(1 << 20)),
             Compute(Workspace(1 << 20), grouped=launched),

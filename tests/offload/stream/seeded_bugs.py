@@ -256,15 +256,58 @@ class CloseKeepsMoving(ShardStream[Any]):
         self._closed = True
 
 
-class CountsPassTwice(ShardStream[Any]):
-    """the first shard of a pass comes twice"""
+class RecallBegun(ShardStream[Any]):
+    """recall takes back a shard that has begun to move"""
 
-    repeated = False
+    def recall(self) -> list[Shard]:
+        recalled = super().recall()
+        if len(self._ahead) > 1:
+            shard, _, _ = self._ahead.pop()
+            recalled.insert(0, shard)
+        return recalled
+
+
+class RecallForgets(ShardStream[Any]):
+    """what was taken back comes all the same"""
+
+    def recall(self) -> list[Shard]:
+        return list(self._asked)
+
+
+class RecallOne(ShardStream[Any]):
+    """recall drops more than it says"""
+
+    def recall(self) -> list[Shard]:
+        return super().recall()[1:]
+
+
+class AskFirst(ShardStream[Any]):
+    """what is asked for last comes before what has not begun"""
+
+    def ask(self, *shards: Shard) -> None:
+        self._asked.extendleft(reversed(shards))
+        self._run_ahead()
+
+
+class SkipTheLarge(ShardStream[Any]):
+    """a shard that finds no room is passed over by a smaller one"""
 
     def _run_ahead(self) -> None:
         super()._run_ahead()
-        if self._position == 1 and not self.repeated and self.num_arrived > 1:
-            self._position, self.repeated = 0, True
+        if len(self._asked) > 1 and self._asked[1].nbytes < self._asked[0].nbytes:
+            self._asked.rotate(-1)
+            super()._run_ahead()
+            if self._asked:
+                self._asked.rotate(1)
+
+
+class UsedOnlyAtOnce(ShardStream[Any]):
+    """what is asked for after a place was given back does not wait for the place's mark"""
+
+    def ask(self, *shards: Shard) -> None:
+        used, self._used = self._used, None
+        super().ask(*shards)
+        self._used = used
 
 
 class NoSkip(Ring):
@@ -398,6 +441,27 @@ class PassOnEverything(StagedLane):
             self._pass_on()
 
 
+class HostAskedTwice(StagedLane):
+    """a shard that waited for its turn is asked from the disk again"""
+
+    def _pass_on_ready(self) -> None:
+        super()._pass_on_ready()
+        if len(self._waiting) > 2:
+            self._host.ask(self._waiting[0].shard)
+
+
+class HostNotAsked(StagedLane):
+    """the disk is asked for a shard only when the one before it has been passed on"""
+
+    def start(self, shard: Shard, place: Place, after: Mark | None) -> Relay:
+        asked = self._host.ask
+        if self._waiting:
+            self._host.ask = lambda *shards: None  # type: ignore[method-assign]
+        relay = super().start(shard, place, after)
+        self._host.ask = asked  # type: ignore[method-assign]
+        return relay
+
+
 class HostFreeAtOnce(StagedLane):
     """the host's place is given back without waiting for the copy out of it"""
 
@@ -493,7 +557,7 @@ BUGS = [
     *_bugs(
         "device", lambda kind: Parts(stream=kind),
         NoMark, MarkOnArrival, StaleMark, FirstMark, ReleaseBeforeMark, ReleaseOnArrival, ReleaseAll, NoWait,
-        PreviousCopy, CloseKeepsMoving, CountsPassTwice,
+        PreviousCopy, CloseKeepsMoving, RecallBegun, RecallForgets, RecallOne, AskFirst, SkipTheLarge, UsedOnlyAtOnce,
     ),
     *_bugs(
         "host", lambda kind: Parts(stream=kind), ReleaseOnArrival, ReleaseAll, NoWait, PreviousCopy, CloseKeepsMoving
@@ -503,7 +567,8 @@ BUGS = [
     *_bugs("staged", lambda kind: Parts(readers=kind), ReadWithoutAfter, ReadBeforeAfter, FirstChunkOnly),
     *_bugs(
         "staged", lambda kind: Parts(staged=kind),
-        NoHostWait, PassOnEverything, HostFreeAtOnce, HostFreeAtCompute, NoAfterOnDevice, WaitsForNothing, Stack,
+        NoHostWait, PassOnEverything, HostAskedTwice, HostNotAsked,
+        HostFreeAtOnce, HostFreeAtCompute, NoAfterOnDevice, WaitsForNothing, Stack,
         CloseWithoutHost, CloseWithoutStaging,
     ),
 ]  # fmt: skip

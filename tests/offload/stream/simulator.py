@@ -350,7 +350,10 @@ class Outcome:
 
 
 class Trial:
-    """One random schedule through one random ring, computed on by a consumer that holds up to three arrivals."""
+    """Random shards through one random ring, computed on by a consumer that holds up to three arrivals.
+
+    It asks for some ahead, and now and then takes back what has not begun, to ask for others.
+    """
 
     def __init__(self, seed: int, tiers: str, parts: Parts) -> None:
         self.machine = Machine(seed)
@@ -358,17 +361,20 @@ class Trial:
         self.cuda = Cuda(self.machine)
         self.parts = parts
         self.tiers = tiers
-        self.schedule = self._schedule()
+        self.shards = self._shards()
+        self.coming: deque[Shard] = deque()
         self.memories: list[Memory] = []
         self.stream = {"host": self._host, "device": self._device, "staged": self._staged}[tiers]()
 
     def run(self) -> Outcome:
-        num_arrivals = self.rng.randint(1, 4 * len(self.schedule))
+        num_arrivals = self.rng.randint(1, 4 * len(self.shards))
+        most_ahead = self.rng.randint(1, 2 * len(self.shards))
         most_held = self.rng.randint(1, 3)
         held: deque[Arrival[Run]] = deque()
-        for index in range(num_arrivals):
+        for _ in range(num_arrivals):
+            self._ask(most_ahead)
             arrival = self._next(held)
-            if arrival.shard is not self.schedule[index % len(self.schedule)]:
+            if arrival.shard is not self.coming.popleft():
                 raise Race("a shard came out of turn")
             self._compute(arrival)
             held.append(arrival)
@@ -379,6 +385,19 @@ class Trial:
             memory.freed = True
         self.machine.run_until(lambda: not any(actor.able() for actor in self.machine.actors))
         return Outcome(self.stream.num_arrived, self.stream.nbytes_moved, self.memories)
+
+    def _ask(self, most_ahead: int) -> None:
+        if self.rng.random() < 0.15:
+            recalled = self.stream.recall()
+            kept = len(self.coming) - len(recalled)
+            if kept < 0 or list(self.coming)[kept:] != recalled:
+                raise Race("something else was taken back than was asked for last")
+            self.coming = deque(list(self.coming)[:kept])
+        while not self.coming or (len(self.coming) < most_ahead and self.rng.random() < 0.8):
+            shards = [self.rng.choice(self.shards) for _ in range(self.rng.randint(1, 2))]
+            self.coming.extend(shards)
+            self.stream.ask(*shards)
+            self.machine.wander()
 
     def _next(self, held: deque[Arrival[Run]]) -> Arrival[Run]:
         self.machine.wander()
@@ -417,7 +436,7 @@ class Trial:
             self.machine.compute.steps.append(step)
         self.machine.wander()
 
-    def _schedule(self) -> list[Shard]:
+    def _shards(self) -> list[Shard]:
         shards, page = [], {FILE: 0, None: 0}
         for index in range(self.rng.randint(2, 6)):
             pages = self.rng.randint(1, 5)
@@ -437,30 +456,29 @@ class Trial:
         return self.parts.ring(nbytes), memory
 
     def _host(self) -> ShardStream[Run]:
-        shards = [shard for shard in self.schedule if shard.file is not None]
-        ring, memory = self._ring(shards)
-        return self.parts.stream(self.parts.readers(self.machine, memory), ring, memory, shards)
+        ring, memory = self._ring([shard for shard in self.shards if shard.file is not None])
+        return self.parts.stream(self.parts.readers(self.machine, memory), ring, memory)
 
     def _copies(self, host: Memory, memory: Memory) -> CudaLane:
         self.memories.append(host)
         return self.parts.copies(self.cuda, host, Pinned(self.cuda, 1 << 40, 0, self.cuda.clear_error), memory)
 
     def _slab(self) -> Memory:
-        return Memory(self.cuda, sum(shard.nbytes + ALIGNMENT for shard in self.schedule), None)
+        return Memory(self.cuda, sum(shard.nbytes + ALIGNMENT for shard in self.shards), None)
 
     def _device(self) -> ShardStream[Run]:
-        ring, memory = self._ring(self.schedule)
-        return self.parts.stream(self._copies(self._slab(), memory), ring, memory, self.schedule)
+        ring, memory = self._ring(self.shards)
+        return self.parts.stream(self._copies(self._slab(), memory), ring, memory)
 
     def _staged(self) -> ShardStream[Run]:
-        ring, memory = self._ring(self.schedule)
+        ring, memory = self._ring(self.shards)
         direct = self._copies(self._slab(), memory)
-        if all(shard.file is None for shard in self.schedule):
-            return self.parts.stream(direct, ring, memory, self.schedule)
+        if all(shard.file is None for shard in self.shards):
+            return self.parts.stream(direct, ring, memory)
         host = self._host()
         staging = self._copies(self.memories[-1], memory)
         lane = self.parts.staged(host, staging, direct, lambda shard: shard.file is None)
-        return self.parts.stream(lane, ring, memory, self.schedule)
+        return self.parts.stream(lane, ring, memory)
 
 
 def run(seed: int, tiers: str, parts: Parts | None = None) -> Outcome:

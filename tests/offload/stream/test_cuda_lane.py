@@ -86,10 +86,11 @@ def test_a_gpu_gets_the_bytes_of_every_shard() -> None:
     memory = torch.empty(ring.capacity, dtype=torch.uint8, device="cuda")
     lane = CudaLane(torch.cuda, host, pinned, memory)
     shards = [Shard(str(index), sizes[index], begins[index]) for index in range(len(sizes))]
-    stream = ShardStream(lane, ring, memory, shards)
+    stream = ShardStream(lane, ring, memory)
+    stream.ask(*shards)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     wanted = host.cuda()
-    for arrival in stream.take(50 * len(shards)):
+    for arrival in stream.cycle(50 * len(shards)):
         begin = arrival.shard.offset
         wrong += (arrival.view != wanted[begin : begin + arrival.shard.nbytes]).sum()
         arrival.view.fill_(0)

@@ -64,11 +64,13 @@ def open_stream(source: Source, num_threads: int = 2, pages: int = 9, shards: li
     shards = shards or schedule()
     assert shards[0].file is not None
     lane = ReaderLane({shards[0].file: source}, memory, num_threads, 2 * ALIGNMENT)
-    return ShardStream(lane, Ring(len(memory)), memory, shards), lane
+    stream = ShardStream(lane, Ring(len(memory)), memory)
+    stream.ask(*shards)
+    return stream, lane
 
 
 def check(stream: ShardStream[memoryview], num_shards: int) -> None:
-    for arrival in stream.take(num_shards):
+    for arrival in stream.cycle(num_shards):
         begin = arrival.shard.offset
         assert arrival.view == CONTENT[begin : begin + arrival.shard.nbytes], arrival.shard
 
@@ -126,7 +128,8 @@ def test_the_timing_test_would_see_a_torn_shard() -> None:
 
     memory = memoryview(mmap.mmap(-1, 9 * ALIGNMENT))
     source = Interrupted(lambda index: time.sleep(0.01))
-    stream = ShardStream(Hasty({FILE: source}, memory, 2, 2 * ALIGNMENT), Ring(len(memory)), memory, schedule())
+    stream = ShardStream(Hasty({FILE: source}, memory, 2, 2 * ALIGNMENT), Ring(len(memory)), memory)
+    stream.ask(*schedule())
     with pytest.raises(AssertionError):
         check(stream, 10)
     stream.close()
@@ -315,6 +318,7 @@ def test_a_reader_waits_for_the_mark_of_its_place() -> None:
     stream, _ = open_stream(source, pages=3, shards=schedule()[:1])
     arrival, point = stream.next(), Point()
     stream.done(arrival, point)
+    stream.ask(arrival.shard)
     assert source.num_reads == 2
     assert not stream.is_ready()
     point.reached.set()

@@ -19,7 +19,7 @@ from moedge.offload.stream.stream import ShardStream
 class Tiers:
     """Two shards on disk (0 and 2), two in the slab, a host ring of four pages, a device ring of `pages`."""
 
-    def __init__(self, simulator: ModuleType, pages: int = 12, on_disk: tuple[int, ...] = (0, 2)) -> None:
+    def __init__(self, simulator: ModuleType, pages: int = 12) -> None:
         self.machine = simulator.Machine(0)
         self.machine.haste = 0.0  # nothing happens until it is waited for
         cuda = simulator.Cuda(self.machine)
@@ -31,9 +31,12 @@ class Tiers:
         slab, none = simulator.Memory(cuda, 8 * ALIGNMENT, None), Pinned(cuda, 0, 0, cuda.clear_error)
         self.readers = simulator.Readers(self.machine, host)
         staging, direct = CudaLane(cuda, host, none, self.device), CudaLane(cuda, slab, none, self.device)
-        inner = ShardStream(self.readers, Ring(len(host)), host, [self.shards[index] for index in on_disk])
-        self.lane = StagedLane(inner, staging, direct, lambda shard: shard.file is None)
-        self.stream: ShardStream[Any] = ShardStream(self.lane, Ring(len(self.device)), self.device, self.shards)
+        self.host = ShardStream(self.readers, Ring(len(host)), host)
+        self.lane = StagedLane(self.host, staging, direct, lambda shard: shard.file is None)
+        self.stream: ShardStream[Any] = ShardStream(self.lane, Ring(len(self.device)), self.device)
+
+    def ask(self) -> None:
+        self.stream.ask(*self.shards)
 
     def close(self) -> None:
         self.stream.close()
@@ -43,6 +46,7 @@ class Tiers:
 
 def test_pinned_shards_are_copied_while_the_disk_is_still_read(simulator: ModuleType) -> None:
     tiers = Tiers(simulator)
+    tiers.ask()
     assert not tiers.stream.is_ready()
     movers = [actor for actor in tiers.machine.actors if isinstance(actor, simulator.Stream)]
     while any(actor.able() and (actor.advance() or True) for actor in movers):
@@ -55,6 +59,7 @@ def test_pinned_shards_are_copied_while_the_disk_is_still_read(simulator: Module
 
 def test_what_has_come_from_disk_is_passed_on_by_any_call(simulator: ModuleType) -> None:
     tiers = Tiers(simulator)
+    tiers.ask()
     assert not tiers.stream.is_ready()
     tiers.machine.run_until(lambda: tiers.readers.nbytes_moved == 4 * ALIGNMENT)
     tiers.lane.mark_used()
@@ -67,7 +72,8 @@ def test_what_has_come_from_disk_is_passed_on_by_any_call(simulator: ModuleType)
 
 def test_the_host_s_place_is_read_into_again_as_soon_as_its_copy_is_over(simulator: ModuleType) -> None:
     tiers = Tiers(simulator)
-    for arrival in tiers.stream.take(8):
+    tiers.ask()
+    for arrival in tiers.stream.cycle(8):
         tiers.machine.compute.synchronize()
         assert arrival.view.read() == [
             (arrival.shard.file, arrival.shard.offset // ALIGNMENT + index) for index in (0, 1)
@@ -78,6 +84,7 @@ def test_the_host_s_place_is_read_into_again_as_soon_as_its_copy_is_over(simulat
 
 def test_a_reader_s_failure_reaches_the_consumer(simulator: ModuleType) -> None:
     tiers = Tiers(simulator)
+    tiers.ask()
     assert not tiers.stream.is_ready()
     tiers.readers.fail(OSError("bad sector"))
     with pytest.raises(StreamBroken, match="bad sector"):
@@ -85,8 +92,10 @@ def test_a_reader_s_failure_reaches_the_consumer(simulator: ModuleType) -> None:
     tiers.close()
 
 
-def test_stages_that_disagree_about_the_schedule_are_noticed(simulator: ModuleType) -> None:
-    tiers = Tiers(simulator, on_disk=(2, 0))
-    with pytest.raises(ValueError, match="their schedules differ"):
+def test_a_second_asker_of_the_host_s_stream_is_noticed(simulator: ModuleType) -> None:
+    tiers = Tiers(simulator)
+    tiers.host.ask(tiers.shards[2])
+    tiers.ask()
+    with pytest.raises(ValueError, match="somebody else asks it too"):
         tiers.stream.next()
     tiers.close()

@@ -1,4 +1,4 @@
-"""The stream hands out every shard in turn, runs ahead as far as room goes, and no schedule of a machine breaks it."""
+"""What was asked for comes in turn, the stream runs ahead as far as room goes, and no timing of a machine breaks it."""
 
 from types import ModuleType
 
@@ -28,6 +28,7 @@ class MemoryLane:
         self.closed = False
         self.nbytes_moved = 0
         self.seconds_waited = 0.0
+        self.seconds_busy = 0.0
 
     def start(self, shard: Shard, place: Place, after: Mark | None) -> Copied:
         self.memory[place.offset : place.end] = SOURCE[shard.offset : shard.offset + shard.nbytes]
@@ -51,15 +52,16 @@ def shards(*pages: int) -> list[Shard]:
     return [Shard(f"s{i}", size * ALIGNMENT - i, begins[i]) for i, size in enumerate(pages)]
 
 
-def stream_of(capacity_pages: int, *pages: int) -> tuple[ShardStream[memoryview], MemoryLane]:
+def stream_of(capacity_pages: int) -> tuple[ShardStream[memoryview], MemoryLane]:
     memory = bytearray(capacity_pages * ALIGNMENT)
     lane = MemoryLane(memory)
-    return ShardStream(lane, Ring(len(memory)), memoryview(memory), shards(*pages)), lane
+    return ShardStream(lane, Ring(len(memory)), memoryview(memory)), lane
 
 
 def test_shards_come_in_turn_pass_after_pass_with_their_bytes() -> None:
-    stream, _ = stream_of(9, 2, 3, 1, 4)
-    for index, arrival in enumerate(stream.take(40)):
+    stream, _ = stream_of(9)
+    stream.ask(*shards(2, 3, 1, 4))
+    for index, arrival in enumerate(stream.cycle(40)):
         assert arrival.shard.name == f"s{index % 4}"
         assert bytes(arrival.view) == SOURCE[arrival.shard.offset : arrival.shard.offset + arrival.shard.nbytes]
     assert stream.num_arrived == 40
@@ -68,10 +70,10 @@ def test_shards_come_in_turn_pass_after_pass_with_their_bytes() -> None:
 
 
 def test_it_runs_ahead_by_bytes_and_into_the_next_pass() -> None:
-    stream, lane = stream_of(11, 2, 3, 1)
-    assert lane.started == []
-    stream.next()
+    stream, lane = stream_of(11)
+    stream.ask(*shards(2, 3, 1), *shards(2, 3, 1))
     assert lane.started == ["s0", "s1", "s2", "s0", "s1"], "11 pages"
+    assert [shard.name for shard in stream.recall()] == ["s2"]
 
 
 def test_a_place_given_back_is_filled_again_at_once_after_its_mark() -> None:
@@ -79,7 +81,8 @@ def test_a_place_given_back_is_filled_again_at_once_after_its_mark() -> None:
         def synchronize(self) -> None:
             pass
 
-    stream, lane = stream_of(4, 2, 2)
+    stream, lane = stream_of(4)
+    stream.ask(*shards(2, 2), *shards(2, 2))
     first = stream.next()
     point = Point()
     stream.done(first, point)
@@ -88,7 +91,8 @@ def test_a_place_given_back_is_filled_again_at_once_after_its_mark() -> None:
 
 
 def test_several_arrivals_are_held_and_go_back_in_order() -> None:
-    stream, _ = stream_of(6, 2, 2, 2)
+    stream, _ = stream_of(6)
+    stream.ask(*shards(2, 2, 2))
     first, second = stream.next(), stream.next()
     with pytest.raises(ValueError, match="not the oldest"):
         stream.done(second)
@@ -101,25 +105,44 @@ def test_several_arrivals_are_held_and_go_back_in_order() -> None:
 
 
 def test_asking_for_more_than_fits_beside_what_is_held_is_an_error_not_a_hang() -> None:
-    stream, _ = stream_of(4, 2, 3)
+    stream, _ = stream_of(4)
+    stream.ask(*shards(2, 3))
     stream.next()
     with pytest.raises(ValueError, match="finds no room"):
         stream.next()
 
 
 def test_a_shard_larger_than_the_ring_is_refused() -> None:
-    stream, _ = stream_of(4, 2, 5)
+    stream, _ = stream_of(4)
     with pytest.raises(ValueError, match="capacity"):
+        stream.ask(*shards(2, 5))
+
+
+def test_what_was_not_asked_for_does_not_come() -> None:
+    stream, _ = stream_of(4)
+    with pytest.raises(ValueError, match="nothing was asked for"):
         stream.next()
 
 
-def test_an_empty_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        stream_of(4)
+def test_what_has_not_begun_can_be_taken_back_and_what_has_comes() -> None:
+    stream, lane = stream_of(4)
+    asked = shards(2, 2, 1, 1)
+    stream.ask(*asked)
+    assert stream.recall() == asked[2:]
+    assert stream.recall() == []
+    stream.ask(asked[3])
+    found = []
+    for _ in range(3):
+        arrival = stream.next()
+        found.append(arrival.shard)
+        stream.done(arrival)
+    assert found == [asked[0], asked[1], asked[3]]
+    assert lane.started == ["s0", "s1", "s3"]
 
 
 def test_nothing_is_started_after_close() -> None:
-    stream, lane = stream_of(4, 2, 2)
+    stream, lane = stream_of(4)
+    stream.ask(*shards(2, 2))
     arrival = stream.next()
     stream.close()
     assert lane.closed

@@ -80,12 +80,13 @@ def test_a_forced_stall_ends_as_a_broken_stream(seed: int, monkeypatch: pytest.M
 
     memory = memoryview(mmap.mmap(-1, 4 * ALIGNMENT))
     lane = ReaderLane({None: Disk()}, memory, 1)
-    stream = ShardStream(lane, Ring(len(memory)), memory, [Shard("s", ALIGNMENT, 0)])
+    stream = ShardStream(lane, Ring(len(memory)), memory)
+    stream.ask(Shard("s", ALIGNMENT, 0))
     watchdog = Watchdog(
         lambda: stream.num_arrived, lambda: lane.nbytes_moved, lambda says: lane.fail(TimeoutError(says)), 0.05
     )
     with watchdog, pytest.raises(StreamBroken, match="nothing was computed"):
-        for _ in stream.take(1000):
+        for _ in stream.cycle(1000):
             pass
     assert watchdog.pace is Pace.STUCK
     assert stream.num_arrived <= seed

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moedge.moe.modes import Mode
+from moedge.moe.options import ExpertOptions
 from moedge.runtime.load import LoadedEngine, load_engine
 from moedge.runtime.model_source import ModelSource, open_source
 from moedge.runtime.plan.budgets import Budgets
@@ -25,7 +27,7 @@ def settings(quant: str) -> Settings:
 
 def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
     """(tokens of every sequence, passes, bytes that came from the disk)."""
-    with closing(load_engine(source, plan, store)) as loaded:
+    with closing(load_engine(source, plan, store, experts=ExpertOptions(Mode.ALL))) as loaded:
         generator = torch.Generator().manual_seed(1)
         prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
         sequences = [Sequence(prompt, SamplingParams(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]

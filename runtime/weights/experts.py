@@ -1,0 +1,77 @@
+"""Gives every layer's experts their source: held where all are, else the one supply that streams the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...moe.coming import ComingExperts
+from ...moe.expert import ExpertWeights
+from ...moe.held import HeldExperts
+from ...moe.idle import IdleTime
+from ...moe.key import ExpertKey
+from ...moe.modes import ModeChoice
+from ...moe.options import ExpertOptions
+from ...moe.popularity import Popularity
+from ...moe.slots import ExpertSlots
+from ...moe.streamed import StreamedExperts
+from ...moe.supply import ExpertSupply
+from ...offload.stream.lane import Shard
+from ..model.assembly import LayerAssembly
+from .lanes import Lanes
+from .memory import ShardKey, WeightMemory
+
+
+class ModelExperts:
+    """The experts of all layers; `supply` is None where all of them are held."""
+
+    def __init__(
+        self, memory: WeightMemory, lanes: Lanes, layers: Sequence[LayerAssembly], options: ExpertOptions, live: int
+    ) -> None:
+        """`live` tokens are in a usual pass, as far as is known before the first."""
+        self._memory = memory
+        self._lanes = lanes
+        self._layers = layers
+        self._options = options
+        counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
+        self.popularity = Popularity(counts)
+        self.supply = self._open_supply(live)
+        for index, count in counts.items():
+            layers[index].set_experts(self._source(index, count))
+
+    def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
+        if self.supply is not None:
+            return StreamedExperts(index, count, self.supply)
+        keys = [ExpertKey(index, expert) for expert in range(count)]
+        return HeldExperts(index, [self._bind(key, self._held(key)) for key in keys], self.popularity)
+
+    def _open_supply(self, live: int) -> ExpertSupply | None:
+        stream = self._lanes.experts
+        if stream is None:
+            return None
+        held = {ExpertKey(*key): self._memory.shard(key) for key in self._memory.experts if key in self._memory.held}
+        sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in self.popularity.layers}
+        chances = {layer: seen.wanted_by(live) for layer, seen in self.popularity.layers.items()}
+        largest = max(sizes.values())
+        return ExpertSupply(
+            ComingExperts(stream, self._shard),
+            ExpertSlots(held, self._bind, self._move_out),
+            self._options.policy(held, sizes, chances),
+            ModeChoice(self.popularity, self._options.stream),
+            self.popularity,
+            IdleTime(lambda: stream.seconds_busy, lambda: stream.nbytes_moved, largest),
+            most_ahead=stream.capacity // largest + 1,
+        )
+
+    def _held(self, key: ExpertKey) -> torch.Tensor:
+        return self._memory.shard(ShardKey(*key))
+
+    def _bind(self, key: ExpertKey, view: torch.Tensor) -> ExpertWeights:
+        return self._layers[key.layer].bind_expert(key.expert, view)
+
+    def _shard(self, key: ExpertKey) -> Shard:
+        return self._lanes.shard(ShardKey(*key))
+
+    def _move_out(self, leaving: ExpertKey, entering: ExpertKey, slot: torch.Tensor) -> None:
+        self._memory.move_out(ShardKey(*leaving), ShardKey(*entering), slot)
