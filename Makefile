@@ -34,6 +34,7 @@ bench: $(STAMP)
 # The long runs of what the tests do briefly.
 matrix: $(STAMP)
 	$(BIN)/python bench/stream_bugs.py
+	$(BIN)/python bench/expert_modes.py
 	$(BIN)/python bench/prepare_kill.py
 	$(BIN)/python bench/hostile.py
 	$(BIN)/python bench/kv_cache.py

@@ -27,6 +27,8 @@ def batch(
     max_sequences: options.MAX_SEQUENCES = 128,
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
+    stream: options.STREAM = options.Stream.AUTO,
+    hold: options.HOLD = options.Hold.POPULAR,
     max_tokens: options.MAX_TOKENS = 256,
     temperature: options.TEMPERATURE = 0.0,
     seed: options.SEED = 0,
@@ -49,6 +51,9 @@ def batch(
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
     is finished is kept in OUTPUT's name with .job until you remove it.
     """
+    from ..moe.modes import Mode
+    from ..moe.options import ExpertOptions
+    from ..moe.options import Hold as Chosen
     from ..runtime.jobs.limits import Limits
     from ..runtime.jobs.request import BatchRequest, GoOn
     from ..runtime.jobs.rows import Defaults
@@ -63,6 +68,7 @@ def batch(
         settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute, attention),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
         budgets=Budgets(ram, disk, disk_dir, gpu_mem),
+        experts=ExpertOptions(None if stream == "auto" else Mode(stream), Chosen(hold)),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
         go_on=GoOn(drift=tuple(accept_drift or ())),

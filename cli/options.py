@@ -50,6 +50,14 @@ class Attention(StrEnum):
     AUTO, TORCH, TRITON = "auto", "torch", "triton"
 
 
+class Stream(StrEnum):
+    AUTO, ALL, WANTED, FORECAST = "auto", "all", "wanted", "wanted+forecast"
+
+
+class Hold(StrEnum):
+    POPULAR, LRU = "popular", "lru"
+
+
 class Progress(StrEnum):
     AUTO, BAR, PLAIN, NONE = "auto", "bar", "plain", "none"
 
@@ -113,6 +121,10 @@ MAX_TOKENS = Annotated[
         help="Tokens to generate at most, unless a row says.",
     ),
 ]
+STREAM = Annotated[
+    Stream, typer.Option("--stream", help="Experts that are read: all ahead, or those wanted; auto is the fastest.")
+]
+HOLD = Annotated[Hold, typer.Option("--hold", help="Experts that stay in memory: those wanted most, or last.")]
 TEMPERATURE = Annotated[
     float,
     typer.Option(

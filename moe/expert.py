@@ -77,8 +77,11 @@ class ExpertSource(Protocol):
     @property
     def num_experts(self) -> int: ...
 
-    def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
-        """Yields the wanted experts as they become usable: those that did so together, until the next are asked for."""
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
+        """Of what the router made `groups` of, for tokens with the states `hidden` [T, D].
+
+        Yields the wanted experts as they become usable: those that did so together, until the next are asked for.
+        """
         ...
 
 
@@ -101,7 +104,7 @@ def mix_experts(
         torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
         body.forward(rows[mine], expert, products)
 
-    for arrived in experts.fetch(groups):
+    for arrived in experts.fetch(groups, hidden):
         if body.forward_together(hidden, rows, groups, arrived, compute):
             continue
         # Largest groups first, so that no thread is left with one when the others are done.

@@ -55,6 +55,12 @@ class Popularity:
             seen.unions = seen.passes = 0
 
     @property
+    def unions(self) -> list[float]:
+        """Share of its experts that a pass wanted, by layer, mean over passes."""
+        layers = self.layers.values()
+        return [seen.unions / (seen.passes * seen.num_experts) if seen.passes else 0.0 for seen in layers]
+
+    @property
     def union(self) -> float | None:
         """Share of a layer's experts that a pass wanted, mean over layers and passes; None before any."""
         visits = sum(seen.passes * len(seen.chosen) for seen in self.layers.values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from .expert import Arrived
 from .groups import ExpertGroups
 from .supply import ExpertSupply
@@ -18,5 +20,5 @@ class StreamedExperts:
     num_experts: int
     supply: ExpertSupply
 
-    def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
-        return self.supply.fetch(self.layer, groups)
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
+        return self.supply.fetch(self.layer, groups, hidden)

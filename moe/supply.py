@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,12 @@ import torch
 from ..offload.stream.stream import Arrival
 from .coming import ComingExperts
 from .expert import Arrived
+from .forecast import Forecast, ForecastCounts
+from .gap import RouterGap
 from .groups import ExpertGroups
-from .idle import IdleTime
 from .key import ExpertKey
-from .modes import Mode, ModeChoice
+from .modes import Mode, ModeChoice, guesses
 from .policy import HoldPolicy
-from .popularity import Popularity
 from .slots import ExpertSlots
 
 # Experts that are computed side by side when compute is what the stream waits for; their places are not read into
@@ -52,8 +52,8 @@ class ExpertSupply:
         slots: ExpertSlots,
         policy: HoldPolicy,
         modes: ModeChoice,
-        popularity: Popularity,
-        idle: IdleTime,
+        forecast: Forecast,
+        gap: RouterGap,
         most_ahead: int,
     ) -> None:
         """`most_ahead` experts keep the lane busy until a router has spoken: those that the ring has room for."""
@@ -61,28 +61,46 @@ class ExpertSupply:
         self._slots = slots
         self._policy = policy
         self._modes = modes
-        self._popularity = popularity
-        self._idle = idle
+        self.forecast = forecast
+        self._gap = gap
         self._most_ahead = most_ahead
-        self._layers = list(popularity.layers)
+        self._layers = list(forecast.popularity.layers)
         self._positions = {layer: position for position, layer in enumerate(self._layers)}
         self._tokens = 0
         self._turn = -1
         # The first turn for which nothing was asked ahead of its router.
         self._ahead = 0
         self._mode = dict.fromkeys(self._layers, Mode.WANTED)
+        # Of the next turn, best first.
+        self._guess: list[int] = []
         self.counts = SupplyCounts()
 
-    def fetch(self, layer: int, groups: ExpertGroups) -> Iterator[list[Arrived]]:
+    @property
+    def seconds_each(self) -> float:
+        """How long an expert took on its way, in the mean."""
+        return self._gap.seconds_each
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Of the largest."""
+        return self._gap.nbytes
+
+    def start_counting(self) -> None:
+        """Passes so far do not belong to the job."""
+        self.counts, self.forecast.counts = SupplyCounts(), ForecastCounts()
+
+    def fetch(self, layer: int, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
         """Yields the wanted experts as they become usable: those that did so together, until the next are asked for."""
         wanted = set(groups.wanted)
         self._begin(layer, groups)
         self._ask_ahead()
         held = self._ask_missing(layer, wanted)
+        self._foresee(groups, hidden)
         self._ask_ahead()
         yield [(expert, self._slots.weights(ExpertKey(layer, expert))) for expert in sorted(held)]
         while self._turn in self._coming:
             together = self._coming.arrivals(self._turn, MAX_TOGETHER)
+            self._gap.begin()
             yield [(key.expert, self._slots.bind(key, one.view)) for key, one in together if key.expert in wanted]
             for key, arrival in together:
                 self._offer_slot(key, arrival, key.expert in wanted)
@@ -94,19 +112,26 @@ class ExpertSupply:
         self._turn = self._next_turn(layer)
         self._ahead = max(self._ahead, self._turn)
         tokens, wanted = len(groups.expert_ids), groups.wanted
-        gap = self._idle.since_last()
         if layer == self._layers[0]:
-            self._tokens = tokens
-            self._policy.begin_pass()
-            for each in self._layers:
-                self._mode[each] = self._modes.choose(each, tokens, self._slots.of(each))
-        elif gap is not None and self._mode[layer] is not Mode.ALL:
-            self._modes.waited(tokens, gap)
+            self._begin_pass(tokens)
+        else:
+            self._gap.end(tokens)
+        self._gap.begin()
+        self.forecast.saw(layer, wanted)
         self._modes.saw(layer, tokens, len(wanted))
-        self._popularity.saw(layer, tokens, groups.counts)
+        self.forecast.popularity.saw(layer, tokens, groups.counts)
+        self.forecast.affinity.saw(layer, groups.expert_ids)
         self._policy.saw(layer, wanted)
         self.counts.turns[self._mode[layer]] += 1
         self.counts.wanted += len(wanted)
+
+    def _begin_pass(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._policy.begin_pass()
+        gap = self._gap.mean(tokens)
+        for layer in self._layers:
+            precision = self.forecast.precision(layer)
+            self._mode[layer] = self._modes.choose(layer, tokens, self._slots.of(layer), gap, precision)
 
     def _ask_missing(self, layer: int, wanted: set[int]) -> set[int]:
         """The router has spoken: what was not foreseen is asked for, what is not wanted is taken back."""
@@ -115,22 +140,41 @@ class ExpertSupply:
         self.counts.hits += len(held)
         if self._mode[layer] is not Mode.ALL and not asked <= wanted:
             self._coming.keep(self._turn, wanted)
-        self._ask(self._turn, wanted - asked - held)
+        if self._mode[layer] is Mode.FORECAST:
+            self.forecast.count(self._coming.of(self._turn), wanted - held, self._gap.mean(self._tokens))
+        self._ask(self._turn, sorted(wanted - asked - held))
         self._ahead = max(self._ahead, self._turn + 1)
         return held
 
     def _ask_ahead(self) -> None:
-        """Of layers that are streamed whole, as much as there is room for; the ring goes on into the next pass."""
+        """What is known of layers to come, as much as there is room for; the ring goes on into the next pass."""
         while len(self._coming) < self._most_ahead and self._ahead < self._turn + len(self._layers):
-            layer = self._layers[self._ahead % len(self._layers)]
-            if self._mode[layer] is not Mode.ALL:
+            layer = self._layer_of(self._ahead)
+            if self._mode[layer] is Mode.ALL:
+                every = range(self.forecast.popularity.layers[layer].num_experts)
+                self._ask(self._ahead, [expert for expert in every if expert not in self._slots.of(layer)])
+            elif self._mode[layer] is Mode.FORECAST and self._ahead == self._turn + 1:
+                self._ask(self._ahead, self._guess)
+            else:
                 break
-            self._ask(self._ahead, set(range(self._popularity.layers[layer].num_experts)) - self._slots.of(layer))
             self._ahead += 1
 
-    def _ask(self, turn: int, experts: set[int]) -> None:
-        layer = self._layers[turn % len(self._layers)]
-        self._coming.ask(turn, [ExpertKey(layer, expert) for expert in sorted(experts)])
+    def _foresee(self, groups: ExpertGroups, hidden: torch.Tensor) -> None:
+        """Guesses are made where they may be used, or might be if they prove good."""
+        layer = self._layer_of(self._turn + 1)
+        if self._mode[layer] is Mode.ALL:
+            return
+        most = guesses(self._gap.mean(self._tokens))
+        same_pass = layer != self._layers[0]
+        held = self._slots.of(layer)
+        self._guess = self.forecast.guess(layer, groups, hidden if same_pass else None, held, most)
+
+    def _layer_of(self, turn: int) -> int:
+        return self._layers[turn % len(self._layers)]
+
+    def _ask(self, turn: int, experts: Iterable[int]) -> None:
+        layer = self._layer_of(turn)
+        self._coming.ask(turn, [ExpertKey(layer, expert) for expert in experts])
 
     def _offer_slot(self, key: ExpertKey, arrival: Arrival[torch.Tensor], wanted: bool) -> None:
         self.counts.fetched += 1

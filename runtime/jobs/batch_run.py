@@ -88,7 +88,7 @@ class BatchRun:
         """
         begun = time.perf_counter()
         store = store_for(self.source, self.plan_made, self.request.budgets)
-        self._loaded = load_engine(self.source, self.plan_made, store, self._tiers.device)
+        self._loaded = load_engine(self.source, self.plan_made, store, self._tiers.device, self.request.experts)
         self._resources.callback(self._loaded.close)
         rehearse(self._loaded, self.plan_made, self._job)
         self.seconds.load = time.perf_counter() - begun

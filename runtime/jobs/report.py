@@ -12,13 +12,12 @@ from ..model_source import ModelSource
 from ..plan.planner import Plan
 from ..shape.layouts import ITEM_NBYTES
 from .journal.state import Counts
+from .movement import experts, moved, stalls
 from .summary import (
     KV,
-    Experts,
     KVBytes,
     Latency,
     Memory,
-    Moved,
     Passes,
     Percentiles,
     Rows,
@@ -32,7 +31,7 @@ from .summary import (
 
 
 def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Counts, seconds: Seconds) -> RunSummary:
-    metrics, shape, streamed = loaded.engine.metrics, source.shape, loaded.streamed
+    metrics, shape = loaded.engine.metrics, source.shape
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -49,10 +48,11 @@ def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Cou
         throughput=_throughput(metrics, seconds.generate),
         latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),
         passes=_passes(metrics),
-        bytes=Moved(streamed.nbytes_from_disk, streamed.nbytes_to_device if loaded.device else None),
+        bytes=moved(loaded),
+        stalls=stalls(loaded),
         memory=_memory(plan, loaded),
         kv=_kv(plan, loaded),
-        experts=Experts(held=sum(plan.placement.held_experts), total=shape.num_experts),
+        experts=experts(loaded, shape.num_experts),
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 

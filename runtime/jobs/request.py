@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...moe.options import DEFAULTS, ExpertOptions
 from ..plan.budgets import Budgets
 from ..plan.planner import Settings
 from .limits import Limits
@@ -34,11 +35,12 @@ class BatchRequest:
     defaults: Defaults = field(default_factory=Defaults)
     budgets: Budgets = field(default_factory=Budgets)
     limits: Limits = field(default_factory=Limits)
+    experts: ExpertOptions = DEFAULTS
     lenient: bool = False
     go_on: GoOn = field(default_factory=GoOn)
 
     def as_json(self) -> dict[str, Any]:
-        """What the job is; budgets and limits belong to a run of it."""
+        """What the job is; budgets, limits and the streaming of experts belong to a run of it."""
         return {
             "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
             "input": str(self.input if str(self.input) == "-" else self.input.resolve()),

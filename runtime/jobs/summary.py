@@ -6,14 +6,14 @@ Knows no clock and no engine. A key that nobody measured is null; no key is ever
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .new_file import NewFile
 
-SCHEMA = "moedge.run/2"
+SCHEMA = "moedge.run/3"
 
 
 @dataclass(slots=True)
@@ -67,10 +67,20 @@ class Passes:
 
 @dataclass(slots=True)
 class Moved:
-    """Bytes that crossed each link."""
+    """Bytes that crossed each link; per token that was generated, prompts' share included."""
 
     disk_to_host: int | None = None
     host_to_device: int | None = None
+    disk_per_token: float | None = None
+    device_per_token: float | None = None
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Seconds that compute waited for bytes, by the link that they came over last."""
+
+    disk: float | None = None
+    link: float | None = None
 
 
 @dataclass(slots=True)
@@ -127,11 +137,30 @@ class KV:
 
 
 @dataclass(slots=True)
+class Forecast:
+    """Experts read before their router had spoken: `precision` of them were wanted, `recall` of what was missing."""
+
+    by: str | None = None
+    precision: float | None = None
+    recall: float | None = None
+    wasted_bytes: int | None = None
+    saved_s: float | None = None
+
+
+@dataclass(slots=True)
 class Experts:
+    """`union_by_layer` is by layer with experts; `modes` counts layers of passes by how they were streamed."""
+
     held: int | None = None
     total: int | None = None
     fetched: int | None = None
     union: float | None = None
+    union_by_layer: Sequence[float] | None = None
+    hit_rate: float | None = None
+    unwanted: int | None = None
+    swaps: int | None = None
+    modes: Mapping[str, int] | None = None
+    forecast: Forecast = field(default_factory=Forecast)
 
 
 @dataclass(slots=True)
@@ -155,6 +184,7 @@ class RunSummary:
     latency: Latency = field(default_factory=Latency)
     passes: Passes = field(default_factory=Passes)
     bytes: Moved = field(default_factory=Moved)
+    stalls: Stalls = field(default_factory=Stalls)
     utilisation: Utilisation = field(default_factory=Utilisation)
     memory: Memory = field(default_factory=Memory)
     kv: KV = field(default_factory=KV)

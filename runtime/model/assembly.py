@@ -38,6 +38,13 @@ class LayerAssembly:
         """The parameter that holds the experts' first matrices."""
         return "gate_up_proj" if self.experts.has_gate else "up_proj"
 
+    @property
+    def router(self) -> torch.Tensor | None:
+        """The matrix [E, D] that scores the layer's experts; None where it is not plain."""
+        count = self.shards.num_experts
+        named = self._layer.named_parameters()
+        return next((one for name, one in named if is_router(name) and one.dim() == 2 and len(one) == count), None)
+
     def install(self) -> None:
         """Replaces linears and expert parameters by packed modules without bytes; biases stay."""
         for placed in self.shards.dense.matrices:

@@ -56,5 +56,5 @@ def _activate(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.
 
 def _rescale(queries: torch.Tensor, positions: torch.Tensor, scale: float, floor: float) -> torch.Tensor:
     """Layers without rotary positions sharpen their attention with the distance from the start."""
-    factors = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+    factors = torch.log1p(torch.floor((positions.to(queries.device).float() + 1.0) / floor)) * scale + 1.0
     return (queries * factors.unsqueeze(1).unsqueeze(-1)).to(queries.dtype)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from ...moe.affinity import Affinity
 from ...moe.coming import ComingExperts
 from ...moe.expert import ExpertWeights
+from ...moe.forecast import Forecast
+from ...moe.gap import RouterGap
 from ...moe.held import HeldExperts
-from ...moe.idle import IdleTime
 from ...moe.key import ExpertKey
+from ...moe.lookahead import LookAhead
 from ...moe.modes import ModeChoice
 from ...moe.options import ExpertOptions
 from ...moe.popularity import Popularity
@@ -36,15 +39,27 @@ class ModelExperts:
         self._options = options
         counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
         self.popularity = Popularity(counts)
+        self.affinity = Affinity(counts, "cpu" if memory.device is None else memory.device.place)
         self.supply = self._open_supply(live)
         for index, count in counts.items():
             layers[index].set_experts(self._source(index, count))
+
+    @property
+    def num_held(self) -> int:
+        """Experts that are held where they compute, over all layers."""
+        return sum(key in self._memory.held for key in self._memory.experts)
+
+    def start_counting(self) -> None:
+        """Passes so far do not belong to the job; what they showed of the experts stays."""
+        self.popularity.start_counting()
+        if self.supply is not None:
+            self.supply.start_counting()
 
     def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
         if self.supply is not None:
             return StreamedExperts(index, count, self.supply)
         keys = [ExpertKey(index, expert) for expert in range(count)]
-        return HeldExperts(index, [self._bind(key, self._held(key)) for key in keys], self.popularity)
+        return HeldExperts(index, [self._bind(key, self._held(key)) for key in keys], self.popularity, self.affinity)
 
     def _open_supply(self, live: int) -> ExpertSupply | None:
         stream = self._lanes.experts
@@ -59,10 +74,14 @@ class ModelExperts:
             ExpertSlots(held, self._bind, self._move_out),
             self._options.policy(held, sizes, chances),
             ModeChoice(self.popularity, self._options.stream),
-            self.popularity,
-            IdleTime(lambda: stream.seconds_busy, lambda: stream.nbytes_moved, largest),
+            Forecast(self.popularity, self.affinity, LookAhead(self._routers())),
+            RouterGap(lambda: stream.seconds_busy, lambda: stream.nbytes_moved, largest),
             most_ahead=stream.capacity // largest + 1,
         )
+
+    def _routers(self) -> dict[int, torch.Tensor]:
+        routers = {layer: self._layers[layer].router for layer in self.popularity.layers}
+        return {layer: router for layer, router in routers.items() if router is not None}
 
     def _held(self, key: ExpertKey) -> torch.Tensor:
         return self._memory.shard(ShardKey(*key))

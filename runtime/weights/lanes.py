@@ -36,6 +36,7 @@ class Lanes:
         self._memory = memory
         self._store = store
         self.readers: list[ReaderLane] = []
+        self._copiers: list[CudaLane] = []
         dense = [key for key in memory.streamed if key.expert == DENSE]
         experts = [key for key in memory.streamed if key.expert != DENSE]
         self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
@@ -49,6 +50,12 @@ class Lanes:
     @property
     def streams(self) -> list[ShardStream[Any]]:
         return [stream for stream in (self.dense, self.experts) if stream is not None]
+
+    @property
+    def seconds_waited(self) -> tuple[float, float]:
+        """How long compute stood still for want of bytes: from readers, from copies to the device."""
+        disk = sum(reader.seconds_waited for reader in self.readers)
+        return disk, sum(copier.seconds_waited for copier in self._copiers)
 
     def shard(self, key: ShardKey) -> Shard:
         """Where the bytes of a shard come from that is not held."""
@@ -78,6 +85,7 @@ class Lanes:
 
     def _copies(self, shards: list[Shard], room: Any, pins: _Pins, kind: int) -> Lane[Any]:
         direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, room)
+        self._copiers.append(direct)
         rest = [shard for shard in shards if not pins.is_direct(shard)]
         if not rest:
             return direct

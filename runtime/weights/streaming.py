@@ -35,6 +35,7 @@ class StreamedWeights:
         self._lanes = Lanes(memory, plan, store)
         self._arriving = {key.layer for key in memory.streamed if key == ShardKey(key.layer)}
         self._not_counted = (0, 0)
+        self._waited_before = (0.0, 0.0)
         for index, layer in enumerate(layers):
             if ShardKey(index) in memory.held:
                 layer.bind_dense(memory.shard(ShardKey(index)))
@@ -55,6 +56,12 @@ class StreamedWeights:
         return self._counts()[1] - self._not_counted[1]
 
     @property
+    def seconds_waited(self) -> tuple[float, float]:
+        """How long compute waited for passes so far: for the disk, for the link to the device."""
+        disk, link = self._lanes.seconds_waited
+        return disk - self._waited_before[0], link - self._waited_before[1]
+
+    @property
     def nbytes_moved(self) -> int:
         """Grows with every chunk that a reader brings or a device is sent, also of shards that are not whole yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)
@@ -67,6 +74,8 @@ class StreamedWeights:
     def start_counting(self) -> None:
         """Forgets the bytes of passes so far."""
         self._not_counted = self._counts()
+        self._waited_before = self._lanes.seconds_waited
+        self.experts.start_counting()
 
     def arrivals(self) -> Iterator[int]:
         """Layers of one pass, each usable until the next is asked for."""

@@ -33,6 +33,11 @@ def fakes() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def modes() -> ModuleType:
+    return load("expert_modes", HERE / "expert_modes.py")
+
+
+@pytest.fixture(scope="session")
 def bugs(fakes: ModuleType) -> ModuleType:
     return load("seeded_bugs", HERE.parent / "offload" / "stream" / "seeded_bugs.py")
 

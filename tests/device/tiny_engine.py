@@ -6,7 +6,11 @@ from pathlib import Path
 
 import torch
 
+from moedge.moe.modes import Mode
+from moedge.moe.options import ExpertOptions
 from moedge.offload.device import Device
+from moedge.runtime.jobs.movement import experts as experts_of
+from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.load import load_engine
 from moedge.runtime.model_source import ModelSource
 from moedge.runtime.plan.device_plan import LOADING_NBYTES, DeviceRoom
@@ -15,10 +19,12 @@ from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.layouts import resident_nbytes
+from moedge.runtime.shape.shards import model_shards
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 6
 JOB = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
 AMPLE = 1 << 36
+ALL = ExpertOptions(Mode.ALL)
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Ran:
     passes: int
     from_disk: int
     to_device: int
+    experts: Experts
 
 
 @dataclass(frozen=True)
@@ -56,19 +63,52 @@ class Case:
         fixed = LOADING_NBYTES + resident_nbytes(shape, dtype) + rings
         return self.plan(device, 0.0, fixed + plan.device.staged_nbytes * 2 // 3)
 
-    def run(self, plan: Plan, device: Device | None = None, temperature: float = 0.0) -> Ran:
+    def held(self, device: Device | None, share: float, on_disk: bool = True) -> Plan:
+        """The smallest rings, and `share` of all experts held; the rest on disk, or staged in host memory.
+
+        With a device and `on_disk`, half of the others is staged.
+        """
+        plan = self.plan(device, 0.0) if device else self.plan(None, ram=self.smallest)
+        counts = [layer.num_experts for layer in model_shards(self.source.shape, self.settings.quant, "fp32").layers]
+        held = spread(counts, round(share * sum(counts)))
+        ring = 0 if held == tuple(counts) else plan.placement.expert_ring
+        plan = replace(plan, placement=replace(plan.placement, held_experts=held, expert_ring=ring))
+        if plan.device is None:
+            return plan
+        staged = tuple(mine + (count - mine) // 2 for mine, count in zip(held, counts, strict=True))
+        staging = replace(plan.device.staging, held_experts=staged if on_disk else tuple(counts), expert_ring=ring)
+        return replace(plan, device=replace(plan.device, staging=staging, disk_nbytes=int(on_disk)))
+
+    @property
+    def smallest(self) -> int:
+        return budget_range(self.source.shape, self.settings, JOB)[0]
+
+    def run(
+        self, plan: Plan, device: Device | None = None, temperature: float = 0.0, experts: ExpertOptions = ALL
+    ) -> Ran:
         store = self.store if plan.streams else None
-        with closing(load_engine(self.source, plan, store, device)) as loaded:
+        with closing(load_engine(self.source, plan, store, device, experts)) as loaded:
             sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(prompts())]
             for sequence in sequences:
                 loaded.engine.add(sequence)
             list(loaded.engine.run())
             streamed = loaded.streamed
             tokens = [sequence.output_ids for sequence in sequences]
-            return Ran(tokens, loaded.engine.metrics.passes, streamed.nbytes_from_disk, streamed.nbytes_to_device)
+            moved = streamed.nbytes_from_disk, streamed.nbytes_to_device
+            return Ran(tokens, loaded.engine.metrics.passes, *moved, experts_of(loaded, self.source.shape.num_experts))
 
     def params(self, seed: int, temperature: float) -> SamplingParams:
         return SamplingParams(NEW_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+
+
+def spread(counts: list[int], total: int) -> tuple[int, ...]:
+    """`total` experts over the layers, evenly; what is left over goes to the first."""
+    held = [0] * len(counts)
+    while sum(held) < total:
+        for layer, count in enumerate(counts):
+            if held[layer] < count and sum(held) < total:
+                held[layer] += 1
+    return tuple(held)
 
 
 def prompts() -> list[list[int]]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moedge.moe.affinity import Affinity
 from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
 from moedge.moe.held import HeldExperts
@@ -57,7 +58,7 @@ def test_combine_undoes_the_sort_and_weighs() -> None:
 class ShuffledExperts(HeldExperts):
     """Experts that arrive in any order."""
 
-    def fetch(self, groups: ExpertGroups) -> Iterator[list[Arrived]]:
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
         wanted = groups.wanted
         random.shuffle(wanted)
         while wanted:
@@ -66,7 +67,7 @@ class ShuffledExperts(HeldExperts):
 
 
 def made(source: type[HeldExperts], experts: list[ExpertWeights]) -> HeldExperts:
-    return source(0, experts, Popularity({0: E}))
+    return source(0, experts, Popularity({0: E}), Affinity({0: E}))
 
 
 def make_experts() -> tuple[torch.Tensor, torch.Tensor, list[ExpertWeights]]:

@@ -13,6 +13,7 @@ import pytest
 from moedge.runtime.jobs.summary import (
     KV,
     Experts,
+    Forecast,
     KVBytes,
     Latency,
     Memory,
@@ -22,6 +23,7 @@ from moedge.runtime.jobs.summary import (
     Rows,
     RunSummary,
     Seconds,
+    Stalls,
     Throughput,
     TierMemory,
     Tokens,
@@ -30,7 +32,7 @@ from moedge.runtime.jobs.summary import (
 )
 
 SCHEMA = json.loads(files("moedge.runtime.jobs").joinpath("run.schema.json").read_text())
-FREE = ("model", "plan", "weights.requested", "weights.packed")
+FREE = ("model", "plan", "experts.modes", "weights.requested", "weights.packed")
 
 
 def bare() -> RunSummary:
@@ -51,11 +53,12 @@ def full() -> RunSummary:
         throughput=Throughput(5.0, 10.0),
         latency=Latency(times, times, times),
         passes=Passes(3, 10.0, 2.0),
-        bytes=Moved(1, 2),
+        bytes=Moved(1, 2, 0.5, 1.0),
+        stalls=Stalls(0.5, 0.25),
         utilisation=Utilisation(0.5, 1.0, 0.0),
         memory=Memory(tier, tier, tier),
         kv=KV("int8", 32, 10, 512.0, KVBytes(8, 4, 2, 1, 1, 1, 3), 0.1, 5, 2, 1, 64),
-        experts=Experts(1, 8, 100, 0.9),
+        experts=Experts(1, 8, 100, 0.9, [0.9], 0.5, 10, 2, {"all": 3}, Forecast("look-ahead", 0.5, 0.5, 7, 0.1)),
         weights=Weights({"nf4": 5}, {"nf4": 4, "none": 1}),
     )
 
@@ -76,7 +79,7 @@ def test_a_summary_written_to_a_file_fits_the_schema(tmp_path: Path, summary: Ru
     assert list(tmp_path.iterdir()) == [path]
     found = json.loads(path.read_text())
     jsonschema.validate(found, SCHEMA, jsonschema.Draft202012Validator)
-    assert found["schema"] == "moedge.run/2"
+    assert found["schema"] == "moedge.run/3"
 
 
 def fixed(value: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:

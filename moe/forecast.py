@@ -1,0 +1,103 @@
+"""Guesses what the next layer wants before its router has spoken, and how much such guesses are worth.
+
+Three ways are asked and compared on the model at hand: the next router applied to this layer's hidden states, what
+follows this layer's choices, and what is popular. A wrong guess costs bandwidth only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from .affinity import Affinity
+from .groups import ExpertGroups
+from .lookahead import LookAhead
+from .popularity import Popularity
+
+LOOK_AHEAD, AFFINITY, POPULARITY = "look-ahead", "affinity", "popularity"
+# Weight of the newest measurement in a running mean.
+_NEWEST = 0.1
+
+
+@dataclass(slots=True)
+class ForecastCounts:
+    """Experts read on a guess, of those the right ones; what was wanted then and not held; times of an expert saved."""
+
+    asked: int = 0
+    right: int = 0
+    wanted: int = 0
+    saved: float = 0.0
+
+
+@dataclass(slots=True)
+class Forecast:
+    """`guess` for the layer that comes next, then `saw` what it wanted."""
+
+    popularity: Popularity
+    affinity: Affinity
+    look_ahead: LookAhead
+    counts: ForecastCounts = field(default_factory=ForecastCounts)
+    # Share of right ones among the first guesses, by way and layer.
+    _precision: dict[tuple[str, int], float] = field(default_factory=dict)
+    _guesses: dict[str, list[int]] = field(default_factory=dict)
+
+    def guess(
+        self, layer: int, groups: ExpertGroups, hidden: torch.Tensor | None, held: Collection[int], most: int
+    ) -> list[int]:
+        """At most `most` experts of `layer` that are not held, by the way that was right most often there.
+
+        `groups` and `hidden` [T, D] are those of the layer before; without `hidden` it belongs to another pass.
+        """
+        seen, tokens, per_token = self.popularity.layers[layer], *groups.expert_ids.shape
+        ways: dict[str, torch.Tensor | None] = {POPULARITY: torch.from_numpy(seen.wanted_by(tokens))}
+        if hidden is not None:
+            ways[LOOK_AHEAD] = self.look_ahead.expected(layer, hidden, per_token)
+            ways[AFFINITY] = self.affinity.expected(layer, groups.counts, per_token)
+        self._guesses = {way: _best(expected, held, most) for way, expected in ways.items() if expected is not None}
+        return self._guesses[max(self._guesses, key=lambda way: self._precision.get((way, layer), 0.0))]
+
+    def saw(self, layer: int, wanted: Collection[int]) -> None:
+        """What the router said of which guesses were made."""
+        for way, guessed in self._guesses.items():
+            if guessed:
+                precision = len(set(guessed) & set(wanted)) / len(guessed)
+                before = self._precision.get((way, layer), precision)
+                self._precision[way, layer] = before + _NEWEST * (precision - before)
+        self._guesses = {}
+
+    def count(self, begun: Collection[int], missing: Collection[int], gap: float) -> None:
+        """Guesses for a layer whose router has spoken: those that had `begun` to move, what was `missing` in all.
+
+        Estimates what they saved, in times that an expert takes: at most the gap, less what wrong ones overran it.
+        """
+        right = len(set(begun) & set(missing))
+        wrong = len(begun) - right
+        self.counts.asked += len(begun)
+        self.counts.right += right
+        self.counts.wanted += len(missing)
+        self.counts.saved += min(right, gap) - max(0.0, wrong - max(0.0, gap - right))
+
+    def precision(self, layer: int) -> float:
+        """Of the best way; 0 before any was tried."""
+        return max((value for (_, each), value in self._precision.items() if each == layer), default=0.0)
+
+    @property
+    def best(self) -> str | None:
+        """The way that is best in most layers; None before any was tried."""
+        best: dict[int, str] = {}
+        for (way, layer), value in self._precision.items():
+            if layer not in best or value > self._precision[best[layer], layer]:
+                best[layer] = way
+        votes: defaultdict[str, int] = defaultdict(int)
+        for way in best.values():
+            votes[way] += 1
+        return max(votes, key=lambda way: votes[way], default=None)
+
+
+def _best(expected: torch.Tensor, held: Collection[int], most: int) -> list[int]:
+    """The likeliest experts that are not held and not impossible."""
+    ordered = expected.argsort(descending=True, stable=True).tolist()
+    return [expert for expert in ordered if expert not in held and float(expected[expert]) > 0.0][:most]
