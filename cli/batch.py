@@ -12,12 +12,7 @@ from . import options
 
 def batch(
     model: options.MODEL,
-    input_file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="INPUT", help="Rows: OpenAI batch lines or short ones, .jsonl or .jsonl.gz; - is standard input."
-        ),
-    ],
+    input_file: options.INPUT,
     output: Annotated[Path, typer.Option("--output", "-o", help="Answers in input order.")],
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
@@ -51,9 +46,6 @@ def batch(
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
     is finished is kept in OUTPUT's name with .job until you remove it.
     """
-    from ..moe.modes import Mode
-    from ..moe.options import ExpertOptions
-    from ..moe.options import Hold as Chosen
     from ..runtime.jobs.limits import Limits
     from ..runtime.jobs.request import BatchRequest, GoOn
     from ..runtime.jobs.rows import Defaults
@@ -68,7 +60,7 @@ def batch(
         settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute, attention),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
         budgets=Budgets(ram, disk, disk_dir, gpu_mem),
-        experts=ExpertOptions(None if stream == "auto" else Mode(stream), Chosen(hold)),
+        experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
         go_on=GoOn(drift=tuple(accept_drift or ())),

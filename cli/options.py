@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..offload.budget import BadSize, parse_size
+
+if TYPE_CHECKING:
+    from ..moe.options import ExpertOptions
 
 # Larger than whatever may be taken off `auto`.
 _ANY_MACHINE = 1 << 62
@@ -26,6 +29,13 @@ def _size(text: str) -> str:
 MODEL = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint folder, a prepared store, or a hub id like Qwen/Qwen3-30B-A3B."),
+]
+
+INPUT = Annotated[
+    Path,
+    typer.Argument(
+        metavar="INPUT", help="Rows: OpenAI batch lines or short ones, .jsonl or .jsonl.gz; - is standard input."
+    ),
 ]
 
 
@@ -253,3 +263,12 @@ PROGRESS = Annotated[
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+
+
+def experts(stream: Stream, hold: Hold) -> ExpertOptions:
+    """How experts are streamed and held."""
+    from ..moe.modes import Mode
+    from ..moe.options import ExpertOptions
+    from ..moe.options import Hold as Policy
+
+    return ExpertOptions(None if stream == "auto" else Mode(stream), Policy(hold))
