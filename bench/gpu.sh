@@ -2,9 +2,14 @@
 # Everything that a GPU must show, part by part, into one JSON; without one the checks run on the fake device.
 #
 #   bench/gpu.sh checks                     what there is, its rates, and the engine's tokens on one to three tiers
-#   bench/gpu.sh qwen3                      also mixtral, gpt-oss: tokens/s with random weights in the real shape
+#   bench/gpu.sh kernels                    every Triton kernel against float64, and its time against its floor
+#   bench/gpu.sh races                      streamed places poisoned, compute held up; compute-sanitizer
+#   bench/gpu.sh budgets                    4 to 24 GiB held, as the driver counts; sequences by KV format
+#   bench/gpu.sh qwen3                      also mixtral, gpt-oss: tokens/s with random weights in the real shape,
+#                                           against the roofline; qwen3 also against accelerate's offload
 #   bench/gpu.sh all --out gpu.json         every part; what the file has already is not run again (--again)
 #
+# A part begins no step after eight minutes: call it again for the others.
 # Needs torch, transformers and bitsandbytes; moedge itself may be this folder alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."

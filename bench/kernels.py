@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +48,8 @@ HAS_GPU = torch.cuda.is_available()
 ARCHS = (75, 80, 86, 89, 90, 120)
 MOST_SPILLED = 256
 MOST_ERROR = 2e-6
+# Products in bfloat16: probabilities and outputs are rounded to 8 bits.
+MOST_ROUNDED = 2e-2
 KV_PAIRS = (("native", "native"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 ALL_FEATURES = {"window": 333, "chunk": None, "softcap": 30.0, "sinks": True, "shift": True}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -218,32 +221,43 @@ def print_tables(compiled: list[Compiled], archs: list[int]) -> None:
 # --- check
 
 
-def run_check() -> int:
-    """Every combination of formats, kernels and features, sizes going round."""
+STORE, GROUPED = "store", "grouped product"
+
+
+def checks(kernel: str) -> Iterator[tuple[object, float]]:
+    """(case, relative error) of a kernel: every combination of formats and features, sizes going round."""
     device = "cuda" if HAS_GPU else "cpu"
-    worst, failed = {}, 0
-    for turn, (kernel, keys, values, feature) in enumerate(
-        itertools.product(paged_cases.KERNELS, paged_cases.KINDS, paged_cases.KINDS, paged_cases.FEATURES)
-    ):
+    if kernel == GROUPED:
+        gates = (None, Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", alternating=True))
+        for format_name, gate, bias, rows in itertools.product(
+            grouped_cases.FORMATS, gates, (False, True), (1, 20, 70)
+        ):
+            case = grouped_cases.Case(format_name, counts=(rows, 0, 1, 17), gate=gate, bias=bias, device=device)
+            yield case, grouped_cases.relative_error(case, seed=rows)
+        return
+    if kernel == STORE:
+        for keys, values, head_dim in itertools.product(paged_cases.KINDS, paged_cases.KINDS, paged_cases.HEAD_DIMS):
+            yield f"{keys}/{values} head {head_dim}", paged_cases.store_error(keys, values, head_dim, device)
+        return
+    first = paged_cases.KERNELS.index(kernel) * len(paged_cases.KINDS) ** 2 * len(paged_cases.FEATURES)
+    combinations = itertools.product(paged_cases.KINDS, paged_cases.KINDS, paged_cases.FEATURES)
+    for turn, (keys, values, feature) in enumerate(combinations, first):
         sizes = (paged_cases.HEAD_DIMS[turn % 5], paged_cases.GROUPS[turn // 2 % 5], paged_cases.BLOCKS[turn % 3])
         case = paged_cases.Case(keys, values, *sizes, device=device, **paged_cases.FEATURES[feature])
-        failed += report(worst, f"{kernel:20}", case, paged_cases.check(case, kernel, seed=turn))
-    gates = (None, Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", alternating=True))
-    for format_name, gate, bias, rows in itertools.product(grouped_cases.FORMATS, gates, (False, True), (1, 20, 70)):
-        case = grouped_cases.Case(format_name, counts=(rows, 0, 1, 17), gate=gate, bias=bias, device=device)
-        failed += report(worst, "grouped product     ", case, grouped_cases.relative_error(case, seed=rows))
-    for name, (count, error) in worst.items():
-        print(f"{name} {count:5} cases, worst relative L2 {error:.1e}")
+        yield case, paged_cases.check(case, kernel, seed=turn)
+
+
+def run_check() -> int:
+    failed = 0
+    for kernel in (*paged_cases.KERNELS, STORE, GROUPED):
+        count, worst = 0, 0.0
+        for case, error in checks(kernel):
+            count, worst = count + 1, max(worst, error)
+            if not error < MOST_ERROR:
+                failed += 1
+                print(f"{kernel:20} {error:.1e} {case}", flush=True)
+        print(f"{kernel:20} {count:5} cases, worst relative L2 {worst:.1e}", flush=True)
     return int(failed > 0)
-
-
-def report(worst: dict[str, tuple[int, float]], name: str, case: object, error: float) -> bool:
-    count, highest = worst.get(name, (0, 0.0))
-    worst[name] = (count + 1, max(error, highest))
-    if error < MOST_ERROR:
-        return False
-    print(f"{name} {error:.1e} {case}", flush=True)
-    return True
 
 
 # --- time
@@ -331,6 +345,22 @@ def timed_experts() -> Iterator[Timed]:
             yield Timed(f"{name} {format_name}, 128 experts x {rows} rows", [launch], nbytes, operations, error)
 
 
+class Measured(NamedTuple):
+    """A median, the floor, which share of the median it is, and what it is made of."""
+
+    seconds: float
+    floor: float
+    share: float
+    bound: str
+
+
+def measure(case: Timed, bandwidth: float, rate: float) -> Measured:
+    seconds = seconds_of(lambda: [launch.run() for launch in case.launches])
+    floors = {"bytes": case.nbytes / bandwidth, "operations": case.operations / rate}
+    bound = max(floors, key=floors.__getitem__)
+    return Measured(seconds, floors[bound], floors[bound] / seconds, bound)
+
+
 def run_time() -> int:
     if not HAS_GPU:
         print("no GPU was found, and only a GPU can be timed; `check` and `compile` need none", file=sys.stderr)
@@ -341,14 +371,10 @@ def run_time() -> int:
     print("| kernel | us | floor us | of floor | bound by | relative L2 |\n|---|---|---|---|---|---|")
     cases = itertools.chain(timed_attention(capability), timed_experts() if capability >= (8, 0) else ())
     for case in cases:
-        seconds = seconds_of(lambda launches=case.launches: [launch.run() for launch in launches])
-        floors = {"bytes": case.nbytes / bandwidth, "operations": case.operations / rate}
-        bound = max(floors, key=floors.__getitem__)
-        share = floors[bound] / seconds
-        figures = f"{seconds * 1e6:.1f} | {floors[bound] * 1e6:.1f} | {share:.0%} | {bound} | {case.error:.1e}"
-        print(f"| {case.name} | {figures} |", flush=True)
-        # bfloat16 products: probabilities and outputs are rounded to 8 bits.
-        failed += case.error > 2e-2
+        timed = measure(case, bandwidth, rate)
+        figures = f"{timed.seconds * 1e6:.1f} | {timed.floor * 1e6:.1f} | {timed.share:.0%} | {timed.bound}"
+        print(f"| {case.name} | {figures} | {case.error:.1e} |", flush=True)
+        failed += not case.error < MOST_ROUNDED
     return int(failed > 0)
 
 

@@ -29,7 +29,7 @@ class ExpertWeights:
 class ExpertBody:
     """What a family's experts do around their two matrices: activation (gate included) and an optional last norm.
 
-    `gate` is what `activate` does, where a kernel knows it.
+    `gate` is what `activate` does, where a kernel knows it: experts are then computed together.
     """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -50,17 +50,18 @@ class ExpertBody:
 
         False, and nothing done, where there is no kernel for them.
         """
+        if compute.grouped is None or self.gate is None or not arrived:
+            return False
         product, weights = compute.grouped, [expert for _, expert in arrived]
         ups, downs = [expert.up for expert in weights], [expert.down for expert in weights]
-        if product is None or not product.takes(ups) or not product.takes(downs):
+        if not product.takes(ups) or not product.takes(downs):
             return False
         spans = [groups.rows(expert_id) for expert_id, _ in arrived]
         cut = product.rows(spans, hidden)
-        inner = hidden.new_empty(groups.num_rows, ups[0].shape[0] // (1 if self.gate is None else 2))
+        # What other experts' rows hold does not matter.
+        inner = hidden.new_empty(groups.num_rows, ups[0].shape[0] // 2)
         up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]
         product.launch(hidden, inner, ups, up_biases, cut, groups.token_ids, self.gate).run()
-        # What other experts' rows hold does not matter.
-        inner = inner if self.gate is not None else self.activate(inner)
         product.launch(inner, rows, downs, down_biases, cut).run()
         if self.norm is not None:
             for span in spans:

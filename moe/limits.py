@@ -9,3 +9,9 @@ ROW_MULTIPLE = 16
 def padded_rows(count: int) -> int:
     """Rows that an expert computes for `count` tokens."""
     return count if count < ROW_MULTIPLE else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def most_rows(num_tokens: int, per_token: int, num_experts: int) -> int:
+    """Rows that all experts of a layer compute together, at most, padding included."""
+    assigned = num_tokens * per_token
+    return assigned + min(num_experts, assigned) * ROW_MULTIPLE

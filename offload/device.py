@@ -37,6 +37,17 @@ class Device:
         return self.cuda.cudart()
 
     @property
+    def capability(self) -> tuple[int, int]:
+        """Of its arithmetic, as (8, 6)."""
+        properties = self.cuda.get_device_properties(self.place)
+        return properties.major, properties.minor
+
+    @property
+    def processors(self) -> int:
+        """What runs blocks of threads side by side."""
+        return int(self.cuda.get_device_properties(self.place).multi_processor_count)
+
+    @property
     def available(self) -> int:
         """Bytes that this process could have: all that others do not, its own context included."""
         return self.total - self._others

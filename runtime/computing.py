@@ -1,16 +1,27 @@
-"""What products are computed with, for a model and a plan: scratch, threads, and kernels that suit this machine."""
+"""What computes a model by a plan: products with scratch, threads and kernels that suit this machine, and attention."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from ..offload.device import Device
 from ..offload.machine.threads import crew_size
 from ..quant.few_rows import measure_few_rows
+from ..quant.kernels.gpu import INTERPRETER, Gpu
 from ..quant.linear import Compute
 from ..quant.workspace import Workspace
+from .attention.protocol import AttentionBackend
+from .attention.torch_backend import TorchAttention
+from .dtypes import DTYPES
+from .kv.cache import KVCache
 from .plan.planner import Plan
 from .shape.layouts import helper_nbytes, workspace_nbytes
 from .shape.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from ..quant.kernels.product import GroupedProduct
 
 
 def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> Compute:
@@ -25,4 +36,24 @@ def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> Compute:
         integer=plan.compute == "int8",
         few_rows=measure_few_rows(plan.quant),
         helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
+        grouped=_grouped(place, plan.deterministic) if plan.grouped_experts else None,
     )
+
+
+def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
+    """The backend that the plan names; without a device Triton's runs in its interpreter."""
+    place = device.place if device else torch.device("cpu")
+    dtype, tiled = DTYPES[plan.dtype], plan.deterministic
+    if plan.attention == "torch":
+        return TorchAttention(cache, dtype, tiled, place)
+    # Imports Triton, which takes a second, and which not every machine has.
+    from .attention.triton_backend import TritonAttention
+
+    gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
+    return TritonAttention(cache, dtype, tiled, gpu, place)
+
+
+def _grouped(place: torch.device, steady: bool) -> GroupedProduct:
+    from ..quant.kernels.product import GroupedProduct
+
+    return GroupedProduct(place, steady)

@@ -11,15 +11,14 @@ from ..moe.options import DEFAULTS, ExpertOptions
 from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.device import Device
 from ..offload.heap import KEPT_NBYTES, keep_memory, return_memory
-from ..offload.host_memory import HostMemory
 from ..offload.store.store import Store
 from ..quant.kv_format import KVFormat
-from .attention.torch_backend import TorchAttention
-from .computing import make_compute
+from .computing import make_attention, make_compute
 from .dtypes import DTYPES
 from .engine import Engine
 from .kv.cache import KVCache
 from .kv.chain import root_hash
+from .kv.parking_memory import ParkingMemory
 from .kv.pool import KVPool
 from .kv.spec import KVSpec
 from .model.assembly import LayerAssembly, install_head
@@ -52,12 +51,14 @@ class LoadedEngine:
     model: PackedModel
     shards: ModelShards
     streamed: StreamedWeights
+    parking: ParkingMemory
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
 
     def close(self) -> None:
         self.engine.close()
         self.streamed.close()
+        self.parking.close()
 
 
 class Loading:
@@ -85,7 +86,11 @@ class Loading:
         return layers
 
     def finish(
-        self, layers: list[LayerAssembly], store: Store | None = None, experts: ExpertOptions = DEFAULTS
+        self,
+        layers: list[LayerAssembly],
+        store: Store | None = None,
+        experts: ExpertOptions = DEFAULTS,
+        key_offsets: KeyOffsets | None = None,
     ) -> LoadedEngine:
         """The engine, once `memory` and the small parameters are filled; the rest streams from `store`."""
         self.memory.seal()
@@ -101,9 +106,14 @@ class Loading:
         decoder = self.model.get_decoder()
         decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
         packed = PackedModel(self.model, self.compute)
-        offsets = _key_offsets(packed, self.source, self.plan, None if store is None else store.folder)
-        engine = _engine(packed, self.source.shape, self.plan, self.place, offsets)
-        return LoadedEngine(engine, packed, self.shards, streamed, device, offsets)
+        offsets = _key_offsets(packed, self.source, self.plan, None if store is None else store.folder, key_offsets)
+        specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
+        parking = ParkingMemory(specs, self.plan.parked_blocks, device)
+        cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
+        packed.attention = make_attention(cache, self.plan, device)
+        limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
+        engine = Engine(packed, Scheduler(limits, cache), Sampler())
+        return LoadedEngine(engine, packed, self.shards, streamed, parking, device, offsets)
 
 
 def load_engine(
@@ -112,50 +122,49 @@ def load_engine(
     store: Path | None = None,
     device: Device | None = None,
     experts: ExpertOptions = DEFAULTS,
+    key_offsets: KeyOffsets | None = None,
 ) -> LoadedEngine:
-    """Weights come from `store` where there is one, else from the source's checkpoint, all into memory."""
+    """Weights come from `store` where there is one, else from the source's checkpoint, all into memory.
+
+    `key_offsets` are what quantized keys are less; the store's, or measured now, where none are given.
+    """
     keep_memory() if plan.free_nbytes >= KEPT_NBYTES else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
-        return loading.finish(_read_checkpoint(loading), None, experts)
+        return loading.finish(_read_checkpoint(loading), None, experts, key_offsets)
     opened = Store.open(store)
     layers = loading.install_layers()
     read_resident(opened, loading.model)
     fill_from_store(loading.memory, opened)
-    return loading.finish(layers, opened, experts)
+    return loading.finish(layers, opened, experts, key_offsets)
 
 
-def _key_offsets(model: PackedModel, source: ModelSource, plan: Plan, store: Path | None) -> KeyOffsets | None:
+def _key_offsets(
+    model: PackedModel, source: ModelSource, plan: Plan, store: Path | None, given: KeyOffsets | None
+) -> KeyOffsets | None:
     """None where keys are kept as they are."""
     if not KVFormat.parse(plan.kv).keys.quantized:
         return None
-    offsets = None if store is None else kept(store, source.shape)
+    offsets = given or (None if store is None else kept(store, source.shape))
     return offsets or measure(model, fixed_token_ids(source.folder))
 
 
-def _engine(
-    model: PackedModel, shape: ModelShape, plan: Plan, place: torch.device, offsets: KeyOffsets | None
-) -> Engine:
-    cache = _cache(shape, plan, place, offsets)
-    model.attention = TorchAttention(cache, DTYPES[plan.dtype], tiled=plan.deterministic, device=place)
-    limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
-    return Engine(model, Scheduler(limits, cache), Sampler())
-
-
-def _cache(shape: ModelShape, plan: Plan, place: torch.device, offsets: KeyOffsets | None) -> KVCache:
-    specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
+def _cache(
+    shape: ModelShape,
+    specs: list[KVSpec],
+    plan: Plan,
+    place: torch.device,
+    offsets: KeyOffsets | None,
+    parking: ParkingMemory,
+) -> KVCache:
     pools = [
         KVPool(spec, count, place, None if offsets is None else offsets.of(spec.group), plan.deterministic)
         for spec, count in zip(specs, plan.kv_blocks, strict=True)
     ]
-    host = [
-        HostMemory(count * spec.block_nbytes).bytes.view(count, spec.block_nbytes)
-        for spec, count in zip(specs, plan.parked_blocks, strict=True)
-    ]
     # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
     formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
     settings = (shape, *formats, plan.deterministic, offsets and offsets.digest)
-    return KVCache(pools, root=root_hash(settings), host_slots=host if any(plan.parked_blocks) else None)
+    return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
 
 
 def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:

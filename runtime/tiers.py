@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..offload.device import Device, find_device
 from ..offload.memory import host_resident
+from ..quant.kernels.gpu import find_gpu
 from .plan.budgets import Budgets
 from .plan.device_plan import DeviceRoom
 from .plan.draft import PROCESS_NBYTES
@@ -32,8 +33,10 @@ def open_tiers(budgets: Budgets) -> Tiers:
         budgets.without_device()
         return Tiers(host)
     budget = budgets.device_nbytes(device.total, device.available)
+    # Compiles and runs a kernel, which is part of what the process and the context take from here on.
+    gpu = find_gpu(device.place, device.capability, device.processors)
     process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
     context = device.context_nbytes
     # What libraries will take is not the allocator's to give.
     device.limit(max(0, budget - context - LIBRARIES_NBYTES))
-    return Tiers(host, device, DeviceRoom(budget, context + LIBRARIES_NBYTES, process))
+    return Tiers(host, device, DeviceRoom(budget, context + LIBRARIES_NBYTES, process, gpu))

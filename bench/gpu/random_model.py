@@ -6,7 +6,7 @@ Speed is real, the text is not. Experts are unequally popular, since routers' ro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from moedge.runtime.plan.planner import Plan
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import is_router, model_shape
 from moedge.runtime.shape.shards import ModelShards, ShardLayout
+from moedge.runtime.weights.key_offsets import KeyOffsets
 from moedge.runtime.weights.memory import DENSE, HEAD, WeightMemory
 
 # As published on the hub, without what decides no size and no arithmetic.
@@ -55,11 +56,15 @@ _SPREAD = {"nf4": 0.55, "int8": 73.0}
 @contextmanager
 def random_source(name: str, **smaller: int) -> Iterator[ModelSource]:
     """A model of `CONFIGS`, with some sizes changed; its folder has a config and nothing else."""
-    values = {"architectures": [], "dtype": "bfloat16", **CONFIGS[name], **smaller}
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(values))
+        write_config(Path(folder), name, smaller)
         config = ModelConfig.read(Path(folder))
         yield ModelSource(name, Path(folder), model_shape(config, dict(_entries(config))))
+
+
+def write_config(folder: Path, name: str, smaller: Mapping[str, int]) -> None:
+    values = {"architectures": [], "dtype": "bfloat16", **CONFIGS[name], **smaller}
+    (folder / "config.json").write_text(json.dumps(values))
 
 
 def load_random(source: ModelSource, plan: Plan, device: Device | None) -> LoadedEngine:
@@ -68,7 +73,10 @@ def load_random(source: ModelSource, plan: Plan, device: Device | None) -> Loade
     layers = loading.install_layers()
     _fill_resident(loading.model)
     _fill(loading.memory, loading.shards)
-    return loading.finish(layers)
+    # There is no tokenizer to measure any with, and random keys have no bias.
+    shapes = {layer: (group.kv_heads, group.head_dim) for group in source.shape.kv_groups for layer in group.layers}
+    offsets = KeyOffsets(tuple(torch.zeros(shapes[layer]) for layer in sorted(shapes)))
+    return loading.finish(layers, key_offsets=offsets)
 
 
 def _entries(config: ModelConfig) -> Iterator[tuple[str, TensorEntry]]:

@@ -17,10 +17,16 @@ SCHEMA = "moedge.gpu/1"
 
 
 class Report:
-    """Steps by part; each is saved as soon as it is done, and not run again where the file has it."""
+    """Steps by part; each is saved as soon as it is done, and not run again where the file has it.
 
-    def __init__(self, path: Path, again: bool, machine: dict[str, Any]) -> None:
+    A part that has run for `part_seconds` begins no further step: what is left is for the next call.
+    """
+
+    def __init__(self, path: Path, again: bool, machine: dict[str, Any], part_seconds: float = 480) -> None:
         self.path = path
+        self.num_left = 0
+        self._part_seconds = part_seconds
+        self._begun: dict[str, float] = {}
         self.content: dict[str, Any] = {"schema": SCHEMA, "machine": machine, "parts": {}}
         if path.exists() and not again:
             found = json.loads(path.read_text())
@@ -31,6 +37,10 @@ class Report:
     def step(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
         steps = self.content["parts"].setdefault(part, {})
         if name not in steps or not steps[name]["ok"]:
+            if time.perf_counter() - self._begun.setdefault(part, time.perf_counter()) > self._part_seconds:
+                self.num_left += 1
+                print(f"| {part} | {name} | left for the next call |")
+                return
             begun = time.perf_counter()
             try:
                 steps[name] = {"ok": True, **run()}
@@ -38,7 +48,11 @@ class Report:
                 steps[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}
             steps[name]["seconds"] = round(time.perf_counter() - begun, 2)
             self._save()
-        print(_line(part, name, steps[name]))
+        print(_line(part, name, steps[name]), flush=True)
+
+    def steps(self, part: str) -> list[tuple[str, dict[str, Any]]]:
+        """Those of a part that have run, and passed."""
+        return [(name, step) for name, step in self.content["parts"].get(part, {}).items() if step["ok"]]
 
     @property
     def ok(self) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .upload import upload
+
 
 class Stack(NamedTuple):
     """Tensors of one shape that lie anywhere on one device: the first, and how many elements on each one begins.
@@ -18,14 +20,23 @@ class Stack(NamedTuple):
     shifts: torch.Tensor
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Stack:
-        """Raises ValueError for tensors that a stack cannot name."""
-        first = tensors[0]
-        apart = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
-        if any(nbytes % first.element_size() for nbytes in apart):
-            raise ValueError(f"Tensors {apart} bytes apart were found; {first.dtype} wants whole elements.")
-        shifts = torch.tensor([nbytes // first.element_size() for nbytes in apart], device=first.device)
-        return cls(first, shifts)
+    def all_of(cls, runs: Sequence[Sequence[torch.Tensor]]) -> list[Stack]:
+        """A stack for each run, runs of equal length, in one copy to the device. Raises ValueError for tensors that a
+        stack cannot name.
+        """
+        shifts = [_shifts(tensors) for tensors in runs]
+        # Each begins at a multiple of 16 bytes: kernels are compiled once for pointers that do, once for others.
+        padded = torch.tensor([each + each[:1] * (len(each) % 2) for each in shifts])
+        placed = upload(padded, runs[0][0].device)
+        return [cls(tensors[0], row[: len(tensors)]) for tensors, row in zip(runs, placed, strict=True)]
+
+
+def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    first = tensors[0]
+    apart = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
+    if any(nbytes % first.element_size() for nbytes in apart):
+        raise ValueError(f"Tensors {apart} bytes apart were found; {first.dtype} wants whole elements.")
+    return [nbytes // first.element_size() for nbytes in apart]
 
 
 class Packed(NamedTuple):

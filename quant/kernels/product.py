@@ -13,10 +13,8 @@ from ..tensor import PackedTensor
 from .grouped import grouped_product
 from .launch import Launch, dot_type
 from .operands import Gate, Packed, Sizes, Stack
-from .tuning import Tiles, tiles_for
-
-# Weight formats that the kernel reads.
-FORMATS = ("none", "int8", "nf4")
+from .tuning import FORMATS, Tiles, tiles_for
+from .upload import upload
 
 
 class Rows(NamedTuple):
@@ -35,7 +33,7 @@ class Rows(NamedTuple):
             for matrix, span in enumerate(spans)
             for first in range(span.start, span.stop, cut.rows)
         ]
-        return cls(torch.tensor(tiles, dtype=torch.int32).to(x.device), cut)
+        return cls(upload(torch.tensor(tiles, dtype=torch.int32), x.device), cut)
 
 
 class GroupedProduct:
@@ -70,9 +68,10 @@ class GroupedProduct:
         all or none.
         """
         layout = matrices[0].layout
-        planes = [Stack.of(plane) for plane in zip(*(matrix.planes for matrix in matrices), strict=True)]
+        planes = list(zip(*(matrix.planes for matrix in matrices), strict=True))
         given = [bias for bias in biases if bias is not None]
-        packed = Packed(planes[0], planes[1] if len(planes) > 1 else None, Stack.of(given) if given else None)
+        stacks = Stack.all_of([*planes, given] if given else planes)
+        packed = Packed(stacks[0], stacks[1] if len(planes) > 1 else None, stacks[-1] if given else None)
         cut, (num_rows, num_columns) = rows.cut, layout.shape
         sizes = Sizes(layout.format, num_rows, num_columns, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
         grid = (len(rows.tiles), triton.cdiv(out.shape[1], cut.outputs))

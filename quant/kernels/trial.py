@@ -17,7 +17,7 @@ def _double(source, target, count: tl.constexpr):
     tl.store(target + places, 2 * tl.load(source + places))
 
 
-def try_kernel(device: str = "cuda") -> bool:
+def try_kernel(device: torch.device | str = "cuda") -> bool:
     """Compiles it for the device and runs it; whether its numbers are right. Raises what Triton raises."""
     source = torch.arange(_COUNT, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

@@ -1,7 +1,7 @@
 """Tile sizes of the grouped product by GPU and format, frozen: nothing is searched while a job starts.
 
 Chosen by what compiles without spills (docs/kernels.md), not by time: no GPU has timed them yet, and
-`bench/kernels.py --time` is how one would. Free of Triton.
+`bench/kernels.py time` is how one would. Free of Triton.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _TILES = {16: Tiles(16, 64, 64, 4, 3), 32: Tiles(32, 64, 64, 4, 3), 64: Tiles(64
 _WIDE = Tiles(16, 32, 64, 4, 1)
 # Below sm80 tl.dot is a loop of multiply-adds: such GPUs widen whole matrices instead.
 DOT_CAPABILITY = (8, 0)
+# Weight formats that the kernel reads.
+FORMATS = ("none", "int8", "nf4")
 
 
 def supports(capability: tuple[int, int]) -> bool:

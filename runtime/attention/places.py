@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,21 @@ class GroupPlaces:
     @classmethod
     def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupPlaces:
         tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
-        positions = [torch.arange(chunk.past, chunk.past + chunk.count) for chunk in batch.chunks]
-        block_ids = [table[position // block] for table, position in zip(tables.values(), positions, strict=True)]
+        slots = slots_of(batch.chunks, list(tables.values()), block)
         return cls(
-            torch.cat(block_ids).to(device),
-            (torch.cat(positions) % block).to(device),
+            (slots // block).to(device),
+            (slots % block).to(device),
             {chunk: table.to(device) for chunk, table in tables.items()},
         )
+
+
+def slots_of(chunks: Sequence[Chunk], tables: Sequence[torch.Tensor], block: int) -> torch.Tensor:
+    """Block id * block + offset of every token of the pass, int64 [T]; `tables` are the chunks' block tables."""
+    slots = []
+    for chunk, table in zip(chunks, tables, strict=True):
+        positions = torch.arange(chunk.past, chunk.past + chunk.count)
+        slots.append(table[positions // block].long() * block + positions % block)
+    return torch.cat(slots)
 
 
 class PassPlaces:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..batch import Batch
+from ..batch import Batch, Chunk
 from ..errors import UnsupportedModel
 from ..shape.model_shape import KVGroup
 
@@ -28,6 +28,11 @@ class AttentionCall:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are softmax's input as they are, and keys alone share it."""
+        return self.softcap is None and self.sinks is None
+
     def first_seen(self, position: int) -> int:
         """The first position that a token looks back to."""
         if self.chunk is not None:
@@ -41,6 +46,12 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Stores the pass's k, v [T, Hkv, D] and returns what q [T, Hq, D] reads of them and the past: [T, Hq, D]."""
         ...
+
+
+def sees_itself_only(call: AttentionCall, chunk: Chunk) -> bool:
+    """Whether a chunk is a whole prompt whose rows see all rows before them, and nothing else: plainly causal."""
+    reaches_all = all(reach is None or chunk.count <= reach for reach in (call.window, call.chunk))
+    return chunk.past == 0 and chunk.count > 1 and reaches_all and call.is_plain
 
 
 def check_reach(call: AttentionCall, group: KVGroup) -> None:

@@ -20,7 +20,7 @@ from .decode import DecodeScratch, Query, decode
 from .decode_runs import DecodeRun, DecodeRuns
 from .kernel import attend_fresh, attend_rows, visibility
 from .places import PassPlaces
-from .protocol import AttentionCall, check_reach
+from .protocol import AttentionCall, check_reach, sees_itself_only
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
 ROWS = 256
@@ -42,7 +42,7 @@ class _Layer:
     @classmethod
     def of(cls, call: AttentionCall, pool: KVPool, index: int, q: torch.Tensor) -> _Layer:
         shift = None
-        if pool.frame is not None and (call.softcap is not None or call.sinks is not None):
+        if pool.frame is not None and not call.is_plain:
             shift = pool.frame.shifts(index, q).mul_(call.scale)
         return cls(call, pool, index, pool.queries(q), shift)
 
@@ -95,7 +95,7 @@ class TorchAttention:
         out = torch.empty_like(q)
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
-            if self.is_fresh(call, chunk):
+            if not self.tiled and sees_itself_only(call, chunk):
                 stored = pool.as_stored(place.index, k[rows], v[rows])
                 out[rows] = attend_fresh(call, pool.queries(q[rows]), *stored)
             elif self.tiled or chunk.count > 1:
@@ -103,12 +103,6 @@ class TorchAttention:
         if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
             self._decode(_Layer.of(call, pool, place.index, q), self._runs.of(call, place.group, places), out)
         return out
-
-    def is_fresh(self, call: AttentionCall, chunk: Chunk) -> bool:
-        """Whether the chunk is a whole prompt whose rows see all rows before them, and nothing else."""
-        reaches_all = all(reach is None or chunk.count <= reach for reach in (call.window, call.chunk))
-        plain = call.softcap is None and call.sinks is None
-        return chunk.past == 0 and chunk.count > 1 and reaches_all and plain and not self.tiled
 
     def attend_past(
         self, call: AttentionCall, place: LayerPlace, chunk: Chunk, q: torch.Tensor, out: torch.Tensor

@@ -88,8 +88,10 @@ class BatchRun:
         """
         begun = time.perf_counter()
         store = store_for(self.source, self.plan_made, self.request.budgets)
-        self._loaded = load_engine(self.source, self.plan_made, store, self._tiers.device, self.request.experts)
+        options, offsets = self.request.experts, self.ledger.key_offsets(self.source.shape)
+        self._loaded = load_engine(self.source, self.plan_made, store, self._tiers.device, options, offsets)
         self._resources.callback(self._loaded.close)
+        self.ledger.settle_offsets(self._loaded.key_offsets)
         rehearse(self._loaded, self.plan_made, self._job)
         self.seconds.load = time.perf_counter() - begun
         return self._loaded

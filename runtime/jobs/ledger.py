@@ -16,12 +16,16 @@ from typing import Any, Self
 from ...offload.stream.lane import StreamBroken
 from ..model_source import ModelSource
 from ..plan.planner import Plan, Settings
+from ..shape.model_shape import ModelShape
+from ..weights.key_offsets import KeyOffsets
 from .dates import now_text
 from .ending import DeathTrace, boot_id, last_ending, memory_kills
 from .export import export, export_partial, is_exported, read_answers
 from .fingerprint import Fingerprint
 from .folder import JobFolder, JobLock
 from .identity import identity, resolved, settle
+from .job_offsets import recall
+from .job_offsets import settle as settle_offsets
 from .journal.committer import Mark
 from .journal.errors import JournalFailed
 from .journal.journal import Journal
@@ -49,6 +53,7 @@ class JobLedger:
         self._paths = paths
         self._journal: Journal | None = None
         self._retry: list[int] = []
+        self._key_offsets: str | None = None
         with ExitStack() as resources:
             lock = JobLock(self.folder)
             resources.callback(lock.close)
@@ -112,13 +117,29 @@ class JobLedger:
             )
             register(opened["id"], self.folder)
 
+    def key_offsets(self, shape: ModelShape) -> KeyOffsets | None:
+        """What quantized keys of the job are less, where that is known already."""
+        return recall(self.folder.path, self.journal.state.key_offsets, shape)
+
+    def settle_offsets(self, offsets: KeyOffsets | None) -> None:
+        """`offsets` are used from here on. Raises JobMismatch where the job was begun with others."""
+        recorded, drift = self.journal.state.key_offsets, self._request.go_on.drift
+        self._key_offsets = settle_offsets(self.folder.path, recorded, offsets, drift)
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """Rows go into work while it is open; how it is left decides whether they are suspected."""
         ending = last_ending(self.journal.state, self.folder)
         self.folder.cancel.unlink(missing_ok=True)
         with DeathTrace(self.folder) as trace:
-            self.journal.start(ending, pid=os.getpid(), boot=boot_id(), memory_kills=memory_kills(), at=now_text())
+            self.journal.start(
+                ending,
+                pid=os.getpid(),
+                boot=boot_id(),
+                memory_kills=memory_kills(),
+                at=now_text(),
+                key_offsets=self._key_offsets,
+            )
             if self._retry:
                 self.journal.retry(self._retry)
                 self._retry = []

@@ -37,7 +37,7 @@ class KVCache:
         *,
         root: bytes = b"",
         sharing: bool = True,
-        host_slots: Items[torch.Tensor] | None = None,
+        host_slots: Items[Items[torch.Tensor]] | None = None,
     ) -> None:
         self.pools = tuple(pools)
         self.groups = tuple(GroupCache(pool) for pool in pools)

@@ -14,21 +14,21 @@ from .table import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Blocks of one layer group: which are taken, and their bytes, uint8 [num_blocks, block_nbytes]."""
+    """Blocks of one layer group: which are taken, and the bytes of each, uint8 [block_nbytes]."""
 
     allocator: BlockAllocator
-    memory: torch.Tensor
+    memory: Items[torch.Tensor] | torch.Tensor
 
 
 class HostTier:
-    """`slots[g]` uint8 [num_blocks, block_nbytes] is memory for layer group g, pinned where there is a device.
+    """`slots[g]` are blocks of memory for layer group g, uint8 [block_nbytes] each, pinned where there is a device.
 
     A block moves with one copy, all layers of its group together. Copies go to the stream that computes: it writes a
     block before it is copied out and reads it after it was copied in, so that order alone makes them safe. They cost
     it little: a sequence's blocks cross the link in a thousandth of the time that the weights of a pass take.
     """
 
-    def __init__(self, groups: Items[GroupCache], slots: Items[torch.Tensor]) -> None:
+    def __init__(self, groups: Items[GroupCache], slots: Items[Items[torch.Tensor]]) -> None:
         self._cache = [_Place(group.allocator, group.pool.records.flatten(1)) for group in groups]
         self._host = [_Place(BlockAllocator(len(memory)), memory) for memory in slots]
         self._block = groups[0].spec.block

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...moe.limits import ROW_MULTIPLE
+from ...moe.limits import most_rows
 from ..attention.limits import NATIVE_NBYTES, WIDE_NUMEL
 from ..shape.layouts import ITEM_NBYTES
 from ..shape.model_shape import ModelShape
@@ -28,7 +28,7 @@ def pass_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sampled: int
     per_token = max((layer.experts.per_token for layer in shape.layers if layer.experts), default=0)
     inner = max((layer.experts.up.rows for layer in shape.layers if layer.experts), default=0)
     count = max((layer.experts.count for layer in shape.layers if layer.experts), default=0)
-    rows = num_tokens * per_token + min(count, num_tokens * per_token) * ROW_MULTIPLE
+    rows = most_rows(num_tokens, per_token, count)
     layer = (
         _HIDDEN_COPIES * hidden * item
         + _FP32_COPIES * hidden * 4

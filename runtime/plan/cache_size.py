@@ -38,8 +38,16 @@ class CacheSize:
         return tuple(self._blocks(spec, num_sequences) for spec in self.specs)
 
     def nbytes(self, num_sequences: int) -> int:
-        blocks = self.blocks(num_sequences)
+        return self.nbytes_of(self.blocks(num_sequences))
+
+    def nbytes_of(self, blocks: tuple[int, ...]) -> int:
+        """Of so many blocks by group."""
         return sum(count * spec.block_nbytes for count, spec in zip(blocks, self.specs, strict=True))
+
+    def parked(self, blocks: tuple[int, ...], room: int) -> tuple[int, ...]:
+        """Blocks by group that preempted sequences may wait in: as many as the cache has, or `room` bytes of them."""
+        nbytes = self.nbytes_of(blocks)
+        return tuple(min(count, count * room // nbytes) for count in blocks)
 
     def sequences_in(self, room: int, most: int) -> int:
         """The most sequences, up to `most`, whose blocks take at most `room` bytes; at least 1."""

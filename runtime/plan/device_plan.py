@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...quant.kernels.gpu import Gpu
 from ..errors import DoesNotFit
 from ..shape.layouts import ITEM_NBYTES, resident_nbytes
 from ..shape.model_shape import ModelShape
@@ -13,18 +14,21 @@ from .placement import Placement, everything, minimum, stage
 MIB = 1 << 20
 # Weights as the checkpoint has them, on their way to be packed, and what a shard passes through.
 LOADING_NBYTES = 512 * MIB
+WITHOUT_KERNELS = Gpu((0, 0), 1, "nothing is known of this GPU")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoom:
     """What a device offers: a budget, of which `context_nbytes` go to the driver and libraries.
 
-    `process_nbytes` is what the process has taken of host memory with CUDA loaded.
+    `process_nbytes` is what the process has taken of host memory with CUDA loaded. `gpu` is what kernels go by; without
+    one, torch computes everything.
     """
 
     budget_nbytes: int
     context_nbytes: int
     process_nbytes: int
+    gpu: Gpu = WITHOUT_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class DevicePlan:
     """The device's budget, and where in the host the shards lie that it does not hold.
 
     `staging` counts the device's own shards as kept; the rest of them lies in host memory, what it does not keep, of
-    `disk_nbytes`, on disk.
+    `disk_nbytes`, on disk. `free_nbytes` of host memory are left.
     """
 
     budget_nbytes: int
@@ -40,6 +44,7 @@ class DevicePlan:
     staging: Placement
     staged_nbytes: int
     disk_nbytes: int
+    free_nbytes: int
 
 
 def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
@@ -63,4 +68,6 @@ def plan_staging(
         )
     staged = staging.held_nbytes(shards) - held.held_nbytes(shards)
     whole = everything(shards).held_nbytes(shards)
-    return DevicePlan(device.budget_nbytes, device.context_nbytes, staging, staged, whole - staging.held_nbytes(shards))
+    disk = whole - staging.held_nbytes(shards)
+    free = budget - fixed - staged - staging.dense_ring - staging.expert_ring
+    return DevicePlan(device.budget_nbytes, device.context_nbytes, staging, staged, disk, free)

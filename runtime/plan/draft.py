@@ -12,6 +12,7 @@ from ..shape.shards import ModelShards, model_shards
 from .activations import pass_nbytes
 from .cache_size import CacheSize
 from .device_plan import DeviceRoom, on_device_nbytes
+from .kernel_scratch import attention_nbytes, experts_nbytes, groups_experts
 from .placement import Placement, device_ring, everything, minimum, place
 
 # torch, transformers and bitsandbytes imported, threads started, before any model.
@@ -56,6 +57,13 @@ class Draft:
         specs = tuple(KVSpec(group, formats.kv, formats.kv_block) for group in shape.kv_groups)
         self.cache = CacheSize(specs, longest, tokens_per_pass)
         computing = pass_nbytes(shape, formats.dtype, tokens_per_pass, self.most_live, longest)
+        self.gpu = None if device is None else device.gpu
+        self.grouped_experts = self.gpu is not None and groups_experts(shape, formats.quant, self.gpu)
+        if self.gpu is not None and self.gpu.has_kernels:
+            # Not at the same time: a layer's attention is over when its experts begin.
+            attention = attention_nbytes(shape, self.cache, formats.dtype, self.most_live, self.gpu)
+            experts = experts_nbytes(shape, formats.dtype, tokens_per_pass) if self.grouped_experts else 0
+            computing += max(attention, experts)
         self.scratch = workspace_nbytes(shape, formats.quant, formats.dtype, deterministic)
         if device is None:
             self.scratch += (crew_size() - 1) * helper_nbytes(shape, formats.quant, formats.dtype, deterministic)

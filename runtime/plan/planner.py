@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...quant.kernels.gpu import interpreted
 from ..attention.choice import AttentionNeeds, choose_attention
 from ..errors import DoesNotFit, SettingError
 from ..shape.layouts import FORMATS
@@ -51,6 +52,8 @@ class Plan:
     is ever started. `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none,
     preempted sequences are computed again. On a machine without a device there are none, because the cache is in host
     memory itself, and blocks do more good there. `free_nbytes` of the budget are of no use to this job.
+
+    `grouped_experts`: those that arrive together are computed in two launches, by kernels of the device.
     """
 
     dtype: str
@@ -73,6 +76,7 @@ class Plan:
     scratch_nbytes: int
     compute: str = "auto"
     free_nbytes: int = 0
+    grouped_experts: bool = False
     device: DevicePlan | None = None
 
     @property
@@ -114,7 +118,11 @@ def make_plan(
     if device is None:
         return plan
     staged = plan_staging(shape, draft.shards, plan.placement, device, host_budget, plan.dtype)
-    return replace(plan, budget_nbytes=host_budget, device=staged)
+    # Where every sequence has room at its longest, none is preempted.
+    waits = plan.kv_sequences < draft.most_live and staged.disk_nbytes == 0
+    parked = draft.cache.parked(plan.kv_blocks, staged.free_nbytes if waits else 0)
+    free = staged.free_nbytes - draft.cache.nbytes_of(parked)
+    return replace(plan, budget_nbytes=host_budget, device=staged, parked_blocks=parked, free_nbytes=free)
 
 
 def budget_range(
@@ -190,7 +198,7 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
         dtype=draft.formats.dtype,
         quant=draft.formats.quant,
         kv=draft.formats.kv,
-        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.formats.kv)),
+        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.gpu, interpreted())),
         kv_block=draft.formats.kv_block,
         kv_blocks=blocks,
         kv_sequences=live,
@@ -207,6 +215,7 @@ def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) ->
         scratch_nbytes=draft.scratch,
         compute=settings.compute,
         free_nbytes=budget - draft.fixed - kv_nbytes - placement.nbytes(draft.shards),
+        grouped_experts=draft.grouped_experts,
     )
 
 

@@ -5,18 +5,21 @@ operation on tensors of both sides, numpy of a device tensor, one copy out of tw
 it is allocated and when a copy into it begins. Copies by side streams are the simulator's (tests/offload/stream): they
 run in steps, as late or as early as events allow. Compute is eager, so what it waits for happens at once; that it
 lags behind the host is shown by looking again: every read of memory that copies write to is checked once more when
-the compute stream, which a seed drives too, has come to it.
+the compute stream, which a seed drives too, has come to it. Triton's kernels run in its interpreter, on a device of a
+capability that they are for; what they read through addresses alone is looked at again, too.
 """
 
+import ctypes
 import sys
 import threading
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib import util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -80,17 +83,29 @@ class Compute(simulator.Stream):  # type: ignore[misc,name-defined]
             self.machine.run_until(lambda: completion.done)
 
 
+class Properties(NamedTuple):
+    """Of a device, as torch names them."""
+
+    major: int
+    minor: int
+    multi_processor_count: int = 4
+
+
 class Cuda(simulator.Cuda):  # type: ignore[misc,name-defined]
     """What the code under test takes for `torch.cuda`."""
 
-    def __init__(self, machine: Machine, total: int, context: int, pin_limit: float) -> None:
+    def __init__(self, machine: Machine, total: int, context: int, pin_limit: float, properties: Properties) -> None:
         super().__init__(machine, pin_limit)
         self.total, self.context = total, context
+        self.properties = properties
         self.reserved = self.most_reserved = 0
         self.limit = total
 
     def cudart(self) -> "Cuda":
         return self
+
+    def get_device_properties(self, place: torch.device) -> Properties:
+        return self.properties
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.total - self.context - self.reserved, self.total
@@ -121,20 +136,45 @@ class Cuda(simulator.Cuda):  # type: ignore[misc,name-defined]
 
 
 class FakeDevice(TorchFunctionMode):
-    """Inside `with FakeDevice(...) as fake`, `fake.device` computes; `nbytes_copied` is what crossed its link."""
+    """Inside `with FakeDevice(...) as fake`, `fake.device` computes; `nbytes_copied` is what crossed its link.
+
+    Its capability is one that no Triton compiles for, unless kernels are wanted: the interpreter takes its time.
+    """
 
     def __init__(
-        self, seed: int = 0, total: int = 64 << 30, context: int = 10 << 20, pin_limit: float = float("inf")
+        self,
+        seed: int = 0,
+        total: int = 64 << 30,
+        context: int = 10 << 20,
+        pin_limit: float = float("inf"),
+        capability: tuple[int, int] = (7, 0),
     ) -> None:
         super().__init__()
         self.machine = Machine(seed)
-        self.cuda = Cuda(self.machine, total, context, pin_limit)
+        self.cuda = Cuda(self.machine, total, context, pin_limit, Properties(*capability))
         self.place = torch.device("cuda", 0)
         self.device = Device(self.place, self.cuda, self.cuda.clear_error)
         self.nbytes_copied = 0
         self.num_looks = 0
-        self._streamed_into: set[int] = set()
+        self.launched: Counter[str] = Counter()
+        self._streamed_into: dict[int, int] = {}
         self._live: set[int] = set()
+
+    def __enter__(self) -> "FakeDevice":
+        if self.cuda.properties[:2] >= (7, 5):
+            from triton.runtime.interpreter import GridExecutor
+
+            self._interpret = GridExecutor.__call__
+            GridExecutor.__call__ = lambda grid, *arguments, **options: self._launch(grid, arguments, options)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.cuda.properties[:2] >= (7, 5):
+            from triton.runtime.interpreter import GridExecutor
+
+            GridExecutor.__call__ = self._interpret
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -143,6 +183,8 @@ class FakeDevice(TorchFunctionMode):
         if func in _ANSWERS:
             return _ANSWERS[func](self) if isinstance(args[0], OnDevice) else func(*args)
         name = getattr(func, "__name__", "")
+        if name == "pin_memory":
+            return args[0]
         if name in {"to", "cpu", "cuda"}:
             return self._to(func, name, args, kwargs)
         if name == "copy_":
@@ -195,7 +237,8 @@ class FakeDevice(TorchFunctionMode):
         assert non_blocking
         self._refuse_two_registrations(source)
         self.machine.wander()
-        self._streamed_into.add(target.untyped_storage().data_ptr())
+        storage = target.untyped_storage()
+        self._streamed_into[storage.data_ptr()] = storage.nbytes()
         into, out_of = _plain(target), _plain(source)
         half = len(into) // 2
 
@@ -205,6 +248,34 @@ class FakeDevice(TorchFunctionMode):
 
         stream.steps += [lambda: into.fill_(POISON), lambda: into[:half].copy_(out_of[:half]), finish]
         return target
+
+    def _launch(self, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A kernel: all its tensors are on the device; what it may read of streamed memory is looked at again."""
+        tensors = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor)]
+        _refuse_mixture(grid.fn.__name__, tensors)
+        self.launched[grid.fn.__name__] += 1
+        with torch._C.DisableTorchFunction():
+            self._interpret(grid, *arguments, **options)
+        self._look_again([tensor for tensor in tensors if isinstance(tensor, OnDevice)], None)
+        for stack in (leaf for leaf in tree_iter(arguments, is_leaf=_is_stack) if _is_stack(leaf)):
+            item = stack.base.element_size()
+            for shift in _plain(stack.shifts).tolist():
+                self._look_at(stack.base.data_ptr() + shift * item, stack.base.numel() * item)
+
+    def _look_at(self, address: int, nbytes: int) -> None:
+        if not self._is_streamed_into(address):
+            return
+        self.num_looks += 1
+        seen = zlib.crc32(ctypes.string_at(address, nbytes))
+
+        def look() -> None:
+            if self._is_streamed_into(address) and zlib.crc32(ctypes.string_at(address, nbytes)) != seen:
+                raise simulator.Race("weights were overwritten before a kernel had read them")
+
+        self.machine.compute.steps.append(look)
+
+    def _is_streamed_into(self, address: int) -> bool:
+        return any(begin <= address < begin + nbytes for begin, nbytes in self._streamed_into.items())
 
     def _look_again(self, tensors: Iterable[torch.Tensor], result: Any) -> None:
         """What compute read of streamed memory must still be there when the device, lagging behind, reads it."""
@@ -244,7 +315,7 @@ class FakeDevice(TorchFunctionMode):
 
     def _forget(self, address: int, nbytes: int) -> None:
         self._live.discard(address)
-        self._streamed_into.discard(address)
+        self._streamed_into.pop(address, None)
         self.cuda.give(nbytes)
 
     def _refuse_two_registrations(self, source: torch.Tensor) -> None:
@@ -274,6 +345,10 @@ def _refuse_mixture(name: str, tensors: list[torch.Tensor]) -> None:
     strangers = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
     if strangers:
         raise RuntimeError(f"{name}: expected all tensors on one device, {list(strangers[0].shape)} is in the host")
+
+
+def _is_stack(leaf: Any) -> bool:
+    return type(leaf).__name__ == "Stack"
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

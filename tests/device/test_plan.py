@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.errors import DoesNotFit
-from moedge.runtime.plan.device_plan import LOADING_NBYTES, DeviceRoom
+from moedge.runtime.plan.device_plan import LOADING_NBYTES, WITHOUT_KERNELS, DeviceRoom
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.placement import MIN_RING_EXPERTS, device_ring
-from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.plan.planner import Settings, budget_range, make_plan
 from moedge.runtime.shape.layouts import resident_nbytes
 from moedge.runtime.shape.shards import model_shards
 
@@ -60,3 +61,43 @@ def test_a_device_s_ring_takes_a_layer_of_experts_but_no_more_than_an_eighth(cas
     assert device_ring(shards, 1 << 40) == whole
     assert device_ring(shards, 8 * 5 * layer.expert.nbytes) == (5 - MIN_RING_EXPERTS) * layer.expert.nbytes
     assert device_ring(shards, 0) == 0
+
+
+AMPERE = Gpu((8, 6), 28)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quant", "attention", "grouped"),
+    [
+        (AMPERE, "nf4", "triton", True),
+        (AMPERE, "int4", "triton", False),
+        (Gpu((7, 5), 14), "nf4", "triton", False),
+        (Gpu((8, 6), 28, "Triton is not installed"), "nf4", "torch", False),
+    ],
+)
+def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
+    gpu: Gpu, quant: str, attention: str, grouped: bool, case: Any
+) -> None:
+    shape, settings = case("qwen3_moe").source.shape, Settings("bf16", quant, "int8", tokens_per_pass=512)
+    plans = [
+        make_plan(shape, settings, AMPLE, JOB, replace(ROOM, budget_nbytes=1 << 32, gpu=each))
+        for each in (gpu, WITHOUT_KERNELS)
+    ]
+    assert (plans[0].attention, plans[0].grouped_experts) == (attention, grouped)
+    assert (plans[1].attention, plans[1].grouped_experts) == ("torch", False)
+    assert (plans[0].scratch_nbytes > plans[1].scratch_nbytes) == gpu.has_kernels
+
+
+def test_preempted_sequences_are_parked_in_what_host_memory_has_left(case: Any) -> None:
+    shape = case("qwen3_moe").source.shape
+    settings = Settings("fp32", "none", "fp32", tokens_per_pass=64, max_sequences=64)
+    smallest, whole = budget_range(shape, settings, JOB, ROOM)
+    tight, ample = replace(ROOM, budget_nbytes=smallest), replace(ROOM, budget_nbytes=whole + (1 << 32))
+    assert sum(make_plan(shape, settings, AMPLE, JOB, ample).parked_blocks) == 0, "nobody is preempted"
+    plan = make_plan(shape, settings, AMPLE, JOB, tight)
+    assert plan.parked_blocks == plan.kv_blocks
+    assert plan.device is not None
+    staged = AMPLE - plan.device.free_nbytes
+    room = make_plan(shape, settings, staged + plan.kv_nbytes // 2, JOB, tight)
+    assert 0 < sum(room.parked_blocks) <= sum(plan.kv_blocks) // 2
+    assert sum(make_plan(shape, settings, staged, JOB, tight).parked_blocks) == 0

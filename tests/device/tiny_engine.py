@@ -9,6 +9,7 @@ import torch
 from moedge.moe.modes import Mode
 from moedge.moe.options import ExpertOptions
 from moedge.offload.device import Device
+from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu
 from moedge.runtime.jobs.movement import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.load import load_engine
@@ -21,8 +22,6 @@ from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.layouts import resident_nbytes
 from moedge.runtime.shape.shards import model_shards
 
-LENGTHS, NEW_TOKENS = (3, 40, 17), 6
-JOB = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
 AMPLE = 1 << 36
 ALL = ExpertOptions(Mode.ALL)
 
@@ -36,6 +35,8 @@ class Ran:
     from_disk: int
     to_device: int
     experts: Experts
+    parked: int
+    pinned_for_parking: int
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,26 @@ class Case:
     source: ModelSource
     store: Path
     settings: Settings
+    lengths: tuple[int, ...] = (3, 40, 17)
+    new_tokens: int = 6
+
+    @property
+    def job(self) -> JobShape:
+        return JobShape(len(self.lengths), max(self.lengths) + self.new_tokens)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randint(5, 380, (length,), generator=generator).tolist() for length in self.lengths]
 
     def plan(self, device: Device | None, share: float = 1.0, ram: int = AMPLE) -> Plan:
         """With `share` of the way from the smallest budget on the device to the one that holds everything."""
         if device is None:
-            return make_plan(self.source.shape, self.settings, ram, JOB)
-        room = DeviceRoom(0, device.context_nbytes, 0)
-        smallest, whole = budget_range(self.source.shape, self.settings, JOB, room)
+            return make_plan(self.source.shape, self.settings, ram, self.job)
+        room = DeviceRoom(0, device.context_nbytes, 0, gpu_of(device))
+        smallest, whole = budget_range(self.source.shape, self.settings, self.job, room)
         room = replace(room, budget_nbytes=smallest + int(share * (whole - smallest)))
-        return make_plan(self.source.shape, self.settings, ram, JOB, room)
+        return make_plan(self.source.shape, self.settings, ram, self.job, room)
 
     def three_tiers(self, device: Device) -> Plan:
         """The least that is held on the device, and host memory for two thirds of what streams."""
@@ -81,24 +93,27 @@ class Case:
 
     @property
     def smallest(self) -> int:
-        return budget_range(self.source.shape, self.settings, JOB)[0]
+        return budget_range(self.source.shape, self.settings, self.job)[0]
 
     def run(
         self, plan: Plan, device: Device | None = None, temperature: float = 0.0, experts: ExpertOptions = ALL
     ) -> Ran:
         store = self.store if plan.streams else None
         with closing(load_engine(self.source, plan, store, device, experts)) as loaded:
-            sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(prompts())]
+            sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(self.prompts)]
             for sequence in sequences:
                 loaded.engine.add(sequence)
             list(loaded.engine.run())
             streamed = loaded.streamed
             tokens = [sequence.output_ids for sequence in sequences]
             moved = streamed.nbytes_from_disk, streamed.nbytes_to_device
-            return Ran(tokens, loaded.engine.metrics.passes, *moved, experts_of(loaded, self.source.shape.num_experts))
+            counted = experts_of(loaded, self.source.shape.num_experts)
+            pinned = sum(pinned.nbytes for pinned in loaded.parking._pinned)
+            parked = loaded.engine.scheduler.counts.parked
+            return Ran(tokens, loaded.engine.metrics.passes, *moved, counted, parked, pinned)
 
     def params(self, seed: int, temperature: float) -> SamplingParams:
-        return SamplingParams(NEW_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        return SamplingParams(self.new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
 
 
 def spread(counts: list[int], total: int) -> tuple[int, ...]:
@@ -111,9 +126,10 @@ def spread(counts: list[int], total: int) -> tuple[int, ...]:
     return tuple(held)
 
 
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+def gpu_of(device: Device) -> Gpu:
+    """As `find_gpu`, without trying a kernel: a fake device runs none before it is entered."""
+    old = "no kernel is compiled for it" if device.capability < OLDEST_CAPABILITY else ""
+    return Gpu(device.capability, device.processors, old)
 
 
 def exact(quant: str) -> Settings:

@@ -139,7 +139,6 @@ def test_experts_in_one_launch_agree_with_one_by_one(weight_format: str, known: 
     hidden = torch.randn(T, size)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
     body = ExpertBody(gated, norm=torch.nn.RMSNorm(size), gate=recognise(gated) if known else None)
-    assert (body.gate is not None) == known
     launched = CountedProduct("cpu")
     outs = [
         mix_experts(hidden, expert_ids, weights, made(ShuffledExperts, experts), body, compute)
@@ -148,7 +147,7 @@ def test_experts_in_one_launch_agree_with_one_by_one(weight_format: str, known: 
             Compute(Workspace(1 << 20), grouped=launched),
         )
     ]
-    assert launched.count > 1, "the kernel must have run"
+    assert (launched.count > 1) == known, "the kernel runs where it knows what experts do"
     assert (outs[0] - outs[1]).norm() / outs[0].norm() < 2e-6
 
 

@@ -1,7 +1,7 @@
 """How the attention kernels are cut, by GPU and head size, frozen: nothing is searched while a job starts.
 
 Chosen by what compiles without spills (docs/kernels.md), not by time: no GPU has timed them yet, and
-`bench/kernels.py --time` is how one would. Free of Triton.
+`bench/kernels.py time` is how one would. Free of Triton.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
 # rows keep them in registers.
 _DECODE_NO_DOT = {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)}
 DOT_CAPABILITY = (8, 0)
-OLDEST_CAPABILITY = (7, 5)
 LARGEST_HEAD = 256
 MAX_SPLITS = 16
 

@@ -56,7 +56,10 @@ def read_state(path: Path) -> JobState:
 
 
 class JobState:
-    """`opened` is the first record. Eight bytes a row: where its answer stands in the journal, 0 for nowhere."""
+    """`opened` is the first record, `key_offsets` the digest of what quantized keys are less, None for none.
+
+    Eight bytes a row: where its answer stands in the journal, 0 for nowhere.
+    """
 
     def __init__(self) -> None:
         self.opened: Mapping[str, Any] = {}
@@ -67,6 +70,7 @@ class JobState:
         self.exported: Mapping[str, Any] | None = None
         self.export_is_current = False
         self.cancelled: Mapping[str, Any] | None = None
+        self.key_offsets: str | None = None
         self._begun: set[int] = set()
         self._offsets = array("Q")
         self._failed: set[int] = set()
@@ -143,6 +147,7 @@ class JobState:
                 self.suspects.setdefault(row, Suspicion()).count()
         self._begun.clear()
         self.started, self.stopped, self.cancelled = record, None, None
+        self.key_offsets = record.get("key_offsets") or self.key_offsets
 
     def _done(self, offset: int, done: Done) -> None:
         if done.row >= len(self._offsets) or self._offsets[done.row]:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from moedge.quant.kernels.launch import Launch
-from moedge.runtime.attention.kernels.launch import Cached, attend_launches
+from moedge.quant.kv_codec import encode
+from moedge.quant.kv_format import VECTOR_FORMATS
+from moedge.runtime.attention.kernels.launch import Cached, attend_launches, store_launch
 from moedge.runtime.attention.kernels.operands import Features, Pages, Side
 from moedge.runtime.attention.kernels.tuning import Cut, decode_cut, extend_cut
 
@@ -216,6 +218,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {"window": 33, "softcap": 5.0, "sinks": True, "shift": True},
 }
 KINDS = ("native", "int8", "int4")
+CODECS = {"native": "fp32", "int8": "int8", "int4": "int4"}
 KERNELS = ("decode", "split decode", "decode without dot", "extend")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 4, 5, 8, 16)
@@ -232,3 +235,25 @@ def check(case: Case, kernel: str, seed: int = 0) -> float:
     splits = 4 if kernel == "split decode" else 1
     out = cache.run("decode" if kernel == "split decode" else kernel, splits)
     return relative_error(out, cache.reference())
+
+
+def store_error(keys: str, values: str, head_dim: int, device: str) -> float:
+    """The share of codes, scales and zeros that the store kernel writes otherwise than `quant.kv_codec`."""
+    case = Case(keys, values, head_dim, device=device)
+    torch.manual_seed(head_dim)
+    num_blocks, num_tokens = 4, 37
+    cached = Cached(*(random_side(case, kind, [], num_blocks) for kind in (keys, values)), case.block)
+    slots = torch.randperm(num_blocks * case.block)[:num_tokens]
+    blocks, places = slots // case.block, slots % case.block
+    x = [torch.randn(num_tokens, case.kv_heads, head_dim) for _ in range(2)]
+    store_launch(*(side.to(device) for side in x), cached, slots.to(device)).run()
+    different = total = 0
+    for rows, side, kind in zip(x, (cached.keys, cached.values), (keys, values), strict=True):
+        for plane, expected in zip(side[:3], encode(rows, VECTOR_FORMATS[CODECS[kind]]), strict=True):
+            if plane is None or expected is None:
+                continue
+            there = plane.cpu()
+            found = there[blocks, :, places] if plane is side.codes else there[blocks, :, :, places]
+            different += int((found != expected).sum())
+            total += expected.numel()
+    return different / total

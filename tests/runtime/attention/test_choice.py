@@ -2,26 +2,33 @@
 
 import pytest
 
-from moedge.quant.kv_format import KV_FORMATS
+from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.attention.choice import AttentionNeeds, choose_attention
 from moedge.runtime.errors import SettingError
 
+AMPERE, BROKEN = Gpu((8, 6), 28), Gpu((8, 6), 28, "Triton is not installed")
+SMALL, LARGE = frozenset({64, 128}), frozenset({64, 320})
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_auto_takes_the_best_that_can(kv_format: str) -> None:
-    small, large = frozenset({64, 128}), frozenset({64, 320})
-    assert choose_attention("auto", AttentionNeeds(small, kv_format)) == "torch"
-    assert choose_attention("auto", AttentionNeeds(small, kv_format, "cuda", (8, 6))) == "triton"
-    assert choose_attention("auto", AttentionNeeds(small, kv_format, "cuda", (7, 0))) == "torch"
-    assert choose_attention("auto", AttentionNeeds(large, kv_format, "cuda", (9, 0))) == "torch"
+
+def test_auto_takes_the_best_that_can() -> None:
+    assert choose_attention("auto", AttentionNeeds(SMALL)) == "torch"
+    assert choose_attention("auto", AttentionNeeds(SMALL, AMPERE)) == "triton"
+    assert choose_attention("auto", AttentionNeeds(SMALL, BROKEN)) == "torch"
+    assert choose_attention("auto", AttentionNeeds(LARGE, AMPERE)) == "torch"
+
+
+def test_the_interpreter_is_for_who_asks_for_it() -> None:
+    needs = AttentionNeeds(SMALL, interpreted=True)
+    assert choose_attention("auto", needs) == "torch"
+    assert choose_attention("triton", needs) == "triton"
 
 
 @pytest.mark.parametrize(
     ("needs", "reason"),
     [
-        (AttentionNeeds(frozenset({64}), "int8"), "runs on cuda, and this run computes on cpu"),
-        (AttentionNeeds(frozenset({64}), "int8", "cuda", (6, 1)), "capability 7.5, this GPU has 6.1"),
-        (AttentionNeeds(frozenset({320}), "int8", "cuda", (8, 0)), "at most 256 elements, this model's have 320"),
+        (AttentionNeeds(SMALL), "runs on NVIDIA GPUs, and this run computes on the processor"),
+        (AttentionNeeds(SMALL, BROKEN), "Triton is not installed"),
+        (AttentionNeeds(LARGE, AMPERE), "at most 256 elements, this model's have 320"),
     ],
 )
 def test_a_backend_that_is_asked_for_says_what_it_cannot_do(needs: AttentionNeeds, reason: str) -> None:
@@ -31,4 +38,4 @@ def test_a_backend_that_is_asked_for_says_what_it_cannot_do(needs: AttentionNeed
 
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(SettingError, match="use auto, triton, torch"):
-        choose_attention("flash", AttentionNeeds(frozenset({64}), "int8"))
+        choose_attention("flash", AttentionNeeds(SMALL))

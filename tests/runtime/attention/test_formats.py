@@ -105,8 +105,12 @@ class Setup:
             out = self.attention.attend(self.call, q, k, v, batch)
             for piece, (index, part) in zip(batch.chunks, rows, strict=True):
                 outs[index][part] = out[piece.begin : piece.end]
-                piece.sequence.table.num_tokens += piece.count
+                self.store(piece.sequence, piece.count)
         return outs
+
+    def store(self, sequence: Sequence, count: int) -> None:
+        """What follows a pass; nothing is freed, so that all that was stored can be compared."""
+        sequence.table.num_tokens += count
 
     def wanted(self) -> list[torch.Tensor]:
         planes = self.pool.planes(1)

@@ -53,6 +53,18 @@ def test_a_stray_read_is_noticed() -> None:
     assert cache.run("decode").isnan().all()
 
 
+def test_what_lies_behind_the_window_is_seen_without_it() -> None:
+    """Negative control of blocks that are given back: poison there shows as soon as a kernel forgets the window."""
+    cache = cases.Cache.make(cases.on(Case("native", "native", lengths=((60, 1), (100, 1)), window=20), DEVICE))
+    expected = cache.run("decode").clone()
+    for table, (past, _) in zip(cache.tables, cache.case.lengths, strict=True):
+        for plane in (cache.cached.keys.codes, cache.cached.values.codes):
+            plane[table[: (past - 19) // cache.case.block]] = float("nan")
+    assert torch.equal(cache.run("decode"), expected)
+    cache.features = cache.features._replace(window=None)
+    assert cache.run("decode").isnan().all()
+
+
 @pytest.mark.parametrize("keys", ["native", "int4"])
 def test_a_row_has_the_same_bits_in_every_chunk(keys: str) -> None:
     """Extend cuts rows and keys at multiples of their position: what `--deterministic` builds on."""

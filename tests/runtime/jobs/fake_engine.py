@@ -19,6 +19,7 @@ from moedge.runtime.jobs.report import summarise_rows
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.metrics import Metrics
 from moedge.runtime.sequence import Sequence
+from moedge.runtime.shape.model_shape import KVGroup
 
 CONTEXT, LIVE = 4096, 32
 
@@ -110,7 +111,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
 
     @contextmanager
     def open_source(name: str) -> Iterator[SimpleNamespace]:
-        shape = SimpleNamespace(vocab=256, context=CONTEXT)
+        shape = SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),))
         yield SimpleNamespace(
             name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
         )
@@ -120,8 +121,8 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
         chosen["deterministic"] = settings.deterministic
         return SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
 
-    def load_engine(source: Any, plan: Any, store: Any, device: Any) -> SimpleNamespace:
-        return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None)
+    def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
+        return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets)
 
     setattr(batch_run, "open_source", open_source)
     setattr(batch_run, "make_plan", make_plan)

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from moedge.runtime.jobs import ending, identity
+from moedge.runtime.jobs import batch_run, ending, identity
 from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.limits import Limits
@@ -25,6 +26,7 @@ from moedge.runtime.jobs.request import GoOn
 from moedge.runtime.jobs.rows import Defaults
 from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.plan.planner import Settings
+from moedge.runtime.weights.key_offsets import FILE, KeyOffsets
 
 Job = Callable[..., Any]
 Outputs = Callable[[], dict[str, bytes]]
@@ -119,6 +121,40 @@ def test_j10_so_is_another_model_tokenizer_or_version(
     with pytest.raises(JobMismatch, match=f"  {name}: was"):
         job()
     assert job(go_on=GoOn(drift=(name,))).finished
+
+
+def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
+    begun: JobFolder, job: Job, monkeypatch: pytest.MonkeyPatch, fake: ModuleType
+) -> None:
+    """What is measured can differ from one device to the next; the job's own copy does not."""
+    install, used = fake.install, []
+
+    def install_with(measured: float) -> None:
+        def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, given: Any) -> Any:
+            used.append(given or KeyOffsets((torch.full((1, 2), measured),)))
+            return SimpleNamespace(engine=fake.FakeEngine(), streamed=None, close=lambda: None, key_offsets=used[-1])
+
+        def install_other(*arguments: Any) -> None:
+            install(*arguments)
+            monkeypatch.setattr(batch_run, "load_engine", load_engine)
+
+        monkeypatch.setattr(fake, "install", install_other)
+
+    limits = Limits(max_rows=1)
+    for measured in (1.0, 2.0):
+        install_with(measured)
+        job(limits=limits)
+    assert used[0].digest == used[1].digest, "the second run takes the job's own"
+    (begun.path / FILE).write_bytes(b"damaged")
+    before = begun.journal.read_bytes()
+    with pytest.raises(JobMismatch, match=f"key_offsets: was {used[0].digest}, is"):
+        job(limits=limits)
+    assert begun.journal.read_bytes() == before
+    install_with(1.0)
+    job(limits=limits)
+    install_with(2.0)
+    (begun.path / FILE).unlink()
+    assert job(go_on=GoOn(drift=("key_offsets",))).finished
 
 
 def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:

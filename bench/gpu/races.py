@@ -1,0 +1,102 @@
+"""Part `races`: streamed places are poisoned before every copy, and compute is held up; CUDA's own checker, too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from checks import device_for_run, tiny_case
+from report import Report
+
+from moedge.offload.stream.cuda_lane import CudaLane
+from moedge.runtime.weights import lanes
+
+ROOT = Path(__file__).parents[2]
+POISON = 0xFF
+REPEATS = 20
+TOOLS = ("memcheck", "racecheck")
+
+
+def run_races(report: Report, fake: bool) -> None:
+    for family, quant in (("mixtral", "none"), ("qwen3_moe", "nf4")):
+        report.step("races", f"{family} {quant}, poisoned", partial(_poisoned, family, quant, fake))
+    for tool in TOOLS:
+        report.step("races", f"compute-sanitizer {tool}", partial(_sanitize, tool, fake))
+
+
+def _poisoned(family: str, quant: str, fake: bool) -> dict[str, Any]:
+    """The least that is held, again and again, behind compute that holds the stream up for random times."""
+    count = 3 if fake else REPEATS
+    with tiny_case(family, quant) as (case, _), _poisoning():
+        with device_for_run(fake, True, 0) as device:
+            wanted = case.run(case.plan(device, 1.0), device).tokens
+        for number in range(count):
+            with device_for_run(fake, True, number) as device:
+                if not fake:
+                    torch.cuda._sleep(1_000_000 * (number % 5))
+                if case.run(case.plan(device, 0.0), device).tokens != wanted:
+                    raise AssertionError(f"run {number} gave other tokens: something was read before it was there")
+    return {"runs": count, "poisoned_nbytes": _PoisonedLane.num_poisoned}
+
+
+class _PoisonedLane(CudaLane):
+    """Whoever reads a place too early, or not all of it was copied, reads NaN."""
+
+    num_poisoned = 0
+
+    def copy(self, begin: int, place: Any, after: Any) -> Any:
+        if after is not None:
+            self._side.wait_event(after)
+        with self._cuda.stream(self._side):
+            self._poison(self._memory[place.offset : place.offset + place.nbytes])
+        return super().copy(begin, place, after)
+
+    def _poison(self, place: Any) -> None:
+        # On the fake device every copy poisons its place by itself, when the copy begins.
+        if place.is_cuda and torch.cuda.is_available():
+            place.fill_(POISON)
+        _PoisonedLane.num_poisoned += len(place)
+
+
+@contextmanager
+def _poisoning() -> Iterator[None]:
+    before, lanes.CudaLane = lanes.CudaLane, _PoisonedLane  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        lanes.CudaLane = before  # type: ignore[misc]
+
+
+def _sanitize(tool: str, fake: bool) -> dict[str, Any]:
+    """NVIDIA's checker over one run of the engine with everything streamed."""
+    program = shutil.which("compute-sanitizer")
+    if fake or program is None:
+        return {"skipped": "no GPU" if fake else "compute-sanitizer is not installed"}
+    test = "tests/device/test_gpu.py::test_greedy_tokens_are_those_of_the_processor"
+    command = [
+        program,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        test,
+    ]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=420)
+    found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", ended.stdout)
+    if ended.returncode:
+        raise AssertionError(f"{tool} ended with {ended.returncode}: {found or ended.stdout[-500:]}")
+    return {"summary": found[-1] if found else "no errors"}

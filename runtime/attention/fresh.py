@@ -1,0 +1,76 @@
+"""Whole prompts over themselves on a GPU: torch's flash attention for ragged batches, else one prompt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+
+from ...quant.kv_codec import Coded, decode
+from ..kv.pool import KVPool
+from .kernel import attend_fresh
+from .pass_pages import Fresh
+from .protocol import AttentionCall
+
+Varlen = Callable[..., torch.Tensor]
+# What torch's binaries say of their kernel: 16-bit types, Ampere or newer, heads of up to 256 elements, whole vectors.
+FLASH_CAPABILITY = (8, 0)
+FLASH_TYPES = (torch.bfloat16, torch.float16)
+
+
+class FreshAttention:
+    """`varlen` is torch.nn.attention.varlen.varlen_attn where it can serve, else None."""
+
+    def __init__(self, varlen: Varlen | None) -> None:
+        self._varlen = varlen
+        self._words = frozenset(signature(varlen).parameters) if varlen is not None else frozenset()
+
+    @classmethod
+    def for_gpu(cls, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> FreshAttention:
+        serves = capability >= FLASH_CAPABILITY and dtype in FLASH_TYPES and head_dim <= 256 and head_dim % 8 == 0
+        return cls(find_varlen() if serves else None)
+
+    def attend(
+        self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fresh: Fresh
+    ) -> torch.Tensor:
+        """q [n, Hq, D], k, v [n, Hkv, D] as the cache stores them, one prompt behind the other: [n, Hq, D]."""
+        if self._varlen is not None:
+            return self._flash(call, q, k, v, fresh)
+        parts = zip(*(torch.split(x, fresh.counts) for x in (q, k, v)), strict=True)
+        return torch.cat([attend_fresh(call, *part) for part in parts])
+
+    def _flash(
+        self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fresh: Fresh
+    ) -> torch.Tensor:
+        assert self._varlen is not None
+        longest = max(fresh.counts)
+        # (-1, 0): all that came before, and the token itself.
+        options: dict[str, Any] = {"scale": call.scale, "window_size": (-1, 0)}
+        if "enable_gqa" in self._words:
+            # Before 2.12 there was no such word, and fewer KV heads were simply taken.
+            options["enable_gqa"] = q.shape[1] != k.shape[1]
+        return self._varlen(q, k, v, fresh.bounds, fresh.bounds, longest, longest, **options)
+
+
+def find_varlen() -> Varlen | None:
+    """torch's function, None where this torch does not have it."""
+    try:
+        varlen: Varlen = import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return varlen
+
+
+def read_back(pool: KVPool, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, H, D] of slots [n] as they lie in the cache."""
+    blocks, places = slots // pool.spec.block, slots % pool.spec.block
+
+    def take(codes: torch.Tensor, *factors: torch.Tensor | None) -> Coded:
+        return Coded(codes[blocks, :, places], *(f if f is None else f[blocks, :, :, places] for f in factors))
+
+    sides = zip(pool.planes(layer), pool.formats, strict=True)
+    keys, values = (decode(take(*planes), vectors, dtype) for planes, vectors in sides)
+    return keys, values

@@ -1,0 +1,123 @@
+"""Attention with Triton kernels that read blocks where they lie, in the format they are kept in. Imports Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...quant.kernels.gpu import Gpu
+from ..batch import Batch
+from ..kv.cache import KVCache
+from ..kv.pool import KVPool
+from .fresh import FreshAttention, read_back
+from .kernels.launch import Cached, attend_launches, store_launch
+from .kernels.operands import Features, Side
+from .kernels.tuning import Cut, decode_cut, extend_cut, has_dot, num_splits
+from .pass_pages import PassPages
+from .protocol import AttentionCall, check_reach
+from .torch_backend import TorchAttention
+
+
+class TritonAttention:
+    """Prompts without a past go to flash attention or SDPA, single tokens to split-KV decode, the rest to extend.
+
+    `tiled` sends every row through extend, which cuts rows and keys at multiples of their positions: a token's result
+    then has the same bits in whichever chunk or batch it was computed.
+
+    On GPUs before sm80, whose tensor cores Triton does not use, torch computes what goes to extend elsewhere.
+    """
+
+    def __init__(
+        self, cache: KVCache, dtype: torch.dtype, tiled: bool, gpu: Gpu, device: torch.device | str = "cpu"
+    ) -> None:
+        self.cache = cache
+        self.gpu = gpu
+        self._tiled = tiled
+        self._older = None if has_dot(gpu.capability) else TorchAttention(cache, dtype, tiled, device)
+        head_dims = {pool.spec.group.head_dim for pool in cache.pools}
+        self._fresh = {size: FreshAttention.for_gpu(gpu.capability, dtype, size) for size in head_dims}
+        self._batch: Batch | None = None
+        self._pages: dict[int, PassPages] = {}
+
+    def attend(
+        self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        place = self.cache.places[call.layer]
+        pool, pages = self.cache.pools[place.group], self._pages_of(batch, place.group, q.device)
+        check_reach(call, pool.spec.group)
+        cached = _cached(pool, place.index)
+        # Before anything is read: a sequence may look back to what another one stores in this pass.
+        store_launch(k if pool.frame is None else pool.frame.keys(place.index, k), v, cached, pages.slots).run()
+        work = pages.divide(call, self._tiled)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        layer = _LayerPass(call, pool, place.index, pool.queries(q), _shift(pool, place.index, call, q), out, pages)
+        if work.fresh:
+            layer.fresh(work.fresh, self._fresh[q.shape[2]])
+        if work.decode:
+            layer.decode(cached, work.decode, self.gpu)
+        if work.extend and self._older is None:
+            layer.extend(cached, work.extend)
+        elif work.extend and self._older is not None:
+            for chunk in (batch.chunks[index] for index in work.extend):
+                rows = slice(chunk.begin, chunk.end)
+                self._older.attend_past(call, place, chunk, q[rows], out[rows])
+        return out
+
+    def _pages_of(self, batch: Batch, group: int, device: torch.device) -> PassPages:
+        if self._batch is not batch:
+            self._batch, self._pages = batch, {}
+        if group not in self._pages:
+            self._pages[group] = PassPages(batch, group, self.cache.block, device)
+        return self._pages[group]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPass:
+    """One layer in a pass: q [T, Hq, D] as it meets stored keys, what scores lack then, and where the result goes."""
+
+    call: AttentionCall
+    pool: KVPool
+    index: int
+    q: torch.Tensor
+    shift: torch.Tensor | None
+    out: torch.Tensor
+    pages: PassPages
+
+    def fresh(self, chunks: tuple[int, ...], attention: FreshAttention) -> None:
+        prompts = self.pages.fresh(chunks)
+        k, v = read_back(self.pool, self.index, self.pages.slots[prompts.rows], self.out.dtype)
+        q = self.q[prompts.rows].to(self.out.dtype)
+        self.out[prompts.rows] = attention.attend(self.call, q, k, v, prompts)
+
+    def decode(self, cached: Cached, chunks: tuple[int, ...], gpu: Gpu) -> None:
+        group = self.q.shape[1] // cached.kv_heads
+        cut = decode_cut(gpu.capability, self.q.shape[2], group, self._wide)
+        programs = len(chunks) * cached.kv_heads * -(-group // cut.heads)
+        longest = self.pages.longest(chunks)
+        seen = min(longest, self.call.window or self.call.chunk or longest)
+        self._launch(cached, chunks, 1, cut, num_splits(programs, gpu.processors, seen, cut.keys))
+
+    def extend(self, cached: Cached, chunks: tuple[int, ...]) -> None:
+        cut = extend_cut(self.q.shape[2], self.q.shape[1] // cached.kv_heads, self._wide)
+        self._launch(cached, chunks, cut.rows // cut.heads, cut)
+
+    @property
+    def _wide(self) -> bool:
+        return self.out.dtype == torch.float32
+
+    def _launch(self, cached: Cached, chunks: tuple[int, ...], tokens: int, cut: Cut, splits: int = 1) -> None:
+        call, pages = self.call, self.pages.tiled(chunks, tokens)
+        features = Features(call.scale, call.window, call.chunk, call.softcap, call.sinks, self.shift)
+        for launch in attend_launches(self.q, self.out, cached, pages, features, cut, splits):
+            launch.run()
+
+
+def _cached(pool: KVPool, layer: int) -> Cached:
+    keys, values = (Side.of(*planes) for planes in pool.planes(layer))
+    return Cached(keys, values, pool.spec.block)
+
+
+def _shift(pool: KVPool, layer: int, call: AttentionCall, q: torch.Tensor) -> torch.Tensor | None:
+    """What products lack because of the keys' offset, [T, Hq]: softmax does not see it, softcap and sinks do."""
+    return None if pool.frame is None or call.is_plain else pool.frame.shifts(layer, q)

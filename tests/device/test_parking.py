@@ -1,0 +1,38 @@
+"""Host memory for parked blocks is page-locked in pieces that no copy crosses, and given back."""
+
+from types import ModuleType
+
+import pytest
+
+from moedge.runtime.kv import parking_memory
+from moedge.runtime.kv.parking_memory import ParkingMemory
+from moedge.runtime.kv.spec import KVSpec
+from moedge.runtime.shape.model_shape import KVGroup
+
+SPECS = [KVSpec(KVGroup((0, 1), 2, 16, None), "fp32", 4), KVSpec(KVGroup((2,), 2, 16, 8), "int4", 4)]
+COUNTS = (10, 3)
+
+
+def test_a_block_lies_in_one_registration(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = [spec.block_nbytes for spec in SPECS]
+    monkeypatch.setattr(parking_memory, "PIN_CHUNK_NBYTES", 3 * nbytes[0] + 1)
+    fake = fakes.FakeDevice()
+    memory = ParkingMemory(SPECS, COUNTS, fake.device)
+    assert [[row.numel() for row in rows] for rows in memory.slots] == [[nbytes[0]] * 10, [nbytes[1]] * 3]
+    assert sum(fake.cuda.registered.values()) == 10 * nbytes[0] + 3 * nbytes[1]
+    assert len(fake.cuda.registered) == 5, "three blocks of the first group at a time, all of the second"
+    for row in (row for rows in memory.slots for row in rows):
+        begin, end = row.data_ptr(), row.data_ptr() + row.numel()
+        assert any(at <= begin < end <= at + length for at, length in fake.cuda.registered.items())
+    memory.close()
+    assert not fake.cuda.registered
+
+
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_what_cannot_be_pinned_whole_is_not_pinned(limit: int, fakes: ModuleType) -> None:
+    fake = fakes.FakeDevice(pin_limit=limit)
+    memory = ParkingMemory(SPECS, COUNTS, fake.device)
+    assert not fake.cuda.registered
+    assert [len(rows) for rows in memory.slots] == list(COUNTS)
+    memory.slots[0][9].fill_(7)
+    memory.close()

@@ -1,0 +1,198 @@
+"""The Triton backend agrees with float64 over what the cache holds, on every GPU that it would be chosen for."""
+
+import dataclasses
+import os
+from collections import Counter
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from test_formats import Setup, worst
+
+from moedge.quant.kernels.gpu import Gpu
+from moedge.quant.kernels.launch import Launch
+from moedge.quant.kv_format import KV_FORMATS
+from moedge.runtime.attention import pass_pages
+from moedge.runtime.attention.fresh import FreshAttention, find_varlen, read_back
+from moedge.runtime.attention.pass_pages import Fresh
+from moedge.runtime.attention.protocol import AttentionCall
+from moedge.runtime.attention.triton_backend import TritonAttention
+from moedge.runtime.kv.allocator import NO_BLOCK
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sequence import Sequence
+
+pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="these caches are in host memory")
+AMPERE, TURING = Gpu((8, 6), 28), Gpu((7, 5), 14)
+# Short: the interpreter takes its time. With chunks of 17 every kernel gets some rows.
+LENGTHS = (1, 18, 35, 2)
+
+
+class TritonSetup(Setup):
+    """The sequences of `Setup`, shorter, before the Triton backend."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        kv_format: str,
+        tiled: bool = False,
+        features: str = "plain",
+        gpu: Gpu = AMPERE,
+        block: int = 32,
+        lengths: tuple[int, ...] = LENGTHS,
+    ) -> None:
+        super().__init__(shape, kv_format, tiled, features, block)
+        self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in lengths]
+        for name in ("q", "k", "v"):
+            rows = torch.cat(getattr(self, name))
+            setattr(self, name, [rows[index : index + length] for index, length in enumerate(lengths)])
+        self.attention = TritonAttention(self.cache, torch.float32, tiled, gpu)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel ran, attention with and without tensor cores and splits told apart."""
+    counts: Counter[str] = Counter()
+    run = Launch.run
+
+    def count(self: Launch) -> None:
+        name = self.kernel.fn.__name__
+        if name == "attend_pages":
+            geometry = self.arguments[-1]
+            name += f"{'' if geometry.dot else ' without dot'}{' split' if geometry.splits > 1 else ''}"
+        counts[name] += 1
+        run(self)
+
+    monkeypatch.setattr(Launch, "run", count)
+    return counts
+
+
+@pytest.mark.parametrize("gpu", [AMPERE, TURING], ids=["sm86", "sm75"])
+@pytest.mark.parametrize(
+    ("kv_format", "name", "shape"),
+    [
+        ("fp32", "window", (4, 2, 64)),
+        ("bf16", "chunk", (4, 1, 80)),
+        ("int8", "all", (5, 1, 64)),
+        ("int8/int4", "plain", (4, 2, 80)),
+        ("int4", "sinks", (2, 2, 64)),
+        ("int4", "softcap", (4, 1, 128)),
+    ],
+)
+def test_prompts_in_chunks_and_single_tokens_agree_with_float64(
+    kv_format: str, name: str, shape: tuple[int, int, int], gpu: Gpu, launched: Counter[str]
+) -> None:
+    setup = TritonSetup(shape, kv_format, features=name, gpu=gpu)
+    assert worst(setup.run(17), setup.wanted()) < 2e-6
+    # Three passes: the last rows of 18 and 35 tokens, and 1 and 2 of themselves, take decode.
+    assert launched["store_tokens"] == 3
+    if gpu is TURING:
+        assert launched["attend_pages without dot"] == 3
+        assert launched["attend_pages"] == 0
+    else:
+        assert launched["attend_pages"] >= 4
+        assert launched["attend_pages without dot"] == 0
+
+
+def test_a_long_sequence_is_split(launched: Counter[str]) -> None:
+    setup = TritonSetup((4, 1, 64), "int8", lengths=(260,))
+    # All but the last token first.
+    assert worst(setup.run(259), setup.wanted()) < 2e-6
+    assert launched["attend_pages split"] == launched["merge_splits"] == 1
+
+
+def test_tiled_attention_has_the_same_bits_in_every_chunking(launched: Counter[str]) -> None:
+    def setup() -> TritonSetup:
+        return TritonSetup((4, 2, 64), "int4", tiled=True, features="all")
+
+    wanted = setup().run(200)
+    for chunk, together in ((17, True), (5, False)):
+        outs = setup().run(chunk, together)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True)), (chunk, together)
+    assert set(launched) == {"store_tokens", "attend_pages"}
+
+
+class TrimmedSetup(TritonSetup):
+    """Gives blocks back behind the window, and lets whoever might take them next write NaN there at once."""
+
+    def store(self, sequence: Sequence, count: int) -> None:
+        self.cache.store(sequence.table, count)
+        allocator = self.cache.groups[0].allocator
+        for block_id in range(allocator.num_blocks):
+            if not allocator.references(block_id):
+                self.pool.records[block_id] = 0xFF
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "int4"])
+@pytest.mark.parametrize("gpu", [AMPERE, TURING], ids=["sm86", "sm75"])
+def test_blocks_that_were_given_back_behind_the_window_are_never_read(
+    kv_format: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"features": "window", "gpu": gpu, "block": 16, "lengths": (60, 44)}
+    wanted = TritonSetup((4, 2, 64), kv_format, **options).run(9)
+
+    def upload_far(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Who reads what a table has in place of a freed block gets no byte of the pool: the process would end."""
+        return x.masked_fill(x == NO_BLOCK, 1 << 20) if x.dim() == 2 and x.shape[1] != 5 else x
+
+    monkeypatch.setattr(pass_pages, "upload", upload_far)
+    setup = TrimmedSetup((4, 2, 64), kv_format, **options)
+    outs = setup.run(9)
+    assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    assert [sequence.table.blocks[0].count(NO_BLOCK) for sequence in setup.sequences] == [2, 1]
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_reading_back_is_what_the_pool_says_it_stores(kv_format: str) -> None:
+    setup = Setup((4, 2, 64), kv_format, tiled=False)
+    k, v = setup.k[2], setup.v[2]
+    slots = torch.randperm(setup.pool.records.shape[0] * 32)[: len(k)]
+    setup.pool.write(1, slots // 32, slots % 32, k, v)
+    for found, wanted in zip(
+        read_back(setup.pool, 1, slots, torch.float32), setup.pool.as_stored(1, k, v), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+def test_fresh_prompts_take_one_ragged_call_where_torch_has_it() -> None:
+    """torch's function runs on GPUs only; what stands in for it takes the same arguments and computes the same."""
+    real, seen = find_varlen(), []
+    assert real is not None
+
+    def varlen(*arguments: Any, **options: Any) -> torch.Tensor:
+        bound = signature(real).bind(*arguments, **options).arguments
+        assert bound["window_size"] == (-1, 0)
+        assert bound["enable_gqa"]
+        seen.append(bound["cu_seq_q"].tolist())
+        return apart.attend(call, bound["query"], bound["key"], bound["value"], prompts)
+
+    # The words that are asked for must be seen as the real function's.
+    varlen.__signature__ = signature(real)  # type: ignore[attr-defined]
+    prompts = Fresh(torch.arange(12), torch.tensor([0, 3, 12], dtype=torch.int32), [3, 9])
+    call, apart = AttentionCall(0, 0.3), FreshAttention(None)
+    q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    out = FreshAttention(varlen).attend(call, q, k, v, prompts)
+    assert seen == [[0, 3, 12]]
+    assert torch.equal(out, apart.attend(call, q, k, v, prompts))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "flash"),
+    [
+        ((8, 0), torch.bfloat16, 128, True),
+        ((7, 5), torch.float16, 128, False),
+        ((9, 0), torch.float32, 128, False),
+        ((9, 0), torch.float16, 320, False),
+        ((9, 0), torch.float16, 100, False),
+    ],
+)
+def test_flash_attention_is_for_what_it_supports(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, flash: bool
+) -> None:
+    assert (FreshAttention.for_gpu(capability, dtype, head_dim)._varlen is not None) == flash
+
+
+def test_no_word_of_a_call_is_left_out() -> None:
+    """A feature that a call learns to ask for must reach the kernels: add it there, then here."""
+    words = {field.name for field in dataclasses.fields(AttentionCall)}
+    assert words == {"layer", "scale", "window", "chunk", "softcap", "sinks"}
