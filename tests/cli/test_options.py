@@ -1,0 +1,103 @@
+"""Every option of `run`, `prepare`, `jobs resume` and `models prune` changes what it is for: case K3."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedge.cli import job_view
+from moedge.offload.store import stores
+from moedge.runtime import one_prompt
+from moedge.runtime.weights import making
+
+Cli = Callable[..., int]
+
+RUN: dict[str, tuple[str | None, Callable[[Any, Any, Any], object], object]] = {
+    "--dtype": ("fp32", lambda settings, budgets, wish: settings.dtype, "fp32"),
+    "--quant": ("int4", lambda settings, budgets, wish: settings.quant, "int4"),
+    "--kv": ("int4", lambda settings, budgets, wish: settings.kv, "int4"),
+    "--attention": ("torch", lambda settings, budgets, wish: settings.attention, "torch"),
+    "--deterministic": (None, lambda settings, budgets, wish: settings.deterministic, True),
+    "--ram": ("3GiB", lambda settings, budgets, wish: budgets.ram, "3GiB"),
+    "--gpu-mem": ("0", lambda settings, budgets, wish: budgets.gpu_mem, "0"),
+    "--disk": ("5GiB", lambda settings, budgets, wish: budgets.disk, "5GiB"),
+    "--disk-dir": ("/stores", lambda settings, budgets, wish: budgets.disk_dir, Path("/stores")),
+    "--max-tokens": ("9", lambda settings, budgets, wish: wish.max_tokens, 9),
+    "--temperature": ("0.5", lambda settings, budgets, wish: wish.temperature, 0.5),
+    "--seed": ("4", lambda settings, budgets, wish: wish.seed, 4),
+    "--raw": (None, lambda settings, budgets, wish: wish.raw, True),
+}
+
+
+def typed(flag: str, value: str | None) -> list[str]:
+    return [flag] if value is None else [flag, value]
+
+
+@pytest.mark.parametrize("flag", RUN)
+def test_run_asks_for_what_was_typed(flag: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(one_prompt, "answer", lambda model, prompt, *rest: seen.append(rest) or ["hello"])
+    value, arrived, wanted = RUN[flag]
+    assert cli("run", "model", "hi") == 0
+    assert cli("run", "model", "hi", *typed(flag, value)) == 0
+    plain, asked = (arrived(*rest) for rest in seen)
+    assert asked == wanted != plain
+
+
+PREPARE: dict[str, tuple[str, Callable[[tuple[Any, ...]], object], object]] = {
+    "--output": ("/one/store", lambda made: made[1], Path("/one/store")),
+    "--quant": ("int8", lambda made: made[2], "int8"),
+    "--dtype": ("bf16", lambda made: made[3], "bf16"),
+    "--ram": ("3GiB", lambda made: made[4].ram, "3GiB"),
+    "--disk": ("5GiB", lambda made: made[4].disk, "5GiB"),
+    "--disk-dir": ("/stores", lambda made: made[1].parent, Path("/stores")),
+}
+
+
+@pytest.mark.parametrize("flag", PREPARE)
+def test_prepare_makes_what_was_typed(
+    flag: str, checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(making, "prepare", lambda *made, repair: seen.append(made))
+    value, arrived, wanted = PREPARE[flag]
+    assert cli("prepare", checkpoint("llama")) == 0
+    assert cli("prepare", checkpoint("llama"), flag, value) == 0
+    plain, asked = map(arrived, seen)
+    assert asked == wanted != plain
+
+
+RESUME: dict[str, tuple[str | None, Callable[[Any], object], object]] = {
+    "--failed": (None, lambda request: request.go_on.failed, True),
+    "--accept-drift": ("versions", lambda request: request.go_on.drift, ("versions",)),
+    "--ram": ("3GiB", lambda request: request.budgets.ram, "3GiB"),
+    "--gpu-mem": ("0", lambda request: request.budgets.gpu_mem, "0"),
+    "--disk": ("5GiB", lambda request: request.budgets.disk, "5GiB"),
+    "--disk-dir": ("/stores", lambda request: request.budgets.disk_dir, Path("/stores")),
+    "--until": ("07:00", lambda request: request.limits.until, "07:00"),
+    "--max-rows": ("3", lambda request: request.limits.max_rows, 3),
+    "--max-failures": ("5%", lambda request: request.limits.max_failures, "5%"),
+}
+
+
+def test_a_job_is_gone_on_with_as_was_typed(
+    checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello", "max_tokens": 2}\n')
+    out = tmp_path / "out.jsonl"
+    assert cli("batch", checkpoint("llama"), tmp_path / "in.jsonl", "-o", out, "-q") == 0
+    seen: list[Any] = []
+    monkeypatch.setattr(job_view.JobView, "run", lambda self, request, summary: seen.append(request) or 0)
+    assert cli("jobs", "resume", out) == 0
+    for flag, (value, arrived, wanted) in RESUME.items():
+        assert cli("jobs", "resume", out, *typed(flag, value)) == 0
+        assert arrived(seen[-1]) == wanted != arrived(seen[0]), flag
+
+
+def test_prune_keeps_what_was_typed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(stores, "prune", lambda root, keep: seen.append(keep) or [])
+    assert cli("models", "prune", "--keep", "3GiB") == 0
+    assert cli("models", "prune", "--keep", "0") == 0
+    assert seen == [3 << 30, 0]
