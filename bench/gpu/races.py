@@ -55,15 +55,12 @@ class _PoisonedLane(CudaLane):
     def copy(self, begin: int, place: Any, after: Any) -> Any:
         if after is not None:
             self._side.wait_event(after)
-        with self._cuda.stream(self._side):
-            self._poison(self._memory[place.offset : place.offset + place.nbytes])
-        return super().copy(begin, place, after)
-
-    def _poison(self, place: Any) -> None:
         # On the fake device every copy poisons its place by itself, when the copy begins.
-        if place.is_cuda and torch.cuda.is_available():
-            place.fill_(POISON)
-        _PoisonedLane.num_poisoned += len(place)
+        if torch.cuda.is_available():
+            with self._cuda.stream(self._side):
+                self._memory[place.offset : place.offset + place.nbytes].fill_(POISON)
+        _PoisonedLane.num_poisoned += place.nbytes
+        return super().copy(begin, place, after)
 
 
 @contextmanager
