@@ -3,6 +3,7 @@
 python bench/make_model.py --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
 python bench/make_model.py --shape s --out models/s       # 0.48 GB
 python bench/make_model.py --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
+python bench/make_model.py --shape s --skew --out models/k # a fifth of the experts takes four fifths of the tokens
 """
 
 from __future__ import annotations
@@ -39,11 +40,28 @@ SHAPES = {
 }
 
 
-class Weights:
-    """Random matrices in bf16 whose products keep the scale of their inputs."""
+# What popular experts score beyond others, in standard deviations of a score: with it they are 80 % of the best eighth.
+POPULAR = 2.0
+# Skewed layers change hidden states little, so that what the embeddings share still shows in the last one.
+SKEWED_OUTPUTS = 0.1
 
-    def __init__(self, seed: int) -> None:
+
+class Weights:
+    """Random matrices in bf16 whose products keep the scale of their inputs.
+
+    With `skew`, all embeddings share a direction, in which a fifth of the experts, others in every layer, scores high.
+    """
+
+    def __init__(self, seed: int, hidden: int, skew: bool) -> None:
         self._generator = torch.Generator().manual_seed(seed)
+        self.outputs = SKEWED_OUTPUTS if skew else 1.0
+        common = torch.empty(hidden).normal_(0, 1, generator=self._generator) if skew else torch.zeros(hidden)
+        self._common = common / max(float(common.norm()), 1e-9)
+        self._skew = skew
+
+    def embedding(self, rows: int, cols: int) -> torch.Tensor:
+        """Half of a skewed row's energy is what all rows share."""
+        return (self.matrix(rows, cols, 32.0).float() + 32.0 * self._common).bfloat16()
 
     def matrix(self, rows: int, cols: int, scale: float = 1.0) -> torch.Tensor:
         spread = scale * cols**-0.5
@@ -52,7 +70,13 @@ class Weights:
     def router(self, shape: Shape) -> torch.Tensor:
         """Rows of unequal length, log-normal, so that experts are not equally popular."""
         lengths = torch.empty(shape.num_experts, 1).log_normal_(0, 0.4, generator=self._generator)
-        return (self.matrix(shape.num_experts, shape.hidden_size).float() * lengths).bfloat16()
+        rows = self.matrix(shape.num_experts, shape.hidden_size).float()
+        if not self._skew:
+            return (rows * lengths).bfloat16()
+        rows -= torch.outer(rows @ self._common, self._common)
+        popular = torch.randperm(len(rows), generator=self._generator)[: len(rows) // 5]
+        rows[popular] += POPULAR * shape.hidden_size**-0.5 * self._common
+        return rows.bfloat16()
 
 
 def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch.Tensor]:
@@ -62,7 +86,7 @@ def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch
         "self_attn.q_proj.weight": weights.matrix(heads, hidden),
         "self_attn.k_proj.weight": weights.matrix(kv, hidden),
         "self_attn.v_proj.weight": weights.matrix(kv, hidden),
-        "self_attn.o_proj.weight": weights.matrix(hidden, heads),
+        "self_attn.o_proj.weight": weights.matrix(hidden, heads, weights.outputs),
         "mlp.gate.weight": weights.router(shape),
     }
     for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
@@ -72,19 +96,19 @@ def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch
     for expert in range(shape.num_experts):
         tensors[f"mlp.experts.{expert}.gate_proj.weight"] = weights.matrix(inner, hidden)
         tensors[f"mlp.experts.{expert}.up_proj.weight"] = weights.matrix(inner, hidden)
-        tensors[f"mlp.experts.{expert}.down_proj.weight"] = weights.matrix(hidden, inner)
+        tensors[f"mlp.experts.{expert}.down_proj.weight"] = weights.matrix(hidden, inner, weights.outputs)
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def write_weights(shape: Shape, out: Path, seed: int) -> None:
-    weights, weight_map, total = Weights(seed), {}, 0
+def write_weights(shape: Shape, out: Path, seed: int, skew: bool) -> None:
+    weights, weight_map, total = Weights(seed, shape.hidden_size, skew), {}, 0
     count = shape.num_hidden_layers + 1
     for index in range(count):
         if index < shape.num_hidden_layers:
             tensors = layer_tensors(shape, index, weights)
         else:
             tensors = {
-                "model.embed_tokens.weight": weights.matrix(shape.vocab_size, shape.hidden_size, 32.0),
+                "model.embed_tokens.weight": weights.embedding(shape.vocab_size, shape.hidden_size),
                 "lm_head.weight": weights.matrix(shape.vocab_size, shape.hidden_size),
                 "model.norm.weight": torch.ones(shape.hidden_size, dtype=torch.bfloat16),
             }
@@ -114,6 +138,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="m")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--skew", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True)
     shape = SHAPES[options.shape]
@@ -123,7 +148,7 @@ def main() -> None:
     }  # fmt: skip
     (options.out / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(shape.vocab_size, options.out)
-    write_weights(shape, options.out, options.seed)
+    write_weights(shape, options.out, options.seed, options.skew)
 
 
 if __name__ == "__main__":

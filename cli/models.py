@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 from . import options
 from .standing import StandingCommand
 from .wording import count, gib
+
+if TYPE_CHECKING:
+    from ..runtime.shape.model_shape import ModelShape
 
 app = typer.Typer(help="Models: which are here, which run, what one is made of.", no_args_is_help=True)
 
@@ -88,6 +91,7 @@ def show(
 
     with open_source(model) as source:
         description = describe(source.shape)
+        routing = [] if source.store is None else _routing(source.store, source.shape)
     if as_json:
         print(description.to_json())
         return
@@ -102,4 +106,25 @@ def show(
         table.add_row(f"weights {name}", gib(nbytes))
     for name, token_nbytes in description.kv_per_token.items():
         table.add_row(f"KV cache {name}", f"{token_nbytes / 1024:,.1f} KiB per token")
+    for name, text in routing:
+        table.add_row(name, text)
     Console().print(table)
+
+
+def _routing(store: Path, shape: ModelShape) -> list[tuple[str, str]]:
+    """What jobs saw of the experts' popularity, layer by layer."""
+    from ..runtime.weights.routing_profile import kept, profile_shapes
+
+    profile = kept(store, profile_shapes([layer.experts.count if layer.experts else 0 for layer in shape.layers]))
+    lines = []
+    for index in range(len(shape.layers)):
+        chosen, tokens = profile.get(f"layers.{index}.chosen"), profile.get(f"layers.{index}.tokens")
+        if chosen is None or tokens is None or not float(tokens):
+            continue
+        ordered = chosen.sort(descending=True)
+        top = float(ordered.values[: -(-len(chosen) // 5)].sum() / chosen.sum())
+        first = ", ".join(map(str, ordered.indices[:8].tolist()))
+        lines.append(
+            (f"layer {index}", f"a fifth of the experts takes {top:.0%} of {float(tokens):,.0f} tokens: {first}")
+        )
+    return lines

@@ -20,11 +20,16 @@ class Affinity:
     """
 
     def __init__(self, num_experts: Mapping[int, int], device: torch.device | str = "cpu") -> None:
-        layers = list(num_experts)
-        shapes = {layer: (num_experts[before], num_experts[layer]) for before, layer in pairwise(layers)}
-        fits = sum(4 * before * count for before, count in shapes.values()) <= MAX_NBYTES
-        self.follows = {layer: torch.zeros(shape, device=device) for layer, shape in shapes.items() if fits}
+        shapes = self.shapes(num_experts)
+        self.follows = {layer: torch.zeros(shape, device=device) for layer, shape in shapes.items()}
         self._before: torch.Tensor | None = None
+
+    @staticmethod
+    def shapes(num_experts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Of the tables, by layer."""
+        shapes = {layer: (num_experts[before], num_experts[layer]) for before, layer in pairwise(num_experts)}
+        fits = sum(4 * before * count for before, count in shapes.values()) <= MAX_NBYTES
+        return shapes if fits else {}
 
     def saw(self, layer: int, expert_ids: torch.Tensor) -> None:
         """A layer's choices [T, A]; those of the layer before, if there is one, were seen last."""

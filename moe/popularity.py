@@ -50,7 +50,7 @@ class Popularity:
         seen.passes += 1
 
     def start_counting(self) -> None:
-        """Passes so far do not belong to the job; what they showed of the experts stays."""
+        """Passes so far do not belong to the job."""
         for seen in self.layers.values():
             seen.unions = seen.passes = 0
 

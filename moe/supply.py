@@ -71,8 +71,8 @@ class ExpertSupply:
         # The first turn for which nothing was asked ahead of its router.
         self._ahead = 0
         self._mode = dict.fromkeys(self._layers, Mode.WANTED)
-        # Of the next turn, best first.
-        self._guess: list[int] = []
+        # For the next turn, best first; None until it is made.
+        self._guess: list[int] | None = None
         self.counts = SupplyCounts()
 
     @property
@@ -109,7 +109,7 @@ class ExpertSupply:
 
     def _begin(self, layer: int, groups: ExpertGroups) -> None:
         """The next turn; with the first layer a pass begins, whose modes are chosen now."""
-        self._turn = self._next_turn(layer)
+        self._turn, self._guess = self._next_turn(layer), None
         self._ahead = max(self._ahead, self._turn)
         tokens, wanted = len(groups.expert_ids), groups.wanted
         if layer == self._layers[0]:
@@ -153,7 +153,7 @@ class ExpertSupply:
             if self._mode[layer] is Mode.ALL:
                 every = range(self.forecast.popularity.layers[layer].num_experts)
                 self._ask(self._ahead, [expert for expert in every if expert not in self._slots.of(layer)])
-            elif self._mode[layer] is Mode.FORECAST and self._ahead == self._turn + 1:
+            elif self._mode[layer] is Mode.FORECAST and self._guess is not None and self._ahead == self._turn + 1:
                 self._ask(self._ahead, self._guess)
             else:
                 break

@@ -24,15 +24,22 @@ from ...offload.stream.lane import Shard
 from ..model.assembly import LayerAssembly
 from .lanes import Lanes
 from .memory import ShardKey, WeightMemory
+from .routing_profile import Profile
 
 
 class ModelExperts:
     """The experts of all layers; `supply` is None where all of them are held."""
 
     def __init__(
-        self, memory: WeightMemory, lanes: Lanes, layers: Sequence[LayerAssembly], options: ExpertOptions, live: int
+        self,
+        memory: WeightMemory,
+        lanes: Lanes,
+        layers: Sequence[LayerAssembly],
+        options: ExpertOptions,
+        live: int,
+        profile: Profile,
     ) -> None:
-        """`live` tokens are in a usual pass, as far as is known before the first."""
+        """`live` tokens are in a usual pass, as far as is known before one; `profile` is what earlier jobs saw."""
         self._memory = memory
         self._lanes = lanes
         self._layers = layers
@@ -40,6 +47,8 @@ class ModelExperts:
         counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
         self.popularity = Popularity(counts)
         self.affinity = Affinity(counts, "cpu" if memory.device is None else memory.device.place)
+        self._profile = profile
+        self._start_from_profile()
         self.supply = self._open_supply(live)
         for index, count in counts.items():
             layers[index].set_experts(self._source(index, count))
@@ -49,11 +58,33 @@ class ModelExperts:
         """Experts that are held where they compute, over all layers."""
         return sum(key in self._memory.held for key in self._memory.experts)
 
+    @property
+    def seen(self) -> Profile:
+        """What this job adds to the profile."""
+        return {name: counts - self._profile.get(name, 0.0) for name, counts in self._counts().items()}
+
     def start_counting(self) -> None:
-        """Passes so far do not belong to the job; what they showed of the experts stays."""
+        """Passes so far, a rehearsal's of made-up rows, do not belong to the job."""
+        self._start_from_profile()
         self.popularity.start_counting()
         if self.supply is not None:
             self.supply.start_counting()
+
+    def _counts(self) -> Profile:
+        found = {f"layers.{layer}.follows": table.cpu() for layer, table in self.affinity.follows.items()}
+        for layer, seen in self.popularity.layers.items():
+            found[f"layers.{layer}.chosen"] = torch.from_numpy(seen.chosen.copy())
+            found[f"layers.{layer}.tokens"] = torch.tensor([seen.tokens], dtype=torch.float64)
+        return found
+
+    def _start_from_profile(self) -> None:
+        for layer, seen in self.popularity.layers.items():
+            chosen = self._profile.get(f"layers.{layer}.chosen")
+            seen.chosen[:] = 0.0 if chosen is None else chosen.numpy()
+            seen.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
+        for layer, table in self.affinity.follows.items():
+            before = self._profile.get(f"layers.{layer}.follows")
+            table.zero_() if before is None else table.copy_(before)
 
     def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
         if self.supply is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
@@ -13,6 +14,7 @@ from ..plan.planner import Plan
 from .experts import ModelExperts
 from .lanes import Lanes, place_of
 from .memory import HEAD, ShardKey, WeightMemory
+from .routing_profile import Profile, kept, merge, profile_shapes
 
 
 class StreamedWeights:
@@ -39,7 +41,7 @@ class StreamedWeights:
         for index, layer in enumerate(layers):
             if ShardKey(index) in memory.held:
                 layer.bind_dense(memory.shard(ShardKey(index)))
-        self.experts = ModelExperts(memory, self._lanes, layers, options, plan.kv_sequences)
+        self.experts = ModelExperts(memory, self._lanes, layers, options, plan.kv_sequences, self._profile())
 
     @property
     def head_shard(self) -> torch.Tensor | None:
@@ -60,6 +62,11 @@ class StreamedWeights:
         """How long compute waited for passes so far: for the disk, for the link to the device."""
         disk, link = self._lanes.seconds_waited
         return disk - self._waited_before[0], link - self._waited_before[1]
+
+    @property
+    def seconds_reading(self) -> float:
+        """How long readers had something to read, of the kind of shards that takes longest."""
+        return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
     def nbytes_moved(self) -> int:
@@ -90,7 +97,17 @@ class StreamedWeights:
     def close(self) -> None:
         self._lanes.close()
         if self._store is not None:
+            # Of a store that belongs to others, or on a full disk, nothing is kept: it is worth no error.
+            with suppress(OSError):
+                merge(self._store.folder, self.experts.seen)
             self._store.close()
+
+    def _profile(self) -> Profile:
+        """What earlier jobs saw."""
+        if self._store is None:
+            return {}
+        counts = [layer.shards.num_experts for layer in self._layers]
+        return kept(self._store.folder, profile_shapes(counts))
 
     def _counts(self) -> tuple[int, int]:
         streams = self._lanes.streams

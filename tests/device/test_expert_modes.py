@@ -86,6 +86,33 @@ def test_a_neighbour_s_bytes_show(
     assert differs(case, fakes, modes, Mode.WANTED, Hold.POPULAR)
 
 
+def test_a_forecast_that_knows_the_future_wastes_nothing(
+    case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a first run wanted, turn by turn, is what the second one guesses."""
+    from moedge.moe.forecast import Forecast
+    from moedge.moe.policy import Lru
+
+    future: list[list[int]] = []
+    saw = Lru.saw
+
+    def record(self: Lru, layer: int, wanted: list[int]) -> None:
+        future.append(list(wanted))
+        saw(self, layer, wanted)
+
+    monkeypatch.setattr(Lru, "saw", record)
+    way, tiny = modes.Way("disk-host", 0.5, Mode.WANTED, Hold.LRU), case("qwen3_moe")
+    wanted = way.run(tiny, fakes)
+    known = iter([*future[1:], []])
+    monkeypatch.setattr(
+        Forecast, "guess", lambda self, layer, groups, hidden, held, most: [e for e in next(known) if e not in held]
+    )
+    ran = modes.Way("disk-host", 0.5, Mode.FORECAST, Hold.LRU).run(tiny, fakes)
+    assert ran.tokens == wanted.tokens
+    assert (ran.experts.unwanted, ran.experts.forecast.precision) == (0, 1.0)
+    assert ran.experts.forecast.recall > 0.9, "all but the first layer's"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_worst_guesses_cost_bandwidth_only(
     seed: int, case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,71 @@
+"""Modes follow from counts and gaps: everything where nearly all is wanted, what is wanted where little is."""
+
+import numpy as np
+import pytest
+
+from moedge.moe.gap import RouterGap
+from moedge.moe.modes import Mode, ModeChoice, guesses, saved
+from moedge.moe.popularity import Popularity
+from moedge.moe.union import expected_union
+
+E, A = 64, 8
+
+
+def choice(forced: Mode | None = None) -> tuple[ModeChoice, Popularity]:
+    popularity = Popularity({0: E})
+    popularity.saw(0, 1000, [1000 * A // E] * E)
+    return ModeChoice(popularity, forced), popularity
+
+
+@pytest.mark.parametrize(("tokens", "mode"), [(1, Mode.WANTED), (8, Mode.WANTED), (64, Mode.ALL), (512, Mode.ALL)])
+def test_the_mode_follows_from_how_much_is_wanted(tokens: int, mode: Mode) -> None:
+    assert choice()[0].choose(0, tokens, set(), gap=2.0, precision=0.0) is mode
+
+
+def test_a_long_wait_for_routers_makes_reading_everything_cheaper() -> None:
+    modes, _ = choice()
+    assert modes.choose(0, 16, set(), gap=1.0, precision=0.0) is Mode.WANTED
+    assert modes.choose(0, 16, set(), gap=20.0, precision=0.0) is Mode.ALL
+
+
+def test_guesses_are_used_where_they_are_good_enough() -> None:
+    modes, _ = choice()
+    assert modes.choose(0, 1, set(), gap=3.0, precision=0.8) is Mode.FORECAST
+    assert modes.choose(0, 1, set(), gap=3.0, precision=0.1) is Mode.WANTED
+    assert modes.choose(0, 1, set(), gap=3.0, precision=0.0) is Mode.WANTED, "nothing is known of them yet"
+    assert saved(3.0, 1.0) == 3.0
+    assert saved(0.5, 0.0) == -(guesses(0.5) - 0.5)
+
+
+def test_what_was_measured_corrects_what_was_expected() -> None:
+    """Tokens that choose alike: 30 of them want as few experts as two."""
+    modes, popularity = choice()
+    assert modes.choose(0, 30, set(), 2.0, 0.0) is Mode.ALL
+    for _ in range(60):
+        modes.saw(0, 30, 2 * A)
+    assert modes.choose(0, 30, set(), 2.0, 0.0) is Mode.WANTED
+    assert popularity.layers[0].wanted_by(30).sum() == pytest.approx(expected_union(30, A, E), rel=1e-6)
+
+
+def test_a_forced_mode_is_forced() -> None:
+    for mode in Mode:
+        assert choice(mode)[0].choose(0, 1, set(range(E)), 0.0, 0.0) is mode
+
+
+def test_a_gap_is_measured_in_times_that_an_expert_takes_by_size_of_pass() -> None:
+    now = [0.0]
+    gap = RouterGap(lambda: 2.0, lambda: 1000, 100, clock=lambda: now[0])
+    assert gap.seconds_each == 0.2
+    assert gap.mean(1) == 2.0, "before anything was measured"
+    for tokens, seconds in ((1, 0.1), (100, 1.0)):
+        gap.begin()
+        now[0] += seconds
+        gap.end(tokens)
+    assert gap.mean(1) == pytest.approx(0.5)
+    assert gap.mean(120) == pytest.approx(5.0)
+
+
+def test_popularity_before_anything_was_seen_is_even() -> None:
+    fresh = Popularity({3: 4}).layers[3]
+    assert np.allclose(fresh.shares, 0.25)
+    assert Popularity({3: 4}).union is None

@@ -1,0 +1,103 @@
+"""What jobs saw of a store's routing is added up beside its weights, and nothing that lies there can do harm."""
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moedge.offload.store.store import Store
+from moedge.offload.store.stores import remove
+from moedge.runtime.load import load_engine
+from moedge.runtime.model_source import open_source
+from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.plan.planner import JobShape, Settings, budget_range, make_plan
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sequence import Sequence
+from moedge.runtime.weights import routing_profile
+from moedge.runtime.weights.making import prepare
+from moedge.runtime.weights.routing_profile import FILE, Profile, kept, merge, profile_shapes
+
+SHAPES = profile_shapes([0, 4, 4])
+
+
+def seen(tokens: float) -> Profile:
+    return {
+        name: torch.full(shape, tokens, dtype=torch.float64 if "follows" not in name else torch.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def test_layers_without_experts_have_none_and_the_first_follows_nothing() -> None:
+    assert SHAPES == {
+        "layers.1.chosen": (4,), "layers.1.tokens": (1,), "layers.2.chosen": (4,), "layers.2.tokens": (1,),
+        "layers.2.follows": (4, 4),
+    }  # fmt: skip
+
+
+def test_jobs_that_end_together_are_all_counted(tmp_path: Path) -> None:
+    threads = [threading.Thread(target=merge, args=(tmp_path, seen(float(index)))) for index in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {float(tensor.mean()) for tensor in kept(tmp_path, SHAPES).values()} == {190.0}
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_old_jobs_fade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_profile, "MAX_TOKENS", 100.0)
+    for _ in range(5):
+        merge(tmp_path, seen(80.0))
+    tokens = float(kept(tmp_path, SHAPES)["layers.1.tokens"])
+    assert tokens == 180.0, "the last job, and at most so much of those before"
+
+
+def test_what_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / f".{FILE}.tmp").write_bytes(b"half of it")
+    merge(tmp_path, seen(3.0))
+    assert float(kept(tmp_path, SHAPES)["layers.1.tokens"]) == 3.0
+
+
+@pytest.mark.parametrize("damage", ["torn", "version", "shape", "negative", "nan"])
+def test_a_profile_that_cannot_be_right_counts_for_nothing(damage: str, tmp_path: Path) -> None:
+    merge(tmp_path, seen(3.0))
+    path, tensors = tmp_path / FILE, seen(3.0)
+    if damage == "torn":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif damage == "version":
+        save_file(tensors, path, {"version": "0"})
+    else:
+        wrong = {"shape": torch.ones(5), "negative": -torch.ones(4), "nan": torch.full((4,), float("nan"))}[damage]
+        save_file(tensors | {"layers.1.chosen": wrong}, path, {"version": "1"})
+    assert kept(tmp_path, SHAPES) == {}
+    merge(tmp_path, seen(2.0))
+    assert float(kept(tmp_path, SHAPES)["layers.1.tokens"]) == 2.0
+
+
+def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moedge.cli.models import show
+
+    settings, job = Settings("fp32", "none", "fp32", 32, 1, True), JobShape(1, 20)
+    store = tmp_path / "store"
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        prepare(source, store, "none", "fp32", Budgets())
+        (store / FILE).unlink(missing_ok=True)
+        plan = make_plan(source.shape, settings, budget_range(source.shape, settings, job)[0], job)
+        for run in (1, 2):
+            with closing(load_engine(source, plan, store)) as loaded:
+                popularity = loaded.streamed.experts.popularity.layers[0]
+                assert popularity.tokens == 15.0 * (run - 1)
+                loaded.engine.add(Sequence(list(range(5, 15)), SamplingParams(6, ignore_eos=True)))
+                list(loaded.engine.run())
+                assert popularity.tokens == 15.0 * run
+    show(str(store))
+    assert "of 30 tokens" in capsys.readouterr().out
+    Store.open(store).close()
+    remove(store)
+    assert not store.exists()
