@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    """In times that an expert takes: for `gap` the lane waits for a router, for `stall` compute for the lane."""
+
+    gap: float
+    stall: float
+
 
 # Weight of the newest measurement in a running mean.
 _NEWEST = 0.1
@@ -14,22 +23,26 @@ _FIRST = 2.0
 class RouterGap:
     """In times that an expert takes, by the size of passes, which decides how long compute takes.
 
-    `seconds_busy` and `nbytes_moved` are the lane's counters, an expert has `nbytes`.
+    `seconds_busy`, `nbytes_moved` and `seconds_waited` are the lane's counters, an expert has `nbytes`.
     """
 
     def __init__(
         self,
         seconds_busy: Callable[[], float],
         nbytes_moved: Callable[[], int],
+        seconds_waited: Callable[[], float],
         nbytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._seconds_busy = seconds_busy
         self._nbytes_moved = nbytes_moved
+        self._seconds_waited = seconds_waited
         self.nbytes = nbytes
         self._clock = clock
         self._since: float | None = None
-        self._means: dict[int, float] = {}
+        self._waited = 0.0
+        self._gaps: dict[int, float] = {}
+        self._stalls: dict[int, float] = {}
 
     @property
     def seconds_each(self) -> float:
@@ -37,19 +50,27 @@ class RouterGap:
         moved = self._nbytes_moved()
         return self._seconds_busy() / moved * self.nbytes if moved else 0.0
 
-    def mean(self, tokens: int) -> float:
-        """For passes of about so many tokens."""
-        return self._means.get(tokens.bit_length(), _FIRST)
+    def mean(self, tokens: int) -> Wait:
+        """For passes of about so many tokens; the stall is that of layers without guesses."""
+        bucket = tokens.bit_length()
+        return Wait(self._gaps.get(bucket, _FIRST), self._stalls.get(bucket, _FIRST))
 
     def begin(self) -> None:
         """All that was asked for has arrived: from here on the lane has nothing to do but guesses."""
         self._since = self._clock()
 
-    def end(self, tokens: int) -> None:
-        """A router has spoken."""
-        each = self.seconds_each
+    def end(self, tokens: int, guessed: bool) -> None:
+        """A router has spoken; whether the layer before had been `guessed`."""
+        each, waited = self.seconds_each, self._seconds_waited()
+        stall, self._waited = waited - self._waited, waited
         if self._since is None or not each:
             return
-        gap, bucket = (self._clock() - self._since) / each, tokens.bit_length()
-        before = self._means.get(bucket, gap)
-        self._means[bucket] = before + _NEWEST * (gap - before)
+        _mix(self._gaps, tokens, (self._clock() - self._since) / each)
+        if not guessed:
+            _mix(self._stalls, tokens, stall / each)
+
+
+def _mix(means: dict[int, float], tokens: int, value: float) -> None:
+    bucket = tokens.bit_length()
+    before = means.get(bucket, value)
+    means[bucket] = before + _NEWEST * (value - before)

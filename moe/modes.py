@@ -10,6 +10,7 @@ from collections.abc import Collection
 from enum import StrEnum
 from math import ceil
 
+from .gap import Wait
 from .popularity import Popularity
 
 
@@ -28,10 +29,17 @@ def guesses(gap: float) -> int:
     return ceil(gap) + 1
 
 
-def saved(gap: float, precision: float) -> float:
-    """What guesses save, in times that an expert takes: right ones that fit the gap, less wrong ones beyond it."""
+# What a read costs beside the time of the disk: memory's, and a thread's.
+_EFFORT = 0.05
+
+
+def saved(gap: float, stall: float, precision: float) -> float:
+    """What guesses save, in times that an expert takes: right ones that fit the gap, less wrong ones beyond it.
+
+    No more than `stall`, for which compute waits without them: reads that hide behind compute need no guessing.
+    """
     late = guesses(gap) - gap
-    return precision * gap - (1.0 - precision) * late
+    return min(precision * gap, stall) - (1.0 - precision) * late - _EFFORT * guesses(gap)
 
 
 class ModeChoice:
@@ -43,16 +51,16 @@ class ModeChoice:
         # Tokens of one text choose alike: measured union over that of tokens that choose independently.
         self._alike = dict.fromkeys(popularity.layers, 1.0)
 
-    def choose(self, layer: int, tokens: int, held: Collection[int], gap: float, precision: float) -> Mode:
-        """The cheapest in experts to wait for. `held` need not come; a router keeps the lane waiting for `gap`."""
+    def choose(self, layer: int, tokens: int, held: Collection[int], wait: Wait, precision: float) -> Mode:
+        """The cheapest in experts to wait for; `held` need not come, guesses are right with `precision`."""
         if self._forced is not None:
             return self._forced
         chances = self._popularity.layers[layer].wanted_by(tokens)
         num_wanted = float(chances.sum() - chances[list(held)].sum()) * self._alike[layer]
         costs = {
             Mode.ALL: len(chances) - len(held),
-            Mode.WANTED: num_wanted + gap,
-            Mode.FORECAST: num_wanted + gap - saved(gap, precision),
+            Mode.WANTED: num_wanted + wait.gap,
+            Mode.FORECAST: num_wanted + wait.gap - saved(*wait, precision),
         }
         return min(costs, key=lambda mode: costs[mode])
 

@@ -115,7 +115,7 @@ class ExpertSupply:
         if layer == self._layers[0]:
             self._begin_pass(tokens)
         else:
-            self._gap.end(tokens)
+            self._gap.end(tokens, self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST)
         self._gap.begin()
         self.forecast.saw(layer, wanted)
         self._modes.saw(layer, tokens, len(wanted))
@@ -128,10 +128,10 @@ class ExpertSupply:
     def _begin_pass(self, tokens: int) -> None:
         self._tokens = tokens
         self._policy.begin_pass()
-        gap = self._gap.mean(tokens)
+        wait = self._gap.mean(tokens)
         for layer in self._layers:
             precision = self.forecast.precision(layer)
-            self._mode[layer] = self._modes.choose(layer, tokens, self._slots.of(layer), gap, precision)
+            self._mode[layer] = self._modes.choose(layer, tokens, self._slots.of(layer), wait, precision)
 
     def _ask_missing(self, layer: int, wanted: set[int]) -> set[int]:
         """The router has spoken: what was not foreseen is asked for, what is not wanted is taken back."""
@@ -141,7 +141,7 @@ class ExpertSupply:
         if self._mode[layer] is not Mode.ALL and not asked <= wanted:
             self._coming.keep(self._turn, wanted)
         if self._mode[layer] is Mode.FORECAST:
-            self.forecast.count(self._coming.of(self._turn), wanted - held, self._gap.mean(self._tokens))
+            self.forecast.count(self._coming.of(self._turn), wanted - held, self._gap.mean(self._tokens).gap)
         self._ask(self._turn, sorted(wanted - asked - held))
         self._ahead = max(self._ahead, self._turn + 1)
         return held
@@ -164,7 +164,7 @@ class ExpertSupply:
         layer = self._layer_of(self._turn + 1)
         if self._mode[layer] is Mode.ALL:
             return
-        most = guesses(self._gap.mean(self._tokens))
+        most = guesses(self._gap.mean(self._tokens).gap)
         same_pass = layer != self._layers[0]
         held = self._slots.of(layer)
         self._guess = self.forecast.guess(layer, groups, hidden if same_pass else None, held, most)

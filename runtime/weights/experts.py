@@ -106,7 +106,7 @@ class ModelExperts:
             self._options.policy(held, sizes, chances),
             ModeChoice(self.popularity, self._options.stream),
             Forecast(self.popularity, self.affinity, LookAhead(self._routers())),
-            RouterGap(lambda: stream.seconds_busy, lambda: stream.nbytes_moved, largest),
+            RouterGap(lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest),
             most_ahead=stream.capacity // largest + 1,
         )
 

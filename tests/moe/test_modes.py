@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moedge.moe.gap import RouterGap
+from moedge.moe.gap import RouterGap, Wait
 from moedge.moe.modes import Mode, ModeChoice, guesses, saved
 from moedge.moe.popularity import Popularity
 from moedge.moe.union import expected_union
@@ -19,50 +19,54 @@ def choice(forced: Mode | None = None) -> tuple[ModeChoice, Popularity]:
 
 @pytest.mark.parametrize(("tokens", "mode"), [(1, Mode.WANTED), (8, Mode.WANTED), (64, Mode.ALL), (512, Mode.ALL)])
 def test_the_mode_follows_from_how_much_is_wanted(tokens: int, mode: Mode) -> None:
-    assert choice()[0].choose(0, tokens, set(), gap=2.0, precision=0.0) is mode
+    assert choice()[0].choose(0, tokens, set(), Wait(2.0, 9.0), precision=0.0) is mode
 
 
 def test_a_long_wait_for_routers_makes_reading_everything_cheaper() -> None:
     modes, _ = choice()
-    assert modes.choose(0, 16, set(), gap=1.0, precision=0.0) is Mode.WANTED
-    assert modes.choose(0, 16, set(), gap=20.0, precision=0.0) is Mode.ALL
+    assert modes.choose(0, 16, set(), Wait(1.0, 9.0), precision=0.0) is Mode.WANTED
+    assert modes.choose(0, 16, set(), Wait(20.0, 9.0), precision=0.0) is Mode.ALL
 
 
 def test_guesses_are_used_where_they_are_good_enough() -> None:
     modes, _ = choice()
-    assert modes.choose(0, 1, set(), gap=3.0, precision=0.8) is Mode.FORECAST
-    assert modes.choose(0, 1, set(), gap=3.0, precision=0.1) is Mode.WANTED
-    assert modes.choose(0, 1, set(), gap=3.0, precision=0.0) is Mode.WANTED, "nothing is known of them yet"
-    assert saved(3.0, 1.0) == 3.0
-    assert saved(0.5, 0.0) == -(guesses(0.5) - 0.5)
+    assert modes.choose(0, 1, set(), Wait(3.0, 9.0), precision=0.8) is Mode.FORECAST
+    assert modes.choose(0, 1, set(), Wait(3.0, 9.0), precision=0.1) is Mode.WANTED
+    assert modes.choose(0, 1, set(), Wait(3.0, 9.0), precision=0.0) is Mode.WANTED, "nothing is known of them yet"
+    assert 2.5 < saved(3.0, 9.0, 1.0) < 3.0
+    assert saved(0.5, 9.0, 0.0) < -(guesses(0.5) - 0.5)
+    assert modes.choose(0, 1, set(), Wait(3.0, 0.1), precision=0.8) is Mode.WANTED, "compute does not wait anyway"
 
 
 def test_what_was_measured_corrects_what_was_expected() -> None:
     """Tokens that choose alike: 30 of them want as few experts as two."""
     modes, popularity = choice()
-    assert modes.choose(0, 30, set(), 2.0, 0.0) is Mode.ALL
+    assert modes.choose(0, 30, set(), Wait(2.0, 9.0), 0.0) is Mode.ALL
     for _ in range(60):
         modes.saw(0, 30, 2 * A)
-    assert modes.choose(0, 30, set(), 2.0, 0.0) is Mode.WANTED
+    assert modes.choose(0, 30, set(), Wait(2.0, 9.0), 0.0) is Mode.WANTED
     assert popularity.layers[0].wanted_by(30).sum() == pytest.approx(expected_union(30, A, E), rel=1e-6)
 
 
 def test_a_forced_mode_is_forced() -> None:
     for mode in Mode:
-        assert choice(mode)[0].choose(0, 1, set(range(E)), 0.0, 0.0) is mode
+        assert choice(mode)[0].choose(0, 1, set(range(E)), Wait(0.0, 0.0), 0.0) is mode
 
 
 def test_a_gap_is_measured_in_times_that_an_expert_takes_by_size_of_pass() -> None:
-    now = [0.0]
-    gap = RouterGap(lambda: 2.0, lambda: 1000, 100, clock=lambda: now[0])
+    now, waited = [0.0], [0.0]
+    gap = RouterGap(lambda: 2.0, lambda: 1000, lambda: waited[0], 100, clock=lambda: now[0])
     assert gap.seconds_each == 0.2
-    assert gap.mean(1) == 2.0, "before anything was measured"
+    assert gap.mean(1) == Wait(2.0, 2.0), "before anything was measured"
     for tokens, seconds in ((1, 0.1), (100, 1.0)):
         gap.begin()
         now[0] += seconds
-        gap.end(tokens)
-    assert gap.mean(1) == pytest.approx(0.5)
-    assert gap.mean(120) == pytest.approx(5.0)
+        waited[0] += 2 * seconds
+        gap.end(tokens, guessed=False)
+        waited[0] += 1.0
+        gap.end(tokens, guessed=True)
+    assert gap.mean(1) == pytest.approx(Wait(0.5, 1.0))
+    assert gap.mean(120) == pytest.approx(Wait(5.0, 10.0)), "what is waited for in spite of guesses is another matter"
 
 
 def test_popularity_before_anything_was_seen_is_even() -> None:

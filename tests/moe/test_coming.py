@@ -1,0 +1,122 @@
+"""Experts come in the order of turns whatever is asked when, and none that was asked for is lost."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moedge.moe.coming import ComingExperts
+from moedge.moe.key import ExpertKey
+from moedge.offload.stream.lane import Mark, Shard
+from moedge.offload.stream.ring import ALIGNMENT, Place, Ring
+from moedge.offload.stream.stream import ShardStream
+
+LAYERS = 3
+
+
+class Copied:
+    def query(self) -> bool:
+        return True
+
+
+class InstantLane:
+    """Copies an expert's number over at once."""
+
+    nbytes_moved = 0
+    seconds_waited = 0.0
+    seconds_busy = 0.0
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.started: list[str] = []
+
+    def start(self, shard: Shard, place: Place, after: Mark | None) -> Copied:
+        self.memory[place.offset : place.end] = shard.offset
+        self.started.append(shard.name)
+        return Copied()
+
+    def wait(self, ready: Copied) -> None:
+        pass
+
+    def mark_used(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def shard(key: ExpertKey) -> Shard:
+    return Shard(f"{key.layer}/{key.expert}", ALIGNMENT, 16 * key.layer + key.expert)
+
+
+def opened(ring_experts: int) -> tuple[ComingExperts, InstantLane]:
+    memory = torch.zeros(ring_experts * ALIGNMENT, dtype=torch.uint8)
+    lane = InstantLane(memory)
+    stream: ShardStream[Any] = ShardStream(lane, Ring(len(memory)), memory)
+    return ComingExperts(stream, shard), lane
+
+
+def key(turn: int, expert: int) -> ExpertKey:
+    return ExpertKey(turn % LAYERS, expert)
+
+
+def serve(coming: ComingExperts, turn: int, most: int) -> list[int]:
+    """The experts of a turn as they come, with their own bytes."""
+    found = []
+    while turn in coming:
+        together = coming.arrivals(turn, most)
+        for each, arrival in together:
+            assert bool((arrival.view == 16 * each.layer + each.expert).all()), "another expert's bytes"
+            assert each.layer == turn % LAYERS
+            found.append(each.expert)
+        for _, arrival in together:
+            coming.done(arrival)
+    return found
+
+
+@given(st.data(), st.integers(3, 9), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_every_turn_gets_what_was_asked_for_it(data: st.DataObject, ring_experts: int, most: int) -> None:
+    """Guesses far ahead, wants that were not guessed, guesses that are taken back: in a ring of any size."""
+    coming, _ = opened(ring_experts)
+    asked: dict[int, set[int]] = {turn: set() for turn in range(12)}
+    experts = st.sets(st.integers(0, 9), max_size=5)
+    for turn in range(10):
+        for ahead in (1, 2):
+            guess = data.draw(experts) - asked[turn + ahead]
+            coming.ask(turn + ahead, [key(turn + ahead, expert) for expert in sorted(guess)])
+            asked[turn + ahead] |= guess
+        wanted = data.draw(experts)
+        assert coming.of(turn) == asked[turn]
+        coming.keep(turn, wanted)
+        missing = wanted - coming.of(turn)
+        coming.ask(turn, [key(turn, expert) for expert in sorted(missing)])
+        found = serve(coming, turn, most)
+        assert len(found) == len(set(found))
+        assert wanted <= set(found) <= wanted | asked[turn]
+
+
+def test_what_is_not_wanted_and_has_not_begun_is_never_read() -> None:
+    coming, lane = opened(3)
+    coming.ask(1, [key(1, expert) for expert in range(8)])
+    coming.keep(1, {7})
+    assert sorted(serve(coming, 1, 4)) == [0, 1, 2, 7]
+    assert lane.started == ["1/0", "1/1", "1/2", "1/7"]
+
+
+def test_what_stands_in_the_way_is_asked_for_again() -> None:
+    coming, lane = opened(3)
+    coming.ask(1, [key(1, expert) for expert in range(4)])
+    coming.ask(0, [key(0, 5)])
+    assert serve(coming, 0, 4) == [5]
+    assert serve(coming, 1, 4) == [0, 1, 2, 3]
+    assert lane.started[:3] == ["1/0", "1/1", "1/2"]
+
+
+def test_a_turn_without_anything_is_not_waited_for() -> None:
+    coming, _ = opened(3)
+    assert 0 not in coming
+    with pytest.raises(IndexError):
+        coming.arrivals(0, 4)
