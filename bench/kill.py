@@ -38,7 +38,7 @@ from moedge.runtime.plan.planner import Settings
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 FAKED = [(batch_run, name) for name in (
-    "open_source", "make_plan", "load_engine", "Tokenizer", "rehearse", "store_for", "summarise",
+    "open_source", "plan_job", "load_engine", "Tokenizer", "rehearse", "store_for", "summarise",
 )] + [(identity, "_model")]  # fmt: skip
 
 

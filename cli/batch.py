@@ -19,7 +19,7 @@ def batch(
     compute: options.COMPUTE = options.Arithmetic.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
     tokens_per_pass: options.TOKENS_PER_PASS = None,
-    max_sequences: options.MAX_SEQUENCES = 128,
+    max_sequences: options.MAX_SEQUENCES = None,
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     stream: options.STREAM = options.Stream.AUTO,
@@ -50,7 +50,7 @@ def batch(
     from ..runtime.jobs.request import BatchRequest, GoOn
     from ..runtime.jobs.rows import Defaults
     from ..runtime.plan.budgets import Budgets
-    from ..runtime.plan.planner import Settings
+    from ..runtime.plan.plan import Settings
     from .job_view import JobView
 
     request = BatchRequest(

@@ -12,7 +12,7 @@ from ..runtime.jobs.batch_run import BatchRun
 from ..runtime.jobs.request import BatchRequest
 from ..runtime.jobs.summary import RunSummary
 from ..runtime.pace import Pace, Work
-from ..runtime.plan.planner import Plan
+from ..runtime.plan.plan import Plan
 from .events import Events
 from .exit_codes import ExitCode
 from .options import Format, Progress

@@ -162,13 +162,13 @@ TOKENS_PER_PASS = Annotated[
     ),
 ]
 MAX_SEQUENCES = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--max-sequences",
         envvar="MOEDGE_MAX_SEQUENCES",
         show_envvar=False,
         min=1,
-        help="Sequences generated together at most.",
+        help="Sequences generated together at most; chosen by job and memory.",
     ),
 ]
 LENIENT = Annotated[

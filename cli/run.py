@@ -45,7 +45,7 @@ def run(
     """
     from ..runtime.one_prompt import Wish, answer
     from ..runtime.plan.budgets import Budgets
-    from ..runtime.plan.planner import Settings
+    from ..runtime.plan.plan import Settings
     from ..runtime.text.errors import PromptError
     from ..runtime.text.terminal import escape_controls
 

@@ -16,7 +16,7 @@ from .attention.protocol import AttentionBackend
 from .attention.torch_backend import TorchAttention
 from .dtypes import DTYPES
 from .kv.cache import KVCache
-from .plan.planner import Plan
+from .plan.plan import Plan
 from .shape.layouts import helper_nbytes, workspace_nbytes
 from .shape.model_shape import ModelShape
 

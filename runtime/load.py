@@ -28,7 +28,7 @@ from .model.resident import move_resident
 from .model.weights_seam import ArrivingLayers
 from .model_source import ModelSource
 from .plan.device_plan import LOADING_NBYTES
-from .plan.planner import Plan
+from .plan.plan import Plan
 from .plan.preparing import WINDOW_COPIES, WINDOW_NBYTES
 from .sampling.sampler import Sampler
 from .scheduler import PassLimits, Scheduler

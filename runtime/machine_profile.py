@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..offload.machine.hardware import find_hardware
+from ..offload.machine.hardware import Hardware, find_hardware
 from ..offload.machine.measure import measure_machine
 from ..offload.machine.profile import FlopRates, Machine
 from ..offload.machine.saved import load_machine, saved_path, this_machine
@@ -18,10 +19,18 @@ def saved_profile(folder: Path) -> Machine | None:
 
 def machine_profile(folder: Path, again: bool = False) -> Machine:
     """The saved profile of this hardware and of the disk of `folder`, measured if there is none, or if `again`."""
-    return this_machine(folder, partial(measure_machine, folder, measure_flop_s=_weight_rates), again)
+    return this_machine(folder, partial(_measure, folder), again)
 
 
-def _weight_rates(device: str) -> FlopRates:
+def _measure(folder: Path, hardware: Hardware) -> Machine:
+    from .overheads import measure_overheads
+
+    machine = measure_machine(folder, hardware, measure_flop_s=_rates)
+    return replace(machine, overheads=measure_overheads())
+
+
+def _rates(device: str) -> FlopRates:
+    from .pass_rates import pass_rates
     from .weight_rates import weight_rates
 
-    return weight_rates(device)
+    return {**weight_rates(device), **(pass_rates() if device == "cpu" else {})}

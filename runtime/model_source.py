@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .errors import SettingError
 from .hub import find_model
-from .plan.planner import Settings
+from .plan.plan import Settings
 from .shape.folder import read_shape
 from .shape.model_shape import ModelShape
 from .shape.shards import weights_nbytes

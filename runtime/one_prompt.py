@@ -7,11 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from .errors import DoesNotFit
+from .job_plan import plan_job
 from .load import load_engine
 from .model_source import open_source
 from .plan.budgets import Budgets
 from .plan.job import JobShape
-from .plan.planner import Settings, make_plan
+from .plan.plan import Settings
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 from .text.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
         job = JobShape(1, sequence.max_tokens)
         tiers = open_tiers(budgets)
-        plan = make_plan(source.shape, source.settle(settings), tiers.host_nbytes, job, tiers.room)
+        plan = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job).plan
         with closing(load_engine(source, plan, store_for(source, plan, budgets), tiers.device)) as loaded:
             loaded.engine.add(sequence)
             while loaded.engine.busy:

@@ -6,7 +6,7 @@ from ..offload.memory import host_peak
 from .errors import DoesNotFit
 from .load import LoadedEngine
 from .plan.job import JobShape
-from .plan.planner import Plan
+from .plan.plan import Plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 
@@ -17,8 +17,8 @@ def rehearse(loaded: LoadedEngine, plan: Plan, job: JobShape) -> None:
     Raises DoesNotFit where the process has taken more than its budgets; the engine is as new afterwards.
     """
     engine = loaded.engine
-    live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences, plan.kv_sequences)
-    length = max(1, min(plan.tokens_per_pass // live, job.longest - 1, plan.kv_tokens - 1))
+    live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences)
+    length = max(1, min(plan.tokens_per_pass // live, job.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1))
     for _ in range(live):
         # Sampled, not greedy: that is the larger scratch.
         engine.add(Sequence([0] * length, SamplingParams(1, temperature=1.0)))

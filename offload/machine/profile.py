@@ -82,6 +82,20 @@ class PinLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds that a pass takes in every layer beside its products: for the layer itself, for each expert that is
+    wanted, for each sequence, and for each number of a token's hidden state."""
+
+    layer_s: float
+    expert_s: float
+    sequence_s: float
+    number_s: float
+
+    def __post_init__(self) -> None:
+        _check_speed(self.layer_s, self.expert_s, self.sequence_s, self.number_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """None stands for what this machine does not have or what could not be measured.
 
@@ -98,6 +112,7 @@ class Machine:
     device_flop_s: FlopRates = field(default_factory=dict)
     measured_at: str = ""
     torch: str = ""
+    overheads: Overheads | None = None
 
     def __post_init__(self) -> None:
         _check_speed(self.memory_bytes_s, *([] if self.device_memory_bytes_s is None else [self.device_memory_bytes_s]))
@@ -129,11 +144,13 @@ class Machine:
 
 def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
+    overheads = content["overheads"]
     return {
         "hardware": Hardware(**{**hardware, "gpus": tuple(Gpu(**gpu) for gpu in hardware["gpus"])}),
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
+        "overheads": None if overheads is None else Overheads(**overheads),
         "flop_s": _rates(content["flop_s"]),
         "device_flop_s": _rates(content["device_flop_s"]),
     }

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from typing import Self
 
 from ...offload.heap import Heap
+from ..job_plan import JobPlan, plan_job
 from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
-from ..plan.planner import Plan, make_plan
+from ..plan.plan import Plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
 from ..tiers import open_tiers
@@ -74,10 +75,11 @@ class BatchRun:
 
     def plan(self) -> Plan:
         """The job begins here: its first record says what "auto" became."""
-        self._job = self.size.shape()
-        settings = self.source.settle(self.ledger.settings())
-        self._tiers = open_tiers(self.request.budgets)
-        self.plan_made = make_plan(self.source.shape, settings, self._tiers.host_nbytes, self._job, self._tiers.room)
+        self._job, budgets = self.size.shape(), self.request.budgets
+        self._tiers = open_tiers(budgets)
+        host, room = self._tiers.host_nbytes, self._tiers.room
+        self.planned: JobPlan = plan_job(self.source, self.ledger.settings(), budgets, host, room, self._job)
+        self.plan_made = self.planned.plan
         self.ledger.begin(self.plan_made)
         return self.plan_made
 
@@ -156,4 +158,6 @@ class BatchRun:
         counts = self.ledger.journal.state.counts
         if self._loaded is None:
             return summarise_rows(counts)
-        return summarise(self.source, self.plan_made, self._loaded, counts, self.seconds)
+        summary = summarise(self.source, self.planned, self._loaded, counts, self.seconds)
+        self.planned.remember(self.source, self.metrics, self.seconds.generate or 0, summary.peak_nbytes)
+        return summary

@@ -15,7 +15,7 @@ from typing import Any
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..fingerprint import model_fingerprint
 from ..model_source import ModelSource
-from ..plan.planner import Plan, Settings
+from ..plan.plan import Plan, Settings
 from .refusals import JobMismatch
 from .rows import Defaults
 

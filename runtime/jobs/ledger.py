@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ...offload.stream.lane import StreamBroken
 from ..model_source import ModelSource
-from ..plan.planner import Plan, Settings
+from ..plan.plan import Plan, Settings
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
 from .dates import now_text

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ...offload.memory import host_peak
+from ..job_plan import JobPlan
 from ..load import LoadedEngine
 from ..metrics import Metrics, quantiles
 from ..model_source import ModelSource
-from ..plan.planner import Plan
+from ..plan.plan import Plan
 from ..shape.layouts import ITEM_NBYTES
 from .journal.state import Counts
 from .movement import experts, moved, stalls
@@ -20,18 +21,22 @@ from .summary import (
     Memory,
     Passes,
     Percentiles,
+    Predicted,
     Rows,
     RunSummary,
     Seconds,
     Throughput,
     TierMemory,
     Tokens,
+    Utilisation,
     Weights,
 )
 
 
-def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Counts, seconds: Seconds) -> RunSummary:
-    metrics, shape = loaded.engine.metrics, source.shape
+def summarise(
+    source: ModelSource, planned: JobPlan, loaded: LoadedEngine, counts: Counts, seconds: Seconds
+) -> RunSummary:
+    plan, metrics, shape, streamed = planned.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -46,10 +51,12 @@ def summarise(source: ModelSource, plan: Plan, loaded: LoadedEngine, counts: Cou
         plan=plan.as_dict() | {"key_offsets": loaded.key_offsets and loaded.key_offsets.digest},
         seconds=seconds,
         throughput=_throughput(metrics, seconds.generate),
+        predicted=_predicted(planned),
         latency=Latency(_percentiles(metrics.ttft), _percentiles(metrics.tpot), _percentiles(metrics.total)),
         passes=_passes(metrics),
         bytes=moved(loaded),
         stalls=stalls(loaded),
+        utilisation=_utilisation(planned, streamed.nbytes_from_disk, streamed.nbytes_to_device, seconds.generate),
         memory=_memory(plan, loaded),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
@@ -71,6 +78,30 @@ def _throughput(metrics: Metrics, seconds: float | None) -> Throughput:
     if not seconds:
         return Throughput()
     return Throughput(metrics.prompt_tokens / seconds, metrics.generated_tokens / seconds)
+
+
+def _predicted(planned: JobPlan) -> Predicted:
+    told = planned.prediction
+    return Predicted(
+        generate_s=told.seconds,
+        prompt_tok_s=told.prompt_tok_s,
+        generated_tok_s=told.generated_tok_s,
+        passes=told.passes,
+        sequences=told.sequences,
+        binds=told.binds,
+        disk_to_host=round(told.disk_nbytes),
+        host_to_device=round(told.link_nbytes),
+        peak=planned.plan.used_nbytes,
+    )
+
+
+def _utilisation(planned: JobPlan, from_disk: int, to_device: int, seconds: float | None) -> Utilisation:
+    """Of links that were measured; what arithmetic was done is not counted."""
+    rates = planned.speed.rates
+    if not seconds or not rates.measured:
+        return Utilisation()
+    link = to_device / seconds / rates.link_bytes_s if planned.plan.device else None
+    return Utilisation(link=link, disk=from_disk / seconds / rates.disk_bytes_s)
 
 
 def _percentiles(values: Sequence[float]) -> Percentiles:

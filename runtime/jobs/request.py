@@ -9,7 +9,7 @@ from typing import Any
 
 from ...moe.options import DEFAULTS, ExpertOptions
 from ..plan.budgets import Budgets
-from ..plan.planner import Settings
+from ..plan.plan import Settings
 from .limits import Limits
 from .rows import Defaults
 

@@ -43,6 +43,21 @@ class Throughput:
 
 
 @dataclass(slots=True)
+class Predicted:
+    """What the plan promised before the first pass, in the units of what was measured."""
+
+    generate_s: float | None = None
+    prompt_tok_s: float | None = None
+    generated_tok_s: float | None = None
+    passes: float | None = None
+    sequences: float | None = None
+    binds: str | None = None
+    disk_to_host: int | None = None
+    host_to_device: int | None = None
+    peak: int | None = None
+
+
+@dataclass(slots=True)
 class Percentiles:
     p50: float | None = None
     p95: float | None = None
@@ -181,6 +196,7 @@ class RunSummary:
     plan: Mapping[str, Any] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
     throughput: Throughput = field(default_factory=Throughput)
+    predicted: Predicted = field(default_factory=Predicted)
     latency: Latency = field(default_factory=Latency)
     passes: Passes = field(default_factory=Passes)
     bytes: Moved = field(default_factory=Moved)
@@ -190,6 +206,11 @@ class RunSummary:
     kv: KV = field(default_factory=KV)
     experts: Experts = field(default_factory=Experts)
     weights: Weights = field(default_factory=Weights)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Seen at most in the tier that computes; 0 where nothing was measured."""
+        return (self.memory.device or self.memory.host).peak or 0
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)

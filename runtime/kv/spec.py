@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from ...quant.kv_format import KVFormat, RecordLayout
 from ..shape.model_shape import KVGroup
@@ -21,7 +22,7 @@ class KVSpec:
     @property
     def layout(self) -> RecordLayout:
         """Raises FormatError for a format that cannot hold the group's heads."""
-        return RecordLayout.of(KVFormat.parse(self.format), self.group.kv_heads, self.group.head_dim, self.block)
+        return _layout(self.format, self.group.kv_heads, self.group.head_dim, self.block)
 
     @property
     def record_nbytes(self) -> int:
@@ -56,3 +57,8 @@ class KVSpec:
         window = self.group.window
         whole = self.blocks_for(num_tokens)
         return whole if window is None else min(whole, self.blocks_for(window - 1) + 1)
+
+
+@cache
+def _layout(kv_format: str, kv_heads: int, head_dim: int, block: int) -> RecordLayout:
+    return RecordLayout.of(KVFormat.parse(kv_format), kv_heads, head_dim, block)

@@ -129,6 +129,11 @@ def _largest_ring(shards: ModelShards, placement: Placement, room: int) -> int:
 def _hold_experts(shards: ModelShards, placement: Placement, room: int) -> Placement:
     """The same number of experts in every layer, and one more in the first layers as far as it goes."""
     free, held = room - placement.nbytes(shards), list(placement.held_experts)
+    missing = [layer.num_experts - count for layer, count in zip(shards.layers, held, strict=True) if layer.expert]
+    each = sum(layer.expert.nbytes for layer in shards.layers if layer.expert)
+    if each and (rounds := min(*missing, max(0, free) // each)):
+        held = [count + rounds if layer.expert else count for layer, count in zip(shards.layers, held, strict=True)]
+        free -= rounds * each
     progress = True
     while progress:
         progress = False

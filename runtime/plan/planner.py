@@ -1,229 +1,193 @@
-"""Chooses precision, cache, passes and placement for a model, a job and a budget. Closed form, torch-free."""
+"""Chooses precision, cache, passes and placement for a model, a job and a budget: an exhaustive search over what the
+settings leave open, by predicted time. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from ...quant.kernels.gpu import interpreted
 from ..attention.choice import AttentionNeeds, choose_attention
 from ..errors import DoesNotFit, SettingError
-from ..shape.layouts import FORMATS
 from ..shape.model_shape import ModelShape
-from .cache_size import choose_block
-from .device_plan import DevicePlan, DeviceRoom, plan_staging
-from .draft import Draft, Formats
+from .device_plan import DeviceRoom, plan_staging
+from .draft import Draft
+from .drafting import Drafting
 from .job import JobShape
-from .pass_size import LEAST_TOKENS, choose_tokens, power_of_two
 from .placement import Placement
-from .search import largest
+from .plan import Plan, Settings
+from .predict import Prediction, predict
+from .rates import Rates
 
-GIB = 1 << 30
-MIB = 1 << 20
-# What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
-SMALL_KV = "int8"
+__all__ = ["Choice", "Plan", "Settings", "Speed", "budget_range", "choose", "make_plan"]
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user asked for; "auto" and None are decided by `make_plan`, everything else is a fixed point.
-
-    `compute` "int8" rounds activations, too, and multiplies as integers; that takes weights in int8.
-    """
-
-    dtype: str = "auto"
-    quant: str = "auto"
-    kv: str = "auto"
-    tokens_per_pass: int | None = None
-    max_sequences: int = 128
-    deterministic: bool = False
-    compute: str = "auto"
-    attention: str = "auto"
+# A less lossy weight format is taken as long as it takes no more than this times as long as the fastest.
+WORTH = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What will run: no field is left to be decided later.
+class Speed:
+    """What predictions rest on: the machine's rates, and by weight format the factors that earlier runs taught."""
 
-    `placement` and the sizes are of the tier that computes: host memory, or the device's where there is a `device`.
-    `budget_nbytes` is host memory's in any case.
+    rates: Rates = field(default_factory=Rates)
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    `kv_blocks` is by layer group: room for `kv_sequences` at their longest. `kv_tokens` is the longest sequence that
-    is ever started. `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none,
-    preempted sequences are computed again. On a machine without a device there are none, because the cache is in host
-    memory itself, and blocks do more good there. `free_nbytes` of the budget are of no use to this job.
+    def predict(self, draft: Draft, plan: Plan, job: JobShape) -> Prediction:
+        return predict(draft.packed.work, plan, job, self.rates, self.factors.get(plan.quant, {}))
 
-    `grouped_experts`: those that arrive together are computed in two launches, by kernels of the device.
-    """
 
-    dtype: str
-    quant: str
-    kv: str
-    attention: str
-    kv_block: int
-    kv_blocks: tuple[int, ...]
-    kv_sequences: int
-    kv_tokens: int
-    parked_blocks: tuple[int, ...]
-    tokens_per_pass: int
-    max_sequences: int
-    deterministic: bool
-    placement: Placement
-    budget_nbytes: int
-    weights_nbytes: int
-    held_nbytes: int
-    kv_nbytes: int
-    scratch_nbytes: int
-    compute: str = "auto"
-    free_nbytes: int = 0
-    grouped_experts: bool = False
-    device: DevicePlan | None = None
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plan that was taken, what is expected of it, and what the best plan in every weight format would take."""
 
-    @property
-    def streams(self) -> bool:
-        """Whether some weights stay on disk and are read in every pass."""
-        if self.device is not None:
-            return self.device.disk_nbytes > 0
-        return self.placement.dense_ring + self.placement.expert_ring > 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    plan: Plan
+    prediction: Prediction
+    seconds: Mapping[str, float]
 
 
 def make_plan(
     shape: ModelShape, settings: Settings, host_budget: int, job: JobShape, device: DeviceRoom | None = None
 ) -> Plan:
-    """The plan within `host_budget` bytes, and a device's, where there is one.
+    """The plan within `host_budget` bytes, and a device's, where there is one, for a machine that nobody measured."""
+    return choose(shape, settings, host_budget, job, device, Speed()).plan
+
+
+def choose(
+    shape: ModelShape,
+    settings: Settings,
+    host_budget: int,
+    job: JobShape,
+    device: DeviceRoom | None = None,
+    speed: Speed | None = None,
+) -> Choice:
+    """The best plan within `host_budget` bytes, and a device's, where there is one.
 
     Raises DoesNotFit, naming the smallest budget that works. Where the job's longest rows do not fit, the cache is as
     large as it can be; `kv_tokens` says which rows fail.
     """
     if device is not None and settings.compute == "int8":
         raise SettingError("--compute int8 multiplies on the processor; give --gpu-mem 0 with it")
-    drafting = _Drafting(shape, settings, job, device)
-    budget = host_budget if device is None else device.budget_nbytes
-    # The least lossy that is held whole; where none is, the smallest, since streaming costs by the byte.
-    quants = drafting.quants
-    quant = next((quant for quant in quants if drafting.draft(quant).smallest_whole <= budget), quants[-1])
-    longest = drafting.longest(quant, budget)
-    tokens = settings.tokens_per_pass or choose_tokens(
-        shape, job, settings.max_sequences, budget, lambda tokens: drafting.draft(quant, longest, tokens)
-    )
-    draft = drafting.draft(quant, longest, tokens)
-    native = drafting.draft(quant, longest, tokens, draft.formats.dtype)
-    # Nothing is gained by fewer bits where all weights and all sequences have room without them.
-    if settings.kv == "auto" and native.everything <= budget:
-        draft = native
-    plan = _finish(draft, shape, settings, budget)
-    if device is None:
-        return plan
-    staged = plan_staging(shape, draft.shards, plan.placement, device, host_budget, plan.dtype)
-    # Where every sequence has room at its longest, none is preempted.
-    waits = plan.kv_sequences < draft.most_live and staged.disk_nbytes == 0
-    parked = draft.cache.parked(plan.kv_blocks, staged.free_nbytes if waits else 0)
-    free = staged.free_nbytes - draft.cache.nbytes_of(parked)
-    return replace(plan, budget_nbytes=host_budget, device=staged, parked_blocks=parked, free_nbytes=free)
+    search = _Search(Drafting(shape, settings, job, device), host_budget, speed or Speed())
+    best: dict[str, tuple[Plan, Prediction]] = {}
+    for quant in search.drafting.quants:
+        if found := search.best(quant):
+            best[quant] = found
+        if quant == search.drafting.quants[0] and found and search.holds_everything(found[0]):
+            # The checkpoint's own precision, and nothing is short of memory.
+            break
+    if not best:
+        # Only the host's part of a device's plan is still to be refused.
+        raise search.refusal
+    seconds = {quant: prediction.seconds for quant, (_, prediction) in best.items()}
+    fastest = min(seconds.values())
+    taken = next(quant for quant in best if seconds[quant] <= WORTH * fastest)
+    return Choice(*best[taken], seconds)
 
 
 def budget_range(
     shape: ModelShape, settings: Settings, job: JobShape, device: DeviceRoom | None = None
 ) -> tuple[int, int]:
     """The smallest budget of the tier that computes with which every row works, and that which holds all weights."""
-    drafting = _Drafting(shape, settings, job, device)
-    draft = drafting.draft(drafting.quants[-1])
+    drafting = Drafting(shape, settings, job, device)
+    draft = drafting.draft(drafting.smallest_quant)
     return draft.smallest, draft.smallest_whole
 
 
-class _Drafting:
-    """Makes drafts of one job, in the formats and limits that its settings leave open."""
+class _Search:
+    """Tries every number of tokens and of sequences in a pass; held shards take what these leave."""
 
-    def __init__(self, shape: ModelShape, settings: Settings, job: JobShape, device: DeviceRoom | None = None) -> None:
-        if settings.max_sequences < 1 or (settings.tokens_per_pass is not None and settings.tokens_per_pass < 1):
-            raise SettingError("--tokens-per-pass and --max-sequences must be at least 1")
-        self._shape = shape
-        self._settings = settings
-        self._job = job
-        self._device = device
-        self._most_live = min(settings.max_sequences, job.sequences)
-        self.quants = _quants(settings)
+    def __init__(self, drafting: Drafting, host_budget: int, speed: Speed) -> None:
+        self.drafting = drafting
+        self.refusal = DoesNotFit("no plan fits")
+        self._host_budget = host_budget
+        self._speed = speed
+        self._budget = host_budget if drafting.device is None else drafting.device.budget_nbytes
+        self._longest = drafting.longest(self._budget)
 
-    def draft(self, quant: str, longest: int | None = None, tokens: int | None = None, kv: str = "") -> Draft:
-        """Of the job's longest rows in the smallest passes, where nothing else is said."""
-        tokens = tokens or self._settings.tokens_per_pass or power_of_two(max(LEAST_TOKENS, self._most_live))
-        longest = max(1, self._job.longest if longest is None else longest)
-        formats, deterministic = self._formats(quant, kv), self._settings.deterministic
-        return Draft(self._shape, formats, deterministic, tokens, self._most_live, longest, self._device)
+    def best(self, quant: str) -> tuple[Plan, Prediction] | None:
+        """The fastest plan in a weight format; of plans that are equally fast, that with the smaller passes."""
+        tried = [(plan, self._speed.predict(draft, plan, self.drafting.job)) for draft, plan in self._plans(quant)]
+        return min(tried, key=lambda one: one[1].seconds, default=None)
 
-    def longest(self, quant: str, budget: int) -> int:
-        """The longest sequence that fits: the job's, where it does. Raises DoesNotFit."""
-        least = self._job.least
-        if (draft := self.draft(quant, least)).smallest > budget:
-            raise _does_not_fit(draft, budget, self._device is not None)
-        return (
-            least
-            - 1
-            + largest(
-                self._job.longest - least + 1, lambda more: self.draft(quant, least - 1 + more).smallest <= budget
-            )
-        )
+    def holds_everything(self, plan: Plan) -> bool:
+        """Whether all weights are where they compute, and every sequence that runs has its blocks."""
+        held = plan.placement.dense_ring + plan.placement.expert_ring == 0
+        return held and plan.kv_sequences >= plan.max_sequences
 
-    def _formats(self, quant: str, kv: str) -> Formats:
-        dtype = self._shape.dtype if self._settings.dtype == "auto" else self._settings.dtype
-        kv = kv or (SMALL_KV if self._settings.kv == "auto" else self._settings.kv)
-        return Formats(dtype, quant, kv, choose_block(self._job.mean_live))
+    def _plans(self, quant: str) -> Iterator[tuple[Draft, Plan]]:
+        for tokens in self.drafting.tokens():
+            for live in self.drafting.lives(tokens):
+                draft = self._draft(quant, tokens, live)
+                try:
+                    plan = self._plan(draft)
+                except DoesNotFit as refusal:
+                    self.refusal = refusal
+                    return
+                if plan is None:
+                    break
+                yield draft, plan
+
+    def _draft(self, quant: str, tokens: int, live: int) -> Draft:
+        """Nothing is gained by fewer bits of keys and values where all have room without them."""
+        drafting = self.drafting
+        if drafting.settings.kv == "auto":
+            native = drafting.draft(quant, self._longest, tokens, live, drafting.dtype)
+            if native.whole(min(drafting.most_live, tokens)) <= self._budget:
+                return native
+        return drafting.draft(quant, self._longest, tokens, live)
+
+    def _plan(self, draft: Draft) -> Plan | None:
+        """None where the draft does not fit. Raises DoesNotFit where the host has no room for a device's rest."""
+        cached = self._cached(draft)
+        placement = draft.place(self._budget, draft.cache.nbytes(cached))
+        if placement is None:
+            return None
+        plan = _finish(draft, self.drafting, placement, cached)
+        device = self.drafting.device
+        if device is None:
+            return replace(plan, budget_nbytes=self._host_budget, free_nbytes=self._host_budget - plan.used_nbytes)
+        shards = draft.packed.shards
+        staged = plan_staging(draft.packed.shape, shards, placement, device, self._host_budget, plan.dtype)
+        # Where every sequence has room at its longest, none is preempted.
+        waits = plan.kv_sequences < plan.max_sequences and staged.disk_nbytes == 0
+        parked = draft.cache.parked(plan.kv_blocks, staged.free_nbytes if waits else 0)
+        free = staged.free_nbytes - draft.cache.nbytes_of(parked)
+        return replace(plan, budget_nbytes=self._host_budget, device=staged, parked_blocks=parked, free_nbytes=free)
+
+    def _cached(self, draft: Draft) -> int:
+        """Where all weights have room, blocks take what is left: nothing else could use it."""
+        least = self.drafting.cached(draft.live, draft.cache.longest)
+        if draft.whole(least) > self._budget:
+            return least
+        room = self._budget - draft.fixed - draft.packed.nbytes
+        return max(least, draft.cache.sequences_in(room, min(self.drafting.most_live, draft.tokens_per_pass)))
 
 
-def _quants(settings: Settings) -> tuple[str, ...]:
-    """The weight formats that the settings leave open, from exact to smallest."""
-    if settings.compute == "auto":
-        return FORMATS if settings.quant == "auto" else (settings.quant,)
-    if settings.quant not in ("auto", settings.compute):
-        raise SettingError(
-            f"--compute {settings.compute} multiplies weights in {settings.compute}, and --quant {settings.quant} was "
-            "asked for; leave one of the two away"
-        )
-    return (settings.compute,)
-
-
-def _finish(draft: Draft, shape: ModelShape, settings: Settings, budget: int) -> Plan:
-    live = draft.live(budget)
-    blocks, kv_nbytes = draft.cache.blocks(live), draft.cache.nbytes(live)
+def _finish(draft: Draft, drafting: Drafting, placement: Placement, cached: int) -> Plan:
+    blocks, shape, settings = draft.cache.blocks(cached), drafting.shape, drafting.settings
     heads = frozenset(group.head_dim for group in shape.kv_groups)
-    placement = draft.place(budget, kv_nbytes)
-    assert placement is not None
-    whole = [
-        count * spec.block for count, spec in zip(blocks, draft.cache.specs, strict=True) if spec.group.window is None
-    ]
+    specs = draft.cache.specs
+    whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
     return Plan(
-        dtype=draft.formats.dtype,
-        quant=draft.formats.quant,
-        kv=draft.formats.kv,
-        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.gpu, interpreted())),
-        kv_block=draft.formats.kv_block,
+        dtype=drafting.dtype,
+        quant=draft.packed.quant,
+        kv=specs[0].format,
+        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.packed.gpu, interpreted())),
+        kv_block=specs[0].block,
         kv_blocks=blocks,
-        kv_sequences=live,
+        kv_sequences=cached,
         kv_tokens=min(whole, default=shape.context),
         parked_blocks=(0,) * len(blocks),
         tokens_per_pass=draft.tokens_per_pass,
-        max_sequences=settings.max_sequences,
+        max_sequences=draft.live,
         deterministic=settings.deterministic,
         placement=placement,
-        budget_nbytes=budget,
-        weights_nbytes=draft.shards.nbytes,
-        held_nbytes=placement.held_nbytes(draft.shards),
-        kv_nbytes=kv_nbytes,
+        budget_nbytes=0,
+        fixed_nbytes=draft.packed.resident,
+        weights_nbytes=draft.packed.nbytes,
+        held_nbytes=placement.held_nbytes(draft.packed.shards),
+        kv_nbytes=draft.cache.nbytes(cached),
         scratch_nbytes=draft.scratch,
         compute=settings.compute,
-        free_nbytes=budget - draft.fixed - kv_nbytes - placement.nbytes(draft.shards),
-        grouped_experts=draft.grouped_experts,
-    )
-
-
-def _does_not_fit(draft: Draft, budget: int, on_device: bool) -> DoesNotFit:
-    tier, option = ("device", "--gpu-mem") if on_device else ("host", "--ram")
-    return DoesNotFit(
-        f"{budget / GIB:.2f} GiB of {tier} memory is too little for this model and job in {draft.formats.quant}: "
-        f"the smallest that works is {option} {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / GIB:.2f} GiB is "
-        "for the process and what a pass computes with. Shorter prompts, a smaller --tokens-per-pass or --quant nf4 "
-        f"need less{'; --gpu-mem 0 computes on the processor' if on_device else ''}."
+        grouped_experts=draft.packed.grouped_experts,
     )

@@ -7,7 +7,7 @@ from ..shape.layouts import ITEM_NBYTES, resident_nbytes
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import LayerShards, ModelShards
 from .draft import PROCESS_NBYTES, SLACK_NBYTES
-from .planner import MIB
+from .drafting import MIB
 
 # More at once is not faster.
 WINDOW_NBYTES = 128 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...quant.format import Layout
 from .layouts import FLOAT_NAMES, layout_for, resident_nbytes
@@ -32,11 +32,12 @@ class ShardLayout:
     """What lies where in one shard; `nbytes` is a multiple of SHARD_ALIGNMENT."""
 
     matrices: tuple[PlacedMatrix, ...]
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
+    def __post_init__(self) -> None:
         used = self.matrices[-1].end if self.matrices else 0
-        return -(-used // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+        # Kept, because planners ask for it a million times.
+        object.__setattr__(self, "nbytes", -(-used // SHARD_ALIGNMENT) * SHARD_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

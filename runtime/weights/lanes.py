@@ -22,7 +22,7 @@ from ...offload.stream.source import DirectFile, HostBytes, Source
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import ShardStream
 from ..plan.placement import Placement
-from ..plan.planner import Plan
+from ..plan.plan import Plan
 from .memory import DENSE, ShardKey, WeightMemory
 
 # Bytes of a pass that streams dense shards, or experts: each kind has a ring of its own.

@@ -22,7 +22,8 @@ from ..model.definition import define
 from ..model_source import ModelSource
 from ..plan.budgets import Budgets
 from ..plan.job import JobShape
-from ..plan.planner import Plan, Settings, budget_range, make_plan
+from ..plan.plan import Plan, Settings
+from ..plan.planner import budget_range, make_plan
 from ..plan.preparing import window_nbytes
 from ..shape.as_json import shape_to_json
 from ..shape.config import ModelConfig

@@ -10,7 +10,7 @@ import torch
 from ...moe.options import DEFAULTS, ExpertOptions
 from ...offload.store.store import Store
 from ..model.assembly import LayerAssembly
-from ..plan.planner import Plan
+from ..plan.plan import Plan
 from .experts import ModelExperts
 from .lanes import Lanes, place_of
 from .memory import HEAD, ShardKey, WeightMemory

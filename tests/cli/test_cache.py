@@ -59,13 +59,13 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     from moedge.runtime.plan.planner import budget_range
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
-    make_plan = batch_run.make_plan
+    plan_job = batch_run.plan_job
 
-    def tight(shape: Any, settings: Any, budget: int, job: JobShape, room: Any) -> Any:
+    def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: JobShape) -> Any:
         short = JobShape(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
-        return make_plan(shape, settings, budget_range(shape, settings, short)[0], job, room)
+        return plan_job(source, settings, budgets, budget_range(source.shape, settings, short)[0], room, job)
 
-    monkeypatch.setattr(batch_run, "make_plan", tight)
+    monkeypatch.setattr(batch_run, "plan_job", tight)
     monkeypatch.setattr(batch_run, "rehearse", lambda *arguments: None)
     out = tmp_path / "out.jsonl"
     options = ("-o", out, "--max-sequences", 1, "--quant", "none", "--disk-dir", tmp_path / "stores")

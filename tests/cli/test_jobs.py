@@ -185,11 +185,13 @@ def three_passes_and_more(run):
             dying.append(True)
         yield
 
-def streaming(shape, *arguments, make_plan=batch_run.make_plan):
-    plan = make_plan(shape, *arguments)
-    return replace(plan, placement=minimum(model_shards(shape, plan.quant, plan.dtype)))
+def streaming(source, *arguments, plan_job=batch_run.plan_job):
+    planned = plan_job(source, *arguments)
+    shards = model_shards(source.shape, planned.plan.quant, planned.plan.dtype)
+    plan = replace(planned.plan, placement=minimum(shards))
+    return replace(planned, choice=replace(planned.choice, plan=plan))
 
-batch_run.make_plan = streaming
+batch_run.plan_job = streaming
 DirectFile.read, BatchRun.passes = dying_read, three_passes_and_more
 StallGuard.__init__.__defaults__ = (0.5, *StallGuard.__init__.__defaults__[1:])
 main()

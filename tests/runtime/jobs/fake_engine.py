@@ -116,16 +116,17 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
             name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
         )
 
-    def make_plan(shape: Any, settings: Any, budget: int, job: Any, room: Any) -> SimpleNamespace:
+    def plan_job(source: Any, settings: Any, *_: Any) -> SimpleNamespace:
         chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
         chosen["deterministic"] = settings.deterministic
-        return SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
+        plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
+        return SimpleNamespace(plan=plan, remember=lambda *_: None)
 
     def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets)
 
     setattr(batch_run, "open_source", open_source)
-    setattr(batch_run, "make_plan", make_plan)
+    setattr(batch_run, "plan_job", plan_job)
     setattr(batch_run, "load_engine", load_engine)
     setattr(batch_run, "Tokenizer", FakeTokenizer)
     setattr(batch_run, "rehearse", lambda *_: None)

@@ -1,0 +1,150 @@
+"""What was predicted of this machine's runs and what they took: kept, shown, and learned from. Torch-free.
+
+One small file in the user's state folder, newest first, replaced by a rename: killed at any moment, the old one or the
+new one is there. A damaged one counts as empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from platformdirs import user_state_path
+
+from ...offload.machine.hardware import Hardware
+from ..shape.as_json import shape_to_json
+from ..shape.model_shape import ModelShape
+from .plan import Plan
+from .predict import RESOURCES
+
+SCHEMA = "moedge.runs/1"
+MOST_KEPT = 200
+# Runs of one kind that a factor is the mean of, the newest; and how far runs of other kinds may move it.
+LEARNED_FROM = 3
+MOST_BORROWED = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One finished run. `machine`, `shape` and `formats` say of which kind it was; tok/s are of generated tokens.
+
+    `ratio` is the seconds it took over what the rates alone predict for the tokens it really had, and `binds` the
+    resource that this prediction waits for.
+    """
+
+    at: str
+    machine: str
+    model: str
+    shape: str
+    formats: str
+    binds: str
+    ratio: float
+    predicted_tok_s: float
+    measured_tok_s: float
+    predicted_peak_nbytes: int
+    measured_peak_nbytes: int
+
+
+def history_path() -> Path:
+    return user_state_path("moedge") / "runs.json"
+
+
+def last_runs(count: int = 5, path: Path | None = None) -> Sequence[RunRecord]:
+    """The newest runs of whatever kind, newest first."""
+    return _read(path or history_path())[:count]
+
+
+def keep(record: RunRecord, path: Path | None = None) -> None:
+    """Raises OSError where the state folder cannot be written."""
+    path = path or history_path()
+    records = [record, *_read(path)][:MOST_KEPT]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            json.dump({"schema": SCHEMA, "runs": [asdict(each) for each in records]}, file, indent=1)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def factors(
+    records: Sequence[RunRecord], machine: str, shape: str, all_formats: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """By weight format and resource: what to multiply predicted seconds with. `all_formats` names the kind of each.
+
+    Runs of the same model in the same formats count in full, their newest few; else runs of this machine that waited
+    for the same resource, within bounds, so that trying something new is predicted about as well as what is known.
+    """
+    mine = [record for record in records if record.machine == machine]
+    learned: dict[str, dict[str, float]] = {}
+    for quant, formats in all_formats.items():
+        learned[quant] = {}
+        for resource in RESOURCES:
+            like = [record.ratio for record in mine if record.binds == resource]
+            same = [
+                record.ratio
+                for record in mine
+                if (record.shape, record.formats, record.binds) == (shape, formats, resource)
+            ]
+            if same:
+                learned[quant][resource] = statistics.geometric_mean(same[:LEARNED_FROM])
+            elif like:
+                learned[quant][resource] = min(MOST_BORROWED, max(1 / MOST_BORROWED, statistics.median(like)))
+    return learned
+
+
+def machine_key(hardware: Hardware) -> str:
+    """What a run's speed belongs to; the folder of its store may lie on another disk."""
+    return _digest(asdict(hardware))
+
+
+def shape_key(shape: ModelShape) -> str:
+    return _digest(shape_to_json(shape))
+
+
+def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_device: bool) -> str:
+    """What decides how products of a model are computed."""
+    words = [quant, dtype, compute, "deterministic" if deterministic else "", "device" if on_device else ""]
+    return " ".join(word for word in words if word)
+
+
+def formats_of(plan: Plan) -> str:
+    return formats_key(plan.quant, plan.dtype, plan.compute, plan.deterministic, plan.device is not None)
+
+
+def _digest(content: Any) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> list[RunRecord]:
+    try:
+        document = json.loads(path.read_bytes())
+        if document["schema"] != SCHEMA:
+            return []
+        return [_record(content) for content in document["runs"]][:MOST_KEPT]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def _record(content: Mapping[str, Any]) -> RunRecord:
+    """Raises ValueError or TypeError for what `keep` did not write."""
+    record = RunRecord(**content)
+    for field in fields(RunRecord):
+        value = getattr(record, field.name)
+        if field.type == "str" and not isinstance(value, str):
+            raise ValueError(f"{field.name} is {value!r}")
+        if field.type != "str" and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ValueError(f"{field.name} is {value!r}")
+    if not record.ratio:
+        raise ValueError("a ratio of 0")
+    return record

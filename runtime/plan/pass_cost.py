@@ -1,0 +1,157 @@
+"""What one pass over the weights costs under a plan: seconds of every resource it uses. Closed form, torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ...moe.limits import padded_rows
+from ...moe.union import wanted_by
+from ..kv.spec import KVSpec
+from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
+from ..shape.shards import ModelShards
+from .placement import Placement
+from .plan import Plan
+from .rates import ATTENTION, TOGETHER, WIDE, Rates
+
+
+@dataclass(frozen=True, slots=True)
+class PassLoad:
+    """One pass: `decoding` sequences with a token each, and `prompts` tokens of prompts, `chunk` of one at a time.
+
+    `started` prompts end in it, and get logits too. The rest is how many tokens back a mean token of each kind looks.
+    """
+
+    decoding: float
+    prompts: float
+    chunk: float
+    started: float
+    decoding_back: float
+    prompts_back: float
+
+    @property
+    def tokens(self) -> float:
+        return self.decoding + self.prompts
+
+    @property
+    def sequences(self) -> float:
+        return self.decoding + self.prompts / max(1.0, self.chunk)
+
+    @property
+    def sampled(self) -> float:
+        return self.decoding + self.started
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links."""
+
+    disk_s: float
+    link_s: float
+    compute_s: float
+    disk_nbytes: float
+    link_nbytes: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.disk_s, self.link_s, self.compute_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """Layers that are alike, and how many they are."""
+
+    count: int
+    dense: tuple[Matrix, ...]
+    experts: ExpertsShape | None
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token's queries of all heads: what the projection behind attention takes in."""
+        widths = [each.cols for each in self.dense if each.name.rpartition(".")[2] in ("o_proj", "out_proj", "dense")]
+        return max(widths, default=max((each.cols for each in self.dense), default=0))
+
+
+class ModelWork:
+    """A model packed in one weight format, its layers grouped by kind: usually one or two."""
+
+    def __init__(self, shape: ModelShape, shards: ModelShards) -> None:
+        self.shape = shape
+        self.shards = shards
+        kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
+        self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
+        self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
+
+
+class PassCosts:
+    """Costs of passes under one plan."""
+
+    def __init__(self, model: ModelWork, plan: Plan, rates: Rates) -> None:
+        shape, shards = model.shape, model.shards
+        self._shape = shape
+        self._plan = plan
+        self._rates = rates
+        self._kinds = model.kinds
+        self._width = model.attention_width
+        self._specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
+        self._disk = _Streamed(shards, plan.placement if plan.device is None else plan.device.staging)
+        self._link = None if plan.device is None else _Streamed(shards, plan.placement)
+
+    def cost(self, load: PassLoad) -> PassCost:
+        disk, link = self._disk.nbytes, self._link.nbytes if self._link else 0
+        compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
+        compute += self._attention(load) + self._head(load)
+        rates = self._rates
+        return PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link)
+
+    def _layer(self, kind: _LayerKind, load: PassLoad) -> float:
+        tokens, overheads = load.tokens, self._rates.overheads
+        seconds = self._products(sum(matrix.numel for matrix in kind.dense), tokens)
+        seconds += overheads.layer_s + overheads.sequence_s * load.sequences
+        seconds += overheads.number_s * tokens * self._shape.hidden
+        if kind.experts is None:
+            return seconds
+        union = kind.experts.count * wanted_by(tokens, kind.experts.per_token / kind.experts.count)
+        rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
+        return seconds + self._products(union * kind.experts.numel, rows, together=True) + overheads.expert_s * union
+
+    def _products(self, numel: float, rows: float, together: bool = False) -> float:
+        name = self._plan.quant if self._plan.compute == "auto" else f"{self._plan.quant}x{self._plan.compute}"
+        names = (TOGETHER.format(name), name) if together else (name,)
+        if self._plan.dtype != "bf16":
+            # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
+            names = (TOGETHER.format(WIDE), WIDE) if together else (WIDE,)
+        return 2 * rows * numel / self._rates.of_product(*names, rows=rows)
+
+    def _attention(self, load: PassLoad) -> float:
+        """Scores and sums over what tokens look back to. Keys and values are read once for a chunk."""
+        decoding = self._looking(load.decoding, 1.0, load.decoding_back)
+        return decoding + (self._looking(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
+
+    def _looking(self, tokens: float, chunk: float, back: float) -> float:
+        rate = self._rates.of_product(ATTENTION.format(self._plan.kv), self._plan.quant, rows=chunk)
+        seconds = 0.0
+        for spec in self._specs:
+            seen = min(back, spec.group.window or back)
+            flop = 4 * tokens * seen * self._width
+            read = tokens / max(1.0, chunk) * seen * spec.record_nbytes / spec.block
+            seconds += len(spec.group.layers) * max(flop / rate, read / self._rates.memory_bytes_s)
+        return seconds
+
+    def _head(self, load: PassLoad) -> float:
+        head = self._shape.head
+        numel = head.numel if head else self._shape.embedding_numel
+        return self._products(numel, load.sampled)
+
+
+class _Streamed:
+    """Bytes that every pass brings over one link: what is not held, wanted or not."""
+
+    def __init__(self, shards: ModelShards, held: Placement) -> None:
+        dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
+        experts = sum(
+            (layer.num_experts - count) * layer.expert.nbytes
+            for layer, count in zip(shards.layers, held.held_experts, strict=True)
+            if layer.expert
+        )
+        self.nbytes = dense + experts

@@ -1,0 +1,82 @@
+"""What a job runs with: the user's settings, and the plan that leaves nothing open. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .device_plan import DevicePlan
+from .placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for; "auto" and None are decided by `make_plan`, everything else is a fixed point.
+
+    `compute` "int8" rounds activations, too, and multiplies as integers; that takes weights in int8.
+    """
+
+    dtype: str = "auto"
+    quant: str = "auto"
+    kv: str = "auto"
+    tokens_per_pass: int | None = None
+    max_sequences: int | None = None
+    deterministic: bool = False
+    compute: str = "auto"
+    attention: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will run: no field is left to be decided later.
+
+    `placement` and the sizes are of the tier that computes: host memory, or the device's where there is a `device`.
+    `budget_nbytes` is host memory's in any case.
+
+    `kv_blocks` is by layer group: room for `kv_sequences` at their longest. `kv_tokens` is the longest sequence that
+    is ever started. `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none,
+    preempted sequences are computed again. On a machine without a device there are none, because the cache is in host
+    memory itself, and blocks do more good there. `free_nbytes` of the budget are of no use to this job.
+
+    `grouped_experts`: those that arrive together are computed in two launches, by kernels of the device.
+    """
+
+    dtype: str
+    quant: str
+    kv: str
+    attention: str
+    kv_block: int
+    kv_blocks: tuple[int, ...]
+    kv_sequences: int
+    kv_tokens: int
+    parked_blocks: tuple[int, ...]
+    tokens_per_pass: int
+    max_sequences: int
+    deterministic: bool
+    placement: Placement
+    budget_nbytes: int
+    fixed_nbytes: int
+    weights_nbytes: int
+    held_nbytes: int
+    kv_nbytes: int
+    scratch_nbytes: int
+    compute: str = "auto"
+    free_nbytes: int = 0
+    grouped_experts: bool = False
+    device: DevicePlan | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether some weights stay on disk and are read in every pass."""
+        if self.device is not None:
+            return self.device.disk_nbytes > 0
+        return self.placement.dense_ring + self.placement.expert_ring > 0
+
+    @property
+    def used_nbytes(self) -> int:
+        """Of the tier that computes; `fixed_nbytes` are the process or the driver, and small parameters."""
+        rings = self.placement.dense_ring + self.placement.expert_ring
+        return self.fixed_nbytes + self.scratch_nbytes + self.kv_nbytes + self.held_nbytes + rings
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

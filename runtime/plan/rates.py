@@ -1,0 +1,88 @@
+"""What a machine does in a second, as predictions use it: measured, or assumed where nobody measured. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
+
+from ...offload.machine.profile import FlopRates, Machine, Overheads
+
+# What is taken for a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
+SLOW_DISK_BYTES_S = 5e8
+SLOW_LINK_BYTES_S = 6e9
+SLOW_MEMORY_BYTES_S = 1e10
+SLOW_DEVICE_MEMORY_BYTES_S = 2e11
+SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
+SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
+SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, number_s=2e-7)
+# How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
+TOGETHER = "{} together"
+ATTENTION = "attention {}"
+WIDE = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one tier that computes, and of the links to it. FLOP/s are by name, then by rows at once.
+
+    `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
+    """
+
+    disk_bytes_s: float = SLOW_DISK_BYTES_S
+    link_bytes_s: float = SLOW_LINK_BYTES_S
+    memory_bytes_s: float = SLOW_MEMORY_BYTES_S
+    overheads: Overheads = SLOW_OVERHEADS
+    flop_s: FlopRates = field(default_factory=dict)
+    otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
+    measured: bool = False
+
+    def of_product(self, *names: str, rows: float) -> float:
+        """FLOP/s of products with `rows` rows under the first of `names` that was measured.
+
+        Between numbers of rows that were measured a product's seconds are on a straight line; beyond the most, its
+        rate stays.
+        """
+        rates = next((self.flop_s[name] for name in names if self.flop_s.get(name)), self.otherwise)
+        return _interpolated(rates, max(1.0, rows))
+
+
+def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
+    """Of the processor of a machine, or of its device; slow ones for what was not measured."""
+    if machine is None:
+        return _device_rates(None) if on_device else Rates()
+    if on_device:
+        return _device_rates(machine)
+    return Rates(
+        disk_bytes_s=machine.disk.best.bytes_s if machine.disk else SLOW_DISK_BYTES_S,
+        memory_bytes_s=machine.memory_bytes_s,
+        overheads=machine.overheads or SLOW_OVERHEADS,
+        flop_s=machine.flop_s,
+        measured=True,
+    )
+
+
+def _device_rates(machine: Machine | None) -> Rates:
+    link = machine.link if machine else None
+    return Rates(
+        disk_bytes_s=machine.disk.best.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
+        link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
+        memory_bytes_s=(machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S,
+        flop_s=machine.device_flop_s if machine else {},
+        otherwise=SLOW_DEVICE_FLOP_S,
+        measured=link is not None,
+    )
+
+
+def _interpolated(rates: Mapping[int, float], rows: float) -> float:
+    points = sorted(rates.items())
+    if rows >= points[-1][0]:
+        return points[-1][1]
+    if rows <= points[0][0]:
+        # Fewer rows than were measured take as long.
+        return points[0][1] * rows / points[0][0]
+    (low, slow), (high, fast) = next(pair for pair in pairwise(points) if rows <= pair[1][0])
+    share = (rows - low) / (high - low)
+    seconds = (1 - share) * low / slow + share * high / fast
+    return rows / seconds

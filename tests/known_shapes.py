@@ -1,0 +1,118 @@
+"""Shapes of models without their weights: a plain one to vary, and well-known ones from their published configs."""
+
+import json
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from moedge.offload.checkpoint.header import TensorEntry
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+from moedge.runtime.shape.read import model_shape
+
+ITEM = 2
+
+
+def plain_model(
+    num_experts: int = 64, per_token: int = 8, window: int | None = None, num_layers: int = 16
+) -> ModelShape:
+    """Layers of 2048, about 7 GB in bf16 with 64 experts; every other layer has the window."""
+    experts = ExpertsShape(num_experts, per_token, Matrix("up", 2048, 2048), Matrix("down", 2048, 1024))
+    dense = (Matrix("q_proj", 4096, 2048), Matrix("o_proj", 2048, 4096))
+    layers = tuple(LayerShape(index, dense, experts, 10_000) for index in range(num_layers))
+    groups = (
+        KVGroup(tuple(range(0, num_layers, 2)), 4, 128, None),
+        KVGroup(tuple(range(1, num_layers, 2)), 4, 128, window),
+    )
+    return ModelShape("qwen3_moe", "bf16", 2048, 32_000, 4096, layers, groups, Matrix("head", 32_000, 2048), 2048)
+
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336,
+    "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "intermediate_size": 2880, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {
+    "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
+CONFIGS = {
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Mixtral-8x7B": MIXTRAL,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
+}
+
+
+def known_shape(name: str) -> ModelShape:
+    """As it is read from the config and from headers with the names that checkpoints of the family have."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIGS[name]))
+        return model_shape(ModelConfig.read(Path(folder)), headers(CONFIGS[name]))
+
+
+def headers(config: dict[str, Any]) -> dict[str, TensorEntry]:
+    """What the safetensors headers of such a model say, in bfloat16."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        parts = _attention(config) | _experts(config)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    return {name: TensorEntry(name, "BF16", shape, 0, ITEM * math.prod(shape)) for name, shape in shapes.items()}
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    dim = config.get("head_dim", hidden // heads)
+    queries, keys = heads * dim, config["num_key_value_heads"] * dim
+    sides = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
+    found: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": shape for name, shape in sides.items()}
+    if config["model_type"] == "gpt_oss":
+        found |= {f"self_attn.{name}.bias": shape[:1] for name, shape in sides.items()}
+        found["self_attn.sinks"] = (heads,)
+    if config["model_type"] == "qwen3_moe":
+        found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
+    count = config.get("num_experts", config.get("num_local_experts"))
+    if config["model_type"] == "gpt_oss":
+        return {
+            "mlp.router.weight": (count, hidden),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+            "mlp.experts.down_proj": (count, inner, hidden),
+            "mlp.experts.down_proj_bias": (count, hidden),
+        }
+    place, up, down = ("block_sparse_moe", ("w1", "w3"), "w2")
+    if config["model_type"] == "qwen3_moe":
+        place, up, down = "mlp", ("gate_proj", "up_proj"), "down_proj"
+    found: dict[str, tuple[int, ...]] = {f"{place}.gate.weight": (count, hidden)}
+    for expert in range(count):
+        found |= {f"{place}.experts.{expert}.{name}.weight": (inner, hidden) for name in up}
+        found[f"{place}.experts.{expert}.{down}.weight"] = (hidden, inner)
+    return found
