@@ -18,6 +18,7 @@ from .doctor import doctor
 from .exit_codes import ExitCode, exit_code
 from .jobs import app as jobs
 from .models import app as models
+from .plan import plan
 from .prepare import prepare
 from .process import wait_without_spinning
 from .run import run
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command(cls=StandingCommand)(batch)
 app.command(cls=StandingCommand)(run)
 app.command(cls=StandingCommand)(prepare)
+app.command(cls=StandingCommand)(plan)
 app.command(cls=StandingCommand)(doctor)
 app.command()(demo)
 app.add_typer(config, name="config")

@@ -21,10 +21,30 @@ def find_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    return _fetch(name, *repository_of(name))
+
+
+def repository_of(name: str) -> tuple[str, str | None]:
+    """Owner and repository of a hub id, and the revision where it names one. Raises ModelNotFound for anything else."""
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelNotFound(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen3-30B-A3B")
-    return _fetch(name, repository, revision or None)
+    return repository, revision or None
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a checkpoint that is here whole, in the hub's cache too; asks nobody."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    repository, revision = repository_of(name)
+    try:
+        found = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except Exception:
+        return None
+    return found if any(found.glob("*.safetensors")) else None
 
 
 def _fetch(name: str, repository: str, revision: str | None) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from ..offload.machine.hardware import Hardware, find_hardware
 from ..offload.machine.profile import Machine
 from ..offload.machine.saved import load_machine, saved_path
 from ..offload.store.stores import default_root
-from .metrics import Metrics
 from .model_source import ModelSource
 from .plan.budgets import Budgets
 from .plan.device_plan import DeviceRoom
@@ -34,6 +34,10 @@ from .plan.predict import Prediction, predict
 from .plan.rates import rates_of
 from .shape.layouts import FORMATS
 from .shape.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    # What it counts is of no use to plans that load no torch.
+    from .metrics import Metrics
 
 # Shorter runs are mostly their beginning and their end.
 LEAST_SECONDS = 1.0

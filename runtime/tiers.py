@@ -8,12 +8,8 @@ from ..offload.device import Device, find_device
 from ..offload.memory import host_resident
 from ..quant.kernels.gpu import find_gpu
 from .plan.budgets import Budgets
-from .plan.device_plan import DeviceRoom
+from .plan.device_plan import LIBRARIES_NBYTES, DeviceRoom
 from .plan.draft import PROCESS_NBYTES
-
-MIB = 1 << 20
-# What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
-LIBRARIES_NBYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ from .placement import Placement, everything, minimum, stage
 MIB = 1 << 20
 # Weights as the checkpoint has them, on their way to be packed, and what a shard passes through.
 LOADING_NBYTES = 512 * MIB
+# What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
+LIBRARIES_NBYTES = 256 * MIB
+# The most that a context takes, for plans that open no device (offload/device.py finds what it really takes).
+ASSUMED_CONTEXT_NBYTES = 640 * MIB
 WITHOUT_KERNELS = Gpu((0, 0), 1, "nothing is known of this GPU")
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from ...quant.kernels.gpu import interpreted
 from ..attention.choice import AttentionNeeds, choose_attention
 from ..errors import DoesNotFit, SettingError
+from ..shape.layouts import resident_nbytes
 from ..shape.model_shape import ModelShape
 from .device_plan import DeviceRoom, plan_staging
-from .draft import Draft
-from .drafting import Drafting
+from .draft import Draft, Packed
+from .drafting import GIB, MIB, Drafting
 from .job import JobShape
 from .placement import Placement
 from .plan import Plan, Settings
@@ -59,15 +60,18 @@ def choose(
     job: JobShape,
     device: DeviceRoom | None = None,
     speed: Speed | None = None,
+    disk: int | None = None,
 ) -> Choice:
     """The best plan within `host_budget` bytes, and a device's, where there is one.
+
+    `disk` bytes bound a store of weights that stream from there; None is as much as it takes.
 
     Raises DoesNotFit, naming the smallest budget that works. Where the job's longest rows do not fit, the cache is as
     large as it can be; `kv_tokens` says which rows fail.
     """
     if device is not None and settings.compute == "int8":
         raise SettingError("--compute int8 multiplies on the processor; give --gpu-mem 0 with it")
-    search = _Search(Drafting(shape, settings, job, device), host_budget, speed or Speed())
+    search = _Search(Drafting(shape, settings, job, device), host_budget, speed or Speed(), disk)
     best: dict[str, tuple[Plan, Prediction]] = {}
     for quant in search.drafting.quants:
         if found := search.best(quant):
@@ -76,7 +80,7 @@ def choose(
             # The checkpoint's own precision, and nothing is short of memory.
             break
     if not best:
-        # Only the host's part of a device's plan is still to be refused.
+        # A device's rest does not fit the host, or a store the disk.
         raise search.refusal
     seconds = {quant: prediction.seconds for quant, (_, prediction) in best.items()}
     fastest = min(seconds.values())
@@ -96,13 +100,14 @@ def budget_range(
 class _Search:
     """Tries every number of tokens and of sequences in a pass; held shards take what these leave."""
 
-    def __init__(self, drafting: Drafting, host_budget: int, speed: Speed) -> None:
+    def __init__(self, drafting: Drafting, host_budget: int, speed: Speed, disk: int | None) -> None:
         self.drafting = drafting
-        self.refusal = DoesNotFit("no plan fits")
+        self._disk = disk
         self._host_budget = host_budget
         self._speed = speed
         self._budget = host_budget if drafting.device is None else drafting.device.budget_nbytes
         self._longest = drafting.longest(self._budget)
+        self.refusal = DoesNotFit("no plan was found")
 
     def best(self, quant: str) -> tuple[Plan, Prediction] | None:
         """The fastest plan in a weight format; of plans that are equally fast, that with the smaller passes."""
@@ -125,7 +130,19 @@ class _Search:
                     return
                 if plan is None:
                     break
+                if plan.streams and not self._has_disk(draft.packed):
+                    continue
                 yield draft, plan
+
+    def _has_disk(self, packed: Packed) -> bool:
+        store = packed.nbytes + resident_nbytes(packed.shape, packed.dtype)
+        if self._disk is None or store <= self._disk:
+            return True
+        self.refusal = DoesNotFit(
+            f"in {packed.quant} this model's weights do not fit the memory, and their store of {store / GIB:.2f} GiB "
+            f"does not fit --disk {self._disk / GIB:.2f} GiB; give --disk {-(-store // MIB)}MiB, or more memory"
+        )
+        return False
 
     def _draft(self, quant: str, tokens: int, live: int) -> Draft:
         """Nothing is gained by fewer bits of keys and values where all have room without them."""

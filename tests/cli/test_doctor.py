@@ -10,8 +10,9 @@ import pytest
 
 from moedge.offload.machine import measure
 from moedge.offload.machine.disk import measure_disk
+from moedge.offload.machine.profile import Overheads
 from moedge.offload.machine.saved import read_machine
-from moedge.runtime import weight_rates
+from moedge.runtime import overheads, pass_rates, weight_rates
 from moedge.runtime.doctor import examination, host
 from moedge.runtime.machine_profile import saved_profile
 
@@ -24,6 +25,8 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measure, "measure_disk", lambda folder: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,)))
     monkeypatch.setattr(measure, "measure_memory", lambda nbytes: 1e10)
     monkeypatch.setattr(weight_rates, "weight_rates", lambda device: {"nf4": {1: 1e9, 1024: 1e12}})
+    monkeypatch.setattr(pass_rates, "pass_rates", dict)
+    monkeypatch.setattr(overheads, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

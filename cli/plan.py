@@ -1,0 +1,102 @@
+"""`moedge plan`: what fits where, how fast it will be, and what would help, before a byte of weights is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options
+from .exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from ..runtime.planning import Asked
+
+INPUT = Annotated[
+    Path | None, typer.Argument(metavar="[INPUT]", help="Rows as `moedge batch` takes them, to be measured.")
+]
+ROWS = Annotated[int, typer.Option("--rows", min=1, help="Rows of the job, where there is no INPUT.")]
+PROMPT_TOKENS = Annotated[
+    int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt, where there is no INPUT.")
+]
+OUTPUT_TOKENS = Annotated[
+    int, typer.Option("--output-tokens", min=1, help="Tokens of an answer, where there is no INPUT.")
+]
+MACHINE = Annotated[
+    Path | None, typer.Option("--machine", help="Plan for the machine that `moedge doctor --json` wrote to this file.")
+]
+EXPLAIN = Annotated[bool, typer.Option("--explain", help="Say what was weighed, and what the numbers rest on.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON: docs/plan.md.")]
+SAVE = Annotated[Path | None, typer.Option("--save", help="Write the plan, for `moedge batch --plan FILE`.")]
+
+
+def plan(
+    model: options.MODEL,
+    input_file: INPUT = None,
+    rows: ROWS = 1000,
+    prompt_tokens: PROMPT_TOKENS = 512,
+    output_tokens: OUTPUT_TOKENS = 256,
+    dtype: options.DTYPE = options.DType.AUTO,
+    quant: options.QUANT = options.Quant.AUTO,
+    compute: options.COMPUTE = options.Arithmetic.AUTO,
+    kv: options.KV_FORMAT = options.KV.AUTO,
+    tokens_per_pass: options.TOKENS_PER_PASS = None,
+    max_sequences: options.MAX_SEQUENCES = None,
+    deterministic: options.DETERMINISTIC = False,
+    max_tokens: options.MAX_TOKENS = 256,
+    ram: options.RAM = "auto",
+    gpu_mem: options.GPU_MEM = "auto",
+    disk: options.DISK = "auto",
+    disk_dir: options.DISK_DIR = None,
+    machine: MACHINE = None,
+    explain: EXPLAIN = False,
+    as_json: JSON = False,
+    save: SAVE = None,
+) -> None:
+    """Say what fits where, how fast a job will be and what it waits for; reads headers only, and loads no torch.
+
+    Exits with 4 where the job does not fit, and says what would.
+    """
+    from ..runtime.headers import read_headers
+    from ..runtime.plan.budgets import Budgets
+    from ..runtime.plan.plan import Settings
+    from ..runtime.planning import ask, equal_rows, measured_job
+
+    headers = read_headers(model)
+    if input_file is None:
+        job = equal_rows(rows, prompt_tokens, output_tokens)
+    else:
+        job = measured_job(headers, input_file, max_tokens)
+    settings = Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute)
+    asked = ask(headers, settings, Budgets(ram, disk, disk_dir, gpu_mem), machine, job)
+    raise typer.Exit(_answer(model, asked, explain, as_json, save))
+
+
+def _answer(model: str, asked: Asked, explain: bool, as_json: bool, save: Path | None) -> ExitCode:
+    from ..runtime.errors import DoesNotFit
+    from ..runtime.plan.outlook import by_budget, by_sequences, nearest, ways_up
+    from ..runtime.plan_document import document, refusal
+    from .plan_view import print_plan, print_refusal
+
+    question = asked.question
+    try:
+        choice = question.answer()
+    except DoesNotFit as error:
+        fitting = nearest(question)
+        if as_json:
+            print(json.dumps(refusal(model, question, str(error), fitting), indent=1))
+        else:
+            print_refusal(str(error), fitting)
+        return ExitCode.DOES_NOT_FIT
+    points = [*by_sequences(question, choice), *by_budget(question, choice)]
+    found = document(model, asked.machine.hardware, question, choice, points, ways_up(question, choice))
+    text = json.dumps(found, indent=1)
+    if save is not None:
+        save.write_text(text + "\n")
+    if as_json:
+        print(text)
+    else:
+        print_plan(found, explain)
+    return ExitCode.OK

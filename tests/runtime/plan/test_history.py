@@ -1,0 +1,63 @@
+"""What runs teach: kept whole or not at all, believed only undamaged, and the next prediction is closer."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moedge.runtime.plan.history import LEARNED_FROM, MOST_BORROWED, MOST_KEPT, RunRecord, factors, keep, last_runs
+
+RUN = RunRecord(
+    "2026-11-21T10:00:00+00:00", "box", "a model", "shape", "nf4 bf16", "compute", 1.4, 10.0, 7.1, 1 << 30, 1 << 29
+)
+KINDS = {"nf4": "nf4 bf16", "none": "none bf16"}
+
+
+def test_runs_are_kept_newest_first_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "runs.json"
+    for index in range(MOST_KEPT + 5):
+        keep(replace(RUN, measured_tok_s=float(index)), path)
+    runs = last_runs(MOST_KEPT + 100, path)
+    assert [run.measured_tok_s for run in runs] == [float(index) for index in range(MOST_KEPT + 4, 4, -1)]
+    assert len(last_runs(3, path)) == 3
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_is_cut_or_edited_counts_as_empty_and_a_failed_write_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs.json"
+    keep(RUN, path)
+    whole = path.read_bytes()
+    wrong = [whole[:length] for length in range(0, len(whole), 11)]
+    wrong += [whole.replace(b"runs/1", b"runs/2"), whole.replace(b"1.4", b"NaN"), whole.replace(b"1.4", b"0"), b"[]"]
+    wrong += [whole.replace(b'"box"', b"3"), whole.replace(b'"at"', b'"then"')]
+    for content in wrong:
+        path.write_bytes(content)
+        assert last_runs(5, path) == []
+    path.write_bytes(whole)
+
+    def full(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        keep(RUN, path)
+    assert json.loads(path.read_bytes()) == json.loads(whole)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_runs_of_the_same_kind_count_in_full() -> None:
+    ratios = [1.4, 1.5, 1.3, 9.0]
+    learned = factors([replace(RUN, ratio=ratio) for ratio in ratios], "box", "shape", KINDS)
+    assert learned["nf4"]["compute"] == pytest.approx((1.4 * 1.5 * 1.3) ** (1 / LEARNED_FROM))
+    assert set(learned["nf4"]) == {"compute"}
+
+
+def test_runs_of_other_kinds_count_within_bounds_and_those_of_other_machines_not_at_all() -> None:
+    runs = [replace(RUN, ratio=ratio) for ratio in (5.0, 6.0, 7.0)]
+    assert factors(runs, "box", "shape", KINDS)["none"] == {"compute": MOST_BORROWED}
+    assert factors(runs, "box", "another", KINDS)["nf4"] == {"compute": MOST_BORROWED}
+    assert factors(runs, "elsewhere", "shape", KINDS) == {"nf4": {}, "none": {}}

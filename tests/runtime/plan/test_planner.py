@@ -1,0 +1,163 @@
+"""The planner's promises: feasible from the reported minimum on, never slower with more, user's values kept."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from known_shapes import plain_model
+
+from moedge.offload.machine.profile import Overheads
+from moedge.runtime.errors import DoesNotFit, SettingError
+from moedge.runtime.plan.device_plan import DeviceRoom
+from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.planner import WORTH, Choice, Settings, Speed, budget_range, choose
+from moedge.runtime.plan.rates import Rates
+from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+
+GIB, MIB = 1 << 30, 1 << 20
+FAST = Rates(
+    2e9, 2e10, 3e10, Overheads(2e-3, 6e-5, 1e-4, 5e-8),
+    {
+        "none": {1: 2e10, 256: 2e12}, "int8": {1: 3e10, 256: 1e12},
+        "int4": {1: 6e10, 256: 6e11}, "nf4": {1: 9e9, 256: 1e12},
+    },
+    measured=True,
+)  # fmt: skip
+SPEED = Speed(FAST)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    """Small dense and mixed models, with and without windows, tied or not."""
+    hidden, num_layers = 64 * draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    heads = draw(st.sampled_from([1, 2, 4]))
+    dense = (
+        Matrix("q_proj", 256, hidden),
+        Matrix("o_proj", hidden, 256),
+        Matrix("mlp", 64 * draw(st.integers(1, 9)), hidden),
+    )
+    count = draw(st.sampled_from([0, 4, 8, 60]))
+    inner = 64 * draw(st.integers(1, 8))
+    experts = ExpertsShape(
+        count, draw(st.integers(1, 4)), Matrix("up", 2 * inner, hidden), Matrix("down", hidden, inner)
+    )
+    with_experts = range(draw(st.integers(0, num_layers)), num_layers) if count else range(0)
+    layers = tuple(
+        LayerShape(index, dense, experts if index in with_experts else None, 100) for index in range(num_layers)
+    )
+    window = draw(st.sampled_from([None, 16, 128]))
+    cut = draw(st.integers(1, num_layers))
+    parts = [tuple(range(cut)), tuple(range(cut, num_layers))]
+    groups = tuple(KVGroup(part, heads, 64, each) for part, each in zip(parts, (None, window), strict=True) if part)
+    head = draw(st.sampled_from([None, Matrix("lm_head", 512, hidden)]))
+    return ModelShape("any", draw(st.sampled_from(["bf16", "fp32"])), hidden, 512, 4096, layers, groups, head, hidden)
+
+
+SETTINGS = st.builds(
+    Settings,
+    quant=st.sampled_from(["none", "int8", "nf4"]),
+    kv=st.sampled_from(["bf16", "int8"]),
+    max_sequences=st.sampled_from([None, 1, 7, 40]),
+    deterministic=st.booleans(),
+)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> JobShape:
+    rows, prompt, output = draw(st.integers(1, 300)), draw(st.integers(1, 600)), draw(st.integers(1, 300))
+    return JobShape(rows, prompt + output, prompt + output, rows * prompt, rows * output)
+
+
+ROOM = DeviceRoom(0, 100 * MIB, 300 * MIB)
+AMPLE = 1 << 40
+
+
+def attempt(shape: ModelShape, wanted: Settings, job: JobShape, tier: str, budget: int) -> Choice:
+    if tier == "host":
+        return choose(shape, wanted, budget, job, None, SPEED)
+    return choose(shape, wanted, AMPLE, job, replace(ROOM, budget_nbytes=budget), SPEED)
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+@given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(
+    tier: str, shape: ModelShape, wanted: Settings, job: JobShape, share: float, more: float
+) -> None:
+    """Two budgets for every shape: 500 pairs by tier."""
+    smallest, whole = budget_range(shape, wanted, job, ROOM if tier == "device" else None)
+    with pytest.raises(DoesNotFit, match=f"{-(-smallest // MIB)}MiB"):
+        attempt(shape, wanted, job, tier, smallest - 1)
+    lower = smallest + int(share * (whole - smallest))
+    higher = lower + int(more * 1.2 * (whole - smallest)) + 1
+    before, after = attempt(shape, wanted, job, tier, lower), attempt(shape, wanted, job, tier, higher)
+    for choice, budget in ((before, lower), (after, higher)):
+        assert choice.plan.used_nbytes <= budget
+        assert choice.plan.kv_tokens >= job.longest
+    assert after.prediction.seconds <= before.prediction.seconds * (1 + 1e-9)
+
+
+@given(models(), SETTINGS, jobs(), st.integers(0, 3))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_disk_is_a_ceiling_too(shape: ModelShape, wanted: Settings, job: JobShape, part: int) -> None:
+    smallest, whole = budget_range(shape, wanted, job)
+    budget = smallest + part * (whole - smallest) // 3
+    try:
+        plan = choose(shape, wanted, budget, job, None, SPEED, 0).plan
+    except DoesNotFit:
+        assert choose(shape, wanted, budget, job, None, SPEED).plan.streams
+        return
+    assert not plan.streams
+
+
+def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken() -> None:
+    shape, job = plain_model(), JobShape(1000, 256, 256, 128_000, 128_000)
+    for budget in range(2 * GIB, 10 * GIB, GIB):
+        choice = choose(shape, Settings(), budget, job, None, SPEED)
+        fastest = min(choice.seconds.values())
+        lossless_first = list(choice.seconds)
+        worth = [quant for quant in lossless_first if choice.seconds[quant] <= WORTH * fastest]
+        assert choice.plan.quant == worth[0]
+    whole = choose(shape, Settings(), 64 * GIB, job, None, SPEED)
+    assert (whole.plan.quant, list(whole.seconds)) == ("none", ["none"]), "all fits: no other format is considered"
+    assert choose(shape, Settings(), 2 * GIB, job, None, SPEED).plan.quant != "none"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({"quant": "int8"}, ("quant", "int8")),
+        ({"kv": "int4"}, ("kv", "int4")),
+        ({"dtype": "fp32"}, ("dtype", "fp32")),
+        ({"tokens_per_pass": 77}, ("tokens_per_pass", 77)),
+        ({"deterministic": True}, ("deterministic", True)),
+        ({"compute": "int8"}, ("quant", "int8")),
+        ({"attention": "torch"}, ("attention", "torch")),
+    ],
+)
+def test_what_the_user_sets_is_a_fixed_point(changed: dict[str, object], kept: tuple[str, object]) -> None:
+    job = JobShape(300, 300, 300, 30_000, 60_000)
+    plan = choose(plain_model(), Settings(**changed), 3 * GIB, job, None, SPEED).plan  # type: ignore[arg-type]
+    assert getattr(plan, kept[0]) == kept[1]
+
+
+@pytest.mark.parametrize("limit", [1, 5, 60])
+def test_no_more_sequences_than_the_user_allows(limit: int) -> None:
+    job = JobShape(300, 300, 300, 30_000, 60_000)
+    assert choose(plain_model(), Settings(max_sequences=limit), 8 * GIB, job, None, SPEED).plan.max_sequences <= limit
+
+
+@pytest.mark.parametrize("name", ["tokens_per_pass", "max_sequences"])
+def test_nonsense_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match=name.replace("_", "-")):
+        choose(plain_model(), Settings(**{name: 0}), 64 * GIB, JobShape(1, 10))  # type: ignore[arg-type]
+
+
+def test_memory_is_used_where_it_helps() -> None:
+    """At most a tenth of a budget is idle as long as some weights stream."""
+    job = JobShape(2000, 256, 256, 256_000, 256_000)
+    for budget in range(2 * GIB, 8 * GIB, GIB // 2):
+        plan = choose(plain_model(), Settings(quant="none"), budget, job, None, SPEED).plan
+        assert plan.streams
+        assert plan.used_nbytes >= 0.9 * budget

@@ -1,0 +1,73 @@
+"""Predictions against what can be worked out by hand, and against the arithmetic of a pass."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from known_shapes import plain_model
+
+from moedge.moe.union import expected_union
+from moedge.offload.machine.profile import Overheads
+from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.planner import Settings, Speed, choose
+from moedge.runtime.plan.predict import RESOURCES
+from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
+
+GIB = 1 << 30
+NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15)
+# Arithmetic that takes no time, so that only reading counts.
+INSTANT = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e18}}, measured=True)
+
+
+@given(st.integers(1, 256), st.integers(1, 8), st.integers(1, 300))
+def test_the_expected_union_is_that_of_random_choices(num_experts: int, per_token: int, num_tokens: int) -> None:
+    per_token = min(per_token, num_experts)
+    union = expected_union(num_experts, per_token, num_tokens)
+    assert per_token * (1 - 1e-9) <= union <= min(num_experts, num_tokens * per_token) * (1 + 1e-9)
+    assert expected_union(num_experts, per_token, num_tokens + 1) >= union
+
+
+def test_a_job_that_waits_for_the_disk_takes_its_bytes_over_the_disk_s_rate() -> None:
+    job = JobShape(64, 64, 64, 64 * 32, 64 * 32)
+    choice = choose(plain_model(), Settings(quant="none"), 3 * GIB, job, None, Speed(INSTANT))
+    plan, told = choice.plan, choice.prediction
+    assert told.binds == "disk"
+    streamed = plan.weights_nbytes - plan.held_nbytes
+    assert told.seconds == pytest.approx(told.passes * streamed / 1e9)
+    assert told.disk_nbytes == pytest.approx(told.passes * streamed)
+    # All start at once or nearly: as many passes as an answer has tokens, and a few for the prompts.
+    assert 32 <= told.passes <= 32 + 2 * 64 * 32 / plan.tokens_per_pass + 2
+    assert told.generated_tok_s == pytest.approx(64 * 32 / told.seconds)
+
+
+def test_arithmetic_is_counted_by_format_and_rows() -> None:
+    rates = Rates(1e15, 1e15, 1e15, NOTHING, {"none": {1: 1e10, 101: 1e12}}, measured=True)
+    job = JobShape(1, 101, 101, 1, 100)
+    choice = choose(plain_model(num_experts=1, per_token=1), Settings(quant="none"), 64 * GIB, job, None, Speed(rates))
+    shape = plain_model(num_experts=1, per_token=1)
+    matrices = sum(layer.streamed_numel for layer in shape.layers) + shape.head.numel  # type: ignore[union-attr]
+    assert choice.prediction.binds == "compute"
+    assert choice.prediction.seconds == pytest.approx(100 * 2 * matrices / 1e10, rel=0.1)
+
+
+@given(st.floats(1, 1e4), st.floats(1, 1e4))
+def test_more_rows_never_take_less_time_if_none_did_that_was_measured(few: float, more: float) -> None:
+    rates = Rates(flop_s={"none": {1: 2e10, 16: 2e11, 256: 1.5e12}})
+    few, more = sorted((few, more))
+    assert few / rates.of_product("none", rows=few) <= more / rates.of_product("none", rows=more) * (1 + 1e-9)
+
+
+def test_what_was_not_measured_is_slow() -> None:
+    assert rates_of(None) == Rates()
+    assert not rates_of(None).measured
+    assert Rates().of_product("nf4", rows=64) == SLOW_FLOP_S[64]
+    assert not rates_of(None, on_device=True).measured
+
+
+@pytest.mark.parametrize("resource", RESOURCES)
+def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
+    job, shape = JobShape(64, 64, 64, 64 * 32, 64 * 32), plain_model()
+    wanted = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
+    plain = choose(shape, wanted, 3 * GIB, job, None, Speed()).prediction
+    slowed = choose(shape, wanted, 3 * GIB, job, None, Speed(factors={"none": {resource: 3.0}})).prediction
+    assert slowed.busy_s[resource] == pytest.approx(3 * plain.busy_s[resource])
+    assert slowed.seconds >= plain.seconds
