@@ -94,11 +94,11 @@ class PassCosts:
         self._kinds = model.kinds
         self._width = model.attention_width
         self._specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
-        self._disk = _Streamed(shards, plan.placement if plan.device is None else plan.device.staging)
-        self._link = None if plan.device is None else _Streamed(shards, plan.placement)
+        self._disk = _Streamed(shape, shards, plan.placement if plan.device is None else plan.device.staging)
+        self._link = None if plan.device is None else _Streamed(shape, shards, plan.placement)
 
     def cost(self, load: PassLoad) -> PassCost:
-        disk, link = self._disk.nbytes, self._link.nbytes if self._link else 0
+        disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
         compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
         compute += self._attention(load) + self._head(load)
         rates = self._rates
@@ -145,13 +145,16 @@ class PassCosts:
 
 
 class _Streamed:
-    """Bytes that every pass brings over one link: what is not held, wanted or not."""
+    """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
 
-    def __init__(self, shards: ModelShards, held: Placement) -> None:
-        dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
-        experts = sum(
-            (layer.num_experts - count) * layer.expert.nbytes
-            for layer, count in zip(shards.layers, held.held_experts, strict=True)
-            if layer.expert
-        )
-        self.nbytes = dense + experts
+    def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
+        self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
+        # By the share of a layer's experts that a token asks for.
+        self._experts: Counter[float] = Counter()
+        for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True):
+            if layer.experts and packed.expert:
+                share = layer.experts.per_token / layer.experts.count
+                self._experts[share] += (packed.num_experts - count) * packed.expert.nbytes
+
+    def nbytes(self, tokens: float) -> float:
+        return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_shapes import plain_model
 
-from moedge.moe.union import expected_union
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.planner import Settings, Speed, choose
@@ -18,25 +17,27 @@ NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15)
 INSTANT = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e18}}, measured=True)
 
 
-@given(st.integers(1, 256), st.integers(1, 8), st.integers(1, 300))
-def test_the_expected_union_is_that_of_random_choices(num_experts: int, per_token: int, num_tokens: int) -> None:
-    per_token = min(per_token, num_experts)
-    union = expected_union(num_experts, per_token, num_tokens)
-    assert per_token * (1 - 1e-9) <= union <= min(num_experts, num_tokens * per_token) * (1 + 1e-9)
-    assert expected_union(num_experts, per_token, num_tokens + 1) >= union
-
-
 def test_a_job_that_waits_for_the_disk_takes_its_bytes_over_the_disk_s_rate() -> None:
     job = JobShape(64, 64, 64, 64 * 32, 64 * 32)
     choice = choose(plain_model(), Settings(quant="none"), 3 * GIB, job, None, Speed(INSTANT))
     plan, told = choice.plan, choice.prediction
     assert told.binds == "disk"
     streamed = plan.weights_nbytes - plan.held_nbytes
-    assert told.seconds == pytest.approx(told.passes * streamed / 1e9)
-    assert told.disk_nbytes == pytest.approx(told.passes * streamed)
+    # With 30 tokens and more in a pass nearly all of 64 experts are wanted.
+    assert told.seconds == pytest.approx(told.disk_nbytes / 1e9)
+    assert told.disk_nbytes == pytest.approx(told.passes * streamed, rel=0.02)
     # All start at once or nearly: as many passes as an answer has tokens, and a few for the prompts.
     assert 32 <= told.passes <= 32 + 2 * 64 * 32 / plan.tokens_per_pass + 2
     assert told.generated_tok_s == pytest.approx(64 * 32 / told.seconds)
+
+
+def test_few_tokens_read_only_the_experts_they_want() -> None:
+    job, wanted = JobShape(1, 100, 100, 1, 99), Settings(quant="none", kv="bf16")
+    told = choose(plain_model(num_layers=15), wanted, 2 * GIB, job, None, Speed(INSTANT))
+    dense = sum(each.numel for each in plain_model().layers[0].dense) * 2 * 15
+    unheld = told.plan.weights_nbytes - told.plan.held_nbytes
+    unheld -= 0 if told.plan.placement.dense_ring == 0 else dense
+    assert told.prediction.disk_nbytes == pytest.approx(told.prediction.passes * unheld * 8 / 64, rel=0.02)
 
 
 def test_arithmetic_is_counted_by_format_and_rows() -> None:
