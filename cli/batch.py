@@ -31,6 +31,7 @@ def batch(
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
+    plan: options.PLAN = None,
     lenient: options.LENIENT = False,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
@@ -64,5 +65,6 @@ def batch(
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
         go_on=GoOn(drift=tuple(accept_drift or ())),
+        plan=plan,
     )
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 
+from ..runtime.job_plan import JobPlan
 from ..runtime.jobs.batch_run import BatchRun
 from ..runtime.jobs.request import BatchRequest
 from ..runtime.jobs.summary import RunSummary
@@ -92,6 +94,8 @@ class JobView:
         )
         if streamed := plan.weights_nbytes - plan.held_nbytes:
             self._say(f"{gib(plan.held_nbytes)} of weights are held, {_way(plan, streamed)} in every pass")
+        for line in _expectation(run.planned):
+            self._say(line)
         run.load()
         self._say(f"loaded in {duration(run.seconds.load or 0)}")
         self._events.emit("loaded", seconds=run.seconds.load)
@@ -144,6 +148,18 @@ class JobView:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _expectation(planned: JobPlan) -> Iterator[str]:
+    told, seconds = planned.prediction, planned.choice.seconds
+    slow = "" if planned.machine.profile else ", if this machine is a slow one: `moedge doctor` measures it"
+    yield (
+        f"expected: {told.generated_tok_s:,.1f} tok/s, {duration(told.seconds)} after loading, "
+        f"waiting for {told.binds}{slow}"
+    )
+    others = [f"{quant} {taken / told.seconds:.2f}" for quant, taken in seconds.items() if quant != planned.plan.quant]
+    if others:
+        yield f"times as long in other weight formats: {', '.join(others)}"
 
 
 def _budgets(plan: Plan) -> str:

@@ -171,6 +171,9 @@ MAX_SEQUENCES = Annotated[
         help="Sequences generated together at most; chosen by job and memory.",
     ),
 ]
+PLAN = Annotated[
+    Path | None, typer.Option("--plan", help="Run what `moedge plan --save` wrote, for this model on this machine.")
+]
 LENIENT = Annotated[
     bool,
     typer.Option("--lenient", envvar="MOEDGE_LENIENT", show_envvar=False, help="Malformed lines become error rows."),

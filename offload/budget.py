@@ -1,18 +1,11 @@
-"""Ceilings: sizes as people write them, and the ledger that every allocation of a tier is entered in. Torch-free.
-
-Knows tiers by name and bytes by number; what is allocated, and with what, is the caller's.
-"""
+"""Ceilings: sizes as people write them. Torch-free."""
 
 from __future__ import annotations
 
 import difflib
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
-from types import TracebackType
-
-from .errors import OutOfBudget
 
 GIB = 1 << 30
 FORMS = "7GiB, 7G, 7GB, 500MiB, 80%, auto, auto-1GiB or 0"
@@ -97,84 +90,3 @@ def nearest_form(text: str) -> str:
 
 def gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 100 else f"{nbytes / 1024:.1f} KiB"
-
-
-class Entry:
-    """Bytes that a ledger has granted, until `release` or the end of a `with` block."""
-
-    def __init__(self, tier: str, name: str, nbytes: int, give_back: Callable[[Entry], None]) -> None:
-        self.tier = tier
-        self.name = name
-        self.nbytes = nbytes
-        self._give_back = give_back
-
-    def release(self) -> None:
-        """Raises ValueError the second time: somebody frees what is not theirs."""
-        self._give_back(self)
-
-    def __enter__(self) -> Entry:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class Ledger:
-    """What is in each tier, by name, never more than its budget. Any thread may take and release."""
-
-    def __init__(self, budgets: Mapping[str, int]) -> None:
-        self.budgets = dict(budgets)
-        self._entries: dict[str, list[Entry]] = {tier: [] for tier in budgets}
-        self._peaks = dict.fromkeys(budgets, 0)
-        self._lock = threading.Lock()
-
-    def take(self, tier: str, name: str, nbytes: int) -> Entry:
-        """Enters `nbytes` under `name`, before they are allocated. Raises OutOfBudget with what is in the tier."""
-        if nbytes < 0 or tier not in self.budgets:
-            raise ValueError(f"{name!r} asks for {nbytes} bytes of {tier!r}; wanted 0 or more of {list(self.budgets)}")
-        entry = Entry(tier, name, nbytes, self._release)
-        with self._lock:
-            total = self._total(tier) + nbytes
-            if total > self.budgets[tier]:
-                raise OutOfBudget(self._refusal(entry))
-            self._entries[tier].append(entry)
-            self._peaks[tier] = max(self._peaks[tier], total)
-        return entry
-
-    def total(self, tier: str) -> int:
-        with self._lock:
-            return self._total(tier)
-
-    def peak(self, tier: str) -> int:
-        """The largest total so far."""
-        with self._lock:
-            return self._peaks[tier]
-
-    def table(self) -> str:
-        """One block of lines per tier, for people: its total and budget, then its entries summed by name."""
-        with self._lock:
-            return "\n".join(line for tier in self.budgets for line in self._lines(tier))
-
-    def _release(self, entry: Entry) -> None:
-        with self._lock:
-            if entry not in self._entries[entry.tier]:
-                raise ValueError(f"{entry.name!r} of {entry.nbytes} bytes was released twice")
-            self._entries[entry.tier].remove(entry)
-
-    def _total(self, tier: str) -> int:
-        return sum(entry.nbytes for entry in self._entries[tier])
-
-    def _refusal(self, entry: Entry) -> str:
-        free = self.budgets[entry.tier] - self._total(entry.tier)
-        lines = "\n".join(self._lines(entry.tier))
-        return f"{entry.name} needs {entry.nbytes} bytes of {entry.tier}, {free} are left of its budget\n{lines}"
-
-    def _lines(self, tier: str) -> list[str]:
-        sums: dict[str, int] = {}
-        for entry in self._entries[tier]:
-            sums[entry.name] = sums.get(entry.name, 0) + entry.nbytes
-        head = f"{tier}: {gib(self._total(tier))} of {gib(self.budgets[tier])}"
-        rows = sorted(sums.items(), key=lambda item: -item[1])
-        return [head, *(f"{gib(nbytes):>14}  {name}" for name, nbytes in rows)]

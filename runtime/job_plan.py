@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..offload.machine.hardware import Hardware, find_hardware
@@ -28,10 +29,12 @@ from .plan.history import (
     shape_key,
 )
 from .plan.job import JobShape
+from .plan.outlook import Question
 from .plan.plan import Plan, Settings
-from .plan.planner import Choice, Speed, choose
+from .plan.planner import Choice, Speed
 from .plan.predict import Prediction, predict
 from .plan.rates import rates_of
+from .plan_document import load_plan, refuse_other_budgets
 from .shape.layouts import FORMATS
 from .shape.model_shape import ModelShape
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 # Shorter runs are mostly their beginning and their end.
 LEAST_SECONDS = 1.0
+# A job that a slow machine takes longer for than this waits until this machine is measured.
+LONG_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,12 @@ class KnownMachine:
         """This one, with the disk on which stores lie."""
         hardware = find_hardware(budgets.disk_dir or default_root())
         return cls(hardware, load_machine(hardware, saved_path()))
+
+    def measured(self, budgets: Budgets) -> KnownMachine:
+        """Takes about twenty seconds."""
+        from .machine_profile import machine_profile
+
+        return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
     def speed(self, shape: ModelShape, settings: Settings, on_device: bool) -> Speed:
         """Its rates, corrected by its runs."""
@@ -111,10 +122,37 @@ class JobPlan:
 
 
 def plan_job(
-    source: ModelSource, settings: Settings, budgets: Budgets, host: int, room: DeviceRoom | None, job: JobShape
+    source: ModelSource,
+    settings: Settings,
+    budgets: Budgets,
+    host: int,
+    room: DeviceRoom | None,
+    job: JobShape,
+    saved: Path | None = None,
 ) -> JobPlan:
-    """Within `host` bytes of host memory and the room on a device. Raises DoesNotFit, SettingError."""
+    """Within `host` bytes of host memory and the room on a device; or the plan in the file `saved`.
+
+    A machine without a profile is measured first where the job is long. Raises DoesNotFit, SettingError.
+    """
     machine = KnownMachine.here(budgets)
     settings = source.settle(settings)
     speed = machine.speed(source.shape, settings, room is not None)
-    return JobPlan(job, machine, speed, choose(source.shape, settings, host, job, room, speed))
+    disk = None if source.store else budgets.disk_nbytes()
+    question = Question(source.shape, settings, job, host, room, speed, disk)
+    planned = JobPlan(job, machine, speed, _choice(question, machine, saved))
+    if machine.profile is None and planned.prediction.seconds > LONG_SECONDS:
+        machine = machine.measured(budgets)
+        speed = machine.speed(source.shape, settings, room is not None)
+        planned = JobPlan(job, machine, speed, _choice(replace(question, speed=speed), machine, saved))
+    return planned
+
+
+def _choice(question: Question, machine: KnownMachine, saved: Path | None) -> Choice:
+    if saved is None:
+        return question.answer()
+    plan = load_plan(saved, question.shape, machine.hardware, question.settings)
+    refuse_other_budgets(plan, question)
+    packed = Packed(question.shape, plan.quant, plan.dtype, plan.deterministic, question.room)
+    learned = question.speed.factors.get(plan.quant, {})
+    told = predict(packed.work, plan, question.job, question.speed.rates, learned)
+    return Choice(plan, told, {plan.quant: told.seconds})

@@ -84,6 +84,23 @@ def load_plan(path: Path, shape: ModelShape, hardware: Hardware, settings: Setti
     return plan
 
 
+def refuse_other_budgets(plan: Plan, question: Question) -> None:
+    """Raises SettingError where a plan needs more than there is now, or computes elsewhere."""
+    if (plan.device is None) != (question.room is None):
+        raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
+    device = (
+        []
+        if plan.device is None or question.room is None
+        else [(plan.device.budget_nbytes, question.room.budget_nbytes)]
+    )
+    for planned, granted in ((plan.budget_nbytes, question.host), *device):
+        if planned > granted:
+            raise SettingError(
+                f"the plan was made for {planned / 2**30:.2f} GiB of memory and {granted / 2**30:.2f} GiB are granted "
+                "now; make a new one, or grant as much"
+            )
+
+
 def plan_from_json(content: Mapping[str, Any]) -> Plan:
     """Raises TypeError or KeyError for what `Plan.as_dict` did not write."""
     device = content["device"]

@@ -78,7 +78,8 @@ class BatchRun:
         self._job, budgets = self.size.shape(), self.request.budgets
         self._tiers = open_tiers(budgets)
         host, room = self._tiers.host_nbytes, self._tiers.room
-        self.planned: JobPlan = plan_job(self.source, self.ledger.settings(), budgets, host, room, self._job)
+        settings, saved = self.ledger.settings(), self.request.plan
+        self.planned: JobPlan = plan_job(self.source, settings, budgets, host, room, self._job, saved)
         self.plan_made = self.planned.plan
         self.ledger.begin(self.plan_made)
         return self.plan_made

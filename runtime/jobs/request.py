@@ -26,7 +26,7 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input."""
+    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file."""
 
     model: str
     input: Path
@@ -38,6 +38,7 @@ class BatchRequest:
     experts: ExpertOptions = DEFAULTS
     lenient: bool = False
     go_on: GoOn = field(default_factory=GoOn)
+    plan: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What the job is; budgets, limits and the streaming of experts belong to a run of it."""

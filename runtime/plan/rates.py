@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -17,6 +17,8 @@ SLOW_DEVICE_MEMORY_BYTES_S = 2e11
 SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
 SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
 SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, number_s=2e-7)
+# Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
+NUMBER_NBYTES = 50
 # How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
 TOGETHER = "{} together"
 ATTENTION = "attention {}"
@@ -65,10 +67,14 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
 
 def _device_rates(machine: Machine | None) -> Rates:
     link = machine.link if machine else None
+    memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
+    # Launches cost what operations cost on the processor; elementwise work is the device's memory's.
+    overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, number_s=NUMBER_NBYTES / memory)
     return Rates(
         disk_bytes_s=machine.disk.best.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
         link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
-        memory_bytes_s=(machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S,
+        memory_bytes_s=memory,
+        overheads=overheads,
         flop_s=machine.device_flop_s if machine else {},
         otherwise=SLOW_DEVICE_FLOP_S,
         measured=link is not None,

@@ -37,6 +37,7 @@ class Lanes:
         self._store = store
         self.readers: list[ReaderLane] = []
         self._copiers: list[CudaLane] = []
+        self.ring_nbytes: list[int] = []
         dense = [key for key in memory.streamed if key.expert == DENSE]
         experts = [key for key in memory.streamed if key.expert != DENSE]
         self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
@@ -78,9 +79,11 @@ class Lanes:
         shards = [self.shard(key) for key in keys]
         if self._pins is None:
             memory = HostMemory(ring)
+            self.ring_nbytes.append(memory.nbytes)
             return ShardStream(self._readers(shards, memory), Ring(ring), memory.bytes)
         device = self._pins.device
         room = device.allocate(ring)
+        self.ring_nbytes.append(room.numel())
         return ShardStream(self._copies(shards, room, self._pins, kind), Ring(ring), room)
 
     def _copies(self, shards: list[Shard], room: Any, pins: _Pins, kind: int) -> Lane[Any]:

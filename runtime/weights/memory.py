@@ -64,6 +64,11 @@ class WeightMemory:
             self.slab.bytes[run].copy_(slot)
             self.staged[leaving] = run
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that were allocated where weights compute."""
+        return self._held_bytes.numel()
+
     def nbytes(self, key: ShardKey) -> int:
         return self._nbytes[key]
 

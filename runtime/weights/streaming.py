@@ -41,11 +41,20 @@ class StreamedWeights:
         for index, layer in enumerate(layers):
             if ShardKey(index) in memory.held:
                 layer.bind_dense(memory.shard(ShardKey(index)))
-        self.experts = ModelExperts(memory, self._lanes, layers, options, plan.kv_sequences, self._profile())
+        self.experts = ModelExperts(memory, self._lanes, layers, options, plan.max_sequences, self._profile())
 
     @property
     def head_shard(self) -> torch.Tensor | None:
         return self._memory.shard(HEAD) if HEAD in self._memory.held else None
+
+    @property
+    def memory(self) -> WeightMemory:
+        return self._memory
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes that were allocated for shards on their way to where they compute."""
+        return sum(self._lanes.ring_nbytes)
 
     @property
     def nbytes_from_disk(self) -> int:

@@ -4,10 +4,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moedge.offload.machine.hardware import Gpu, Hardware
+from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine
+from moedge.offload.machine.saved import save_machine
+from moedge.runtime import job_plan
+from moedge.runtime.plan.history import last_runs
 
 CODE = "import sys; from moedge.cli.main import main; main()"
 TORCHLESS = "import atexit, os, sys; atexit.register(lambda: 'torch' in sys.modules and os._exit(99));"
@@ -92,3 +99,100 @@ def test_every_option_changes_what_it_should(
     arguments, found, wanted = CHANGES[option]
     assert found(planned(checkpoint("qwen3_moe"), *arguments)) == wanted
     assert option == "gpu-mem" or found(planned(checkpoint("qwen3_moe"))) != wanted
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        "".join(json.dumps({"id": str(n), "prompt": "a b " * n, "max_tokens": 6}) + "\n" for n in (1, 5, 9))
+    )
+    return path
+
+
+def batch(cli: Callable[..., int], model: Path, rows: Path, plan: Path, *options: object) -> tuple[int, dict[str, Any]]:
+    summary = rows.parent / "summary.json"
+    summary.unlink(missing_ok=True)
+    out = rows.parent / f"out-{len(list(rows.parent.iterdir()))}.jsonl"
+    code = cli("batch", model, rows, "-o", out, "--plan", plan, "--summary", summary, "-q", *options)
+    return code, json.loads(summary.read_text()) if summary.exists() else {}
+
+
+def test_a_saved_plan_is_what_runs(
+    checkpoint: Callable[[str], Path], cli: Callable[..., int], rows: Path, tmp_path: Path
+) -> None:
+    model, saved = checkpoint("qwen3_moe"), tmp_path / "plan.json"
+    assert cli("plan", model, rows, "--ram", "3GiB", "--quant", "nf4", "--max-sequences", 2, "--save", saved) == 0
+    code, summary = batch(cli, model, rows, saved)
+    planned = json.loads(saved.read_text())
+    assert code == 0
+    assert summary["plan"] | planned["plan"] == summary["plan"]
+    assert summary["predicted"]["generated_tok_s"] == pytest.approx(planned["prediction"]["generated_tok_s"])
+
+
+@pytest.mark.parametrize("changed", ["model", "machine", "setting", "budget", "nothing that is a plan"])
+def test_a_plan_for_something_else_is_refused(
+    changed: str,
+    checkpoint: Callable[[str], Path],
+    cli: Callable[..., int],
+    rows: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, saved = checkpoint("qwen3_moe"), tmp_path / "plan.json"
+    assert cli("plan", model, rows, "--ram", "3GiB", "--quant", "nf4", "--save", saved) == 0
+    options: list[object] = []
+    wanted = f"another {changed}"
+    if changed == "model":
+        model = checkpoint("mixtral")
+    elif changed == "machine":
+        content = json.loads(saved.read_text())
+        content["machine"]["key"] = "0" * 16
+        saved.write_text(json.dumps(content))
+    elif changed == "setting":
+        options, wanted = ["--quant", "int8"], "quant nf4, and int8 was asked for"
+    elif changed == "budget":
+        options, wanted = ["--ram", "1GiB"], "are granted now"
+    else:
+        saved.write_text("{}")
+        wanted = "holds no plan"
+    capsys.readouterr()
+    assert batch(cli, model, rows, saved, *options)[0] == 4
+    assert wanted in " ".join(capsys.readouterr().err.split())
+
+
+def test_another_machine_is_planned_for_from_its_profile(
+    checkpoint: Callable[[str], Path], planned: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    gpu = Hardware("another", 8, 32 << 30, (Gpu("a GPU", 8 << 30),), "nvme ext4")
+    disk = Disk(True, 1 << 30, (DiskRead(1 << 22, 4, 3e9),))
+    save_machine(Machine(gpu, 4e10, disk, Link(1e10, 2e10)), tmp_path / "box.json")
+    found = planned(checkpoint("mixtral"), "--machine", tmp_path / "box.json")
+    assert found["machine"]["hardware"]["cpu"] == "another"
+    assert found["machine"]["measured"]
+    assert [tier["tier"] for tier in found["tiers"]] == ["device", "host", "disk"]
+    assert found["tiers"][0]["budget"] == (8 << 30) - (1 << 29)
+
+
+def test_a_run_is_remembered_beside_what_was_predicted(
+    cli: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run is predicted from the first."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(job_plan, "LEAST_SECONDS", 0.0)
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n} a", "max_tokens": 8, "ignore_eos": True}) + "\n" for n in range(4))
+    )
+    model, predicted = files("moedge.demo") / "model", []
+    for index in range(2):
+        summary = tmp_path / f"{index}.json"
+        assert (
+            cli("batch", model, path, "-o", tmp_path / f"out{index}", "--summary", summary, "-q", "--quant", "none")
+            == 0
+        )
+        predicted.append(json.loads(summary.read_text())["predicted"]["generate_s"])
+    newest, first = last_runs(9)
+    assert first.predicted_tok_s == pytest.approx(32 / predicted[0])
+    assert predicted[1] == pytest.approx(predicted[0] * first.ratio, rel=0.05)
+    assert newest.measured_peak_nbytes > 0

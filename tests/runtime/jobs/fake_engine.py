@@ -120,7 +120,9 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
         chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
         chosen["deterministic"] = settings.deterministic
         plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
-        return SimpleNamespace(plan=plan, remember=lambda *_: None)
+        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, binds="compute")
+        choice, machine = SimpleNamespace(seconds={}), SimpleNamespace(profile=None)
+        return SimpleNamespace(plan=plan, prediction=told, choice=choice, machine=machine, remember=lambda *_: None)
 
     def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets)

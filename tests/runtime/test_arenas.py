@@ -1,0 +1,44 @@
+"""What is allocated is what the plan accounts for, to the byte, in every arena of every tier."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from moedge.runtime.arenas import allocated_arenas, planned_arenas
+from moedge.runtime.kv.spec import KVSpec
+from moedge.runtime.load import load_engine
+from moedge.runtime.model_source import ModelSource, open_source
+from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
+from moedge.runtime.weights.making import prepare
+
+JOB = JobShape(40, 120, 120, 40 * 80, 40 * 40)
+
+
+def check(source: ModelSource, plan: Plan, store: Path | None) -> dict[str, int]:
+    blocks = tuple(KVSpec(group, plan.kv, plan.kv_block).block_nbytes for group in source.shape.kv_groups)
+    with closing(load_engine(source, plan, store)) as loaded:
+        allocated = allocated_arenas(loaded)
+    assert allocated == planned_arenas(plan, blocks)
+    return allocated
+
+
+@pytest.mark.parametrize(
+    ("family", "quant", "kv"), [("qwen3_moe", "none", "fp32"), ("gpt_oss", "nf4", "int8"), ("llama", "int8", "bf16")]
+)
+def test_arenas_take_what_the_plan_says(
+    family: str, quant: str, kv: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = Settings("fp32", quant, kv)
+    with open_source(str(checkpoint(family))) as source:
+        prepare(source, tmp_path / "store", quant, "fp32", Budgets())
+        smallest, whole = budget_range(source.shape, settings, JOB)
+        budgets = (smallest, (smallest + whole) // 2, 4 << 30)
+        plans = [make_plan(source.shape, settings, budget, JOB) for budget in budgets]
+        found = [check(source, plan, tmp_path / "store" if plan.streams else None) for plan in plans]
+    assert found[0]["rings"] > 0
+    assert found[-1]["rings"] == 0
+    assert found[0]["KV cache"] < found[-1]["KV cache"]
