@@ -61,7 +61,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
     plan_job = batch_run.plan_job
 
-    def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: JobShape) -> Any:
+    def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: JobShape, *rest: Any) -> Any:
         short = JobShape(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
         return plan_job(source, settings, budgets, budget_range(source.shape, settings, short)[0], room, job)
 
