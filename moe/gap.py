@@ -14,6 +14,9 @@ class Wait(NamedTuple):
     stall: float
 
 
+# Passes of about as many tokens; between two passes there is more to do than between two layers.
+Bucket = tuple[int, bool]
+
 # Weight of the newest measurement in a running mean.
 _NEWEST = 0.1
 # Before anything was measured, in times that an expert takes.
@@ -41,8 +44,8 @@ class RouterGap:
         self._clock = clock
         self._since: float | None = None
         self._waited = 0.0
-        self._gaps: dict[int, float] = {}
-        self._stalls: dict[int, float] = {}
+        self._gaps: dict[Bucket, float] = {}
+        self._stalls: dict[Bucket, float] = {}
 
     @property
     def seconds_each(self) -> float:
@@ -50,27 +53,27 @@ class RouterGap:
         moved = self._nbytes_moved()
         return self._seconds_busy() / moved * self.nbytes if moved else 0.0
 
-    def mean(self, tokens: int) -> Wait:
-        """For passes of about so many tokens; the stall is that of layers without guesses."""
-        bucket = tokens.bit_length()
+    def mean(self, tokens: int, first: bool = False) -> Wait:
+        """For passes of about so many tokens, before the `first` layer or another; the stall is one without guesses."""
+        bucket = (tokens.bit_length(), first)
         return Wait(self._gaps.get(bucket, _FIRST), self._stalls.get(bucket, _FIRST))
 
     def begin(self) -> None:
         """All that was asked for has arrived: from here on the lane has nothing to do but guesses."""
         self._since = self._clock()
 
-    def end(self, tokens: int, guessed: bool) -> None:
-        """A router has spoken; whether the layer before had been `guessed`."""
+    def end(self, tokens: int, guessed: bool, first: bool = False) -> None:
+        """A router has spoken, the `first` of a pass or another; whether the layer before had been `guessed`."""
+        bucket = (tokens.bit_length(), first)
         each, waited = self.seconds_each, self._seconds_waited()
         stall, self._waited = waited - self._waited, waited
         if self._since is None or not each:
             return
-        _mix(self._gaps, tokens, (self._clock() - self._since) / each)
+        _mix(self._gaps, bucket, (self._clock() - self._since) / each)
         if not guessed:
-            _mix(self._stalls, tokens, stall / each)
+            _mix(self._stalls, bucket, stall / each)
 
 
-def _mix(means: dict[int, float], tokens: int, value: float) -> None:
-    bucket = tokens.bit_length()
+def _mix(means: dict[Bucket, float], bucket: Bucket, value: float) -> None:
     before = means.get(bucket, value)
     means[bucket] = before + _NEWEST * (value - before)

@@ -112,10 +112,11 @@ class ExpertSupply:
         self._turn, self._guess = self._next_turn(layer), None
         self._ahead = max(self._ahead, self._turn)
         tokens, wanted = len(groups.expert_ids), groups.wanted
-        if layer == self._layers[0]:
+        first = layer == self._layers[0]
+        guessed = self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST
+        self._gap.end(tokens, guessed, first)
+        if first:
             self._begin_pass(tokens)
-        else:
-            self._gap.end(tokens, self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST)
         self._gap.begin()
         self.forecast.saw(layer, wanted)
         self._modes.saw(layer, tokens, len(wanted))
@@ -128,8 +129,8 @@ class ExpertSupply:
     def _begin_pass(self, tokens: int) -> None:
         self._tokens = tokens
         self._policy.begin_pass()
-        wait = self._gap.mean(tokens)
         for layer in self._layers:
+            wait = self._gap.mean(tokens, layer == self._layers[0])
             precision = self.forecast.precision(layer)
             self._mode[layer] = self._modes.choose(layer, tokens, self._slots.of(layer), wait, precision)
 
@@ -164,8 +165,8 @@ class ExpertSupply:
         layer = self._layer_of(self._turn + 1)
         if self._mode[layer] is Mode.ALL:
             return
-        most = guesses(self._gap.mean(self._tokens).gap)
         same_pass = layer != self._layers[0]
+        most = guesses(self._gap.mean(self._tokens, not same_pass).gap)
         held = self._slots.of(layer)
         self._guess = self.forecast.guess(layer, groups, hidden if same_pass else None, held, most)
 

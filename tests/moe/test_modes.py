@@ -66,6 +66,9 @@ def test_a_gap_is_measured_in_times_that_an_expert_takes_by_size_of_pass() -> No
         waited[0] += 1.0
         gap.end(tokens, guessed=True)
     assert gap.mean(1) == pytest.approx(Wait(0.5, 1.0))
+    gap.end(1, guessed=False, first=True)
+    assert gap.mean(1, first=True) == pytest.approx(Wait(5.0, 0.0)), "between passes there is more to do"
+    assert gap.mean(1) == pytest.approx(Wait(0.5, 1.0))
     assert gap.mean(120) == pytest.approx(Wait(5.0, 10.0)), "what is waited for in spite of guesses is another matter"
 
 
