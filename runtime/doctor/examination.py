@@ -14,10 +14,12 @@ from ...offload.machine.profile import Machine
 from ...offload.machine.saved import SCHEMA, saved_path
 from ...offload.memory import host_available, host_total
 from ..machine_profile import machine_profile, saved_profile
+from ..plan.history import last_runs
 from .finding import Finding, Verdict, fail
 from .host import check_memory, check_open_files, find_host_memory
 from .packages import TorchBuild, check_packages, check_torch, find_torch
 from .places import check_hub_cache, check_state, check_stores, free_nbytes
+from .predictions import prediction_findings
 from .speeds import not_measured, speed_findings
 
 
@@ -64,6 +66,7 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
         findings.append(not_measured())
     else:
         findings += speed_findings(machine, machine.torch if torch is None else torch.version)
+    findings += prediction_findings(last_runs())
     return Examination(tuple(findings), machine, stores)
 
 

@@ -27,7 +27,7 @@ def speed_findings(machine: Machine, torch: str) -> list[Finding]:
         found += [check_link(machine.link), check_pin_limit(machine.pin)]
     if machine.device_memory_bytes_s is not None:
         found.append(ok("GPU memory", f"{_rate(machine.device_memory_bytes_s)} within it"))
-    found += [ok(f"{place} rates", _rates(rates)) for place, rates in _places(machine) if rates]
+    found += [ok(f"{place} rates", _rates(_products(rates))) for place, rates in _places(machine) if rates]
     return [*found, check_age(machine, torch)]
 
 
@@ -80,6 +80,11 @@ def not_measured() -> Finding:
 
 def _places(machine: Machine) -> tuple[tuple[str, FlopRates], ...]:
     return (("CPU", machine.flop_s), ("GPU", machine.device_flop_s))
+
+
+def _products(rates: FlopRates) -> FlopRates:
+    """Those of single products, which people compare; the others are for predictions."""
+    return {name: each for name, each in rates.items() if " " not in name}
 
 
 def _rates(rates: FlopRates) -> str:

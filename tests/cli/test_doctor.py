@@ -15,6 +15,7 @@ from moedge.offload.machine.saved import read_machine
 from moedge.runtime import overheads, pass_rates, weight_rates
 from moedge.runtime.doctor import examination, host
 from moedge.runtime.machine_profile import saved_profile
+from moedge.runtime.plan.history import RunRecord, keep
 
 MIB = 1 << 20
 
@@ -52,6 +53,11 @@ def test_what_is_measured_is_kept_and_printed_as_a_profile_that_can_be_read_back
     assert "nf4 1T/1G FLOP/s" in told
     assert "measured just now" in told
     assert "bitsandbytes" not in told
+    assert "predictions" not in told
+    keep(RunRecord("then", "here", "a model", "shape", "nf4", "disk", 1.2, 10.0, 8.0, 1 << 30, 1 << 29))
+    assert cli("doctor", "--quick", "--disk-dir", stores) == 0
+    told = capsys.readouterr().out
+    assert "off by +25%; the newest, a model: 8.0 tok/s, 10.0 predicted, peak 0.50 GiB of 1.00 GiB planned" in told
     assert not any(line != line.rstrip() for line in told.splitlines())
 
 
