@@ -30,6 +30,7 @@ from .plan.history import (
 )
 from .plan.job import JobShape
 from .plan.outlook import Question
+from .plan.packed_model import PackedModel
 from .plan.plan import Plan, Settings
 from .plan.planner import Choice, Speed
 from .plan.predict import Prediction, predict
@@ -138,7 +139,7 @@ def plan_job(
     settings = source.settle(settings)
     speed = machine.speed(source.shape, settings, room is not None)
     disk = None if source.store else budgets.disk_nbytes()
-    question = Question(source.shape, settings, job, host, room, speed, disk)
+    question = Question(PackedModel(source.shape), settings, job, host, room, speed, disk)
     planned = JobPlan(job, machine, speed, _choice(question, machine, saved))
     if machine.profile is None and planned.prediction.seconds > LONG_SECONDS:
         machine = machine.measured(budgets)

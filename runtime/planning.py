@@ -20,6 +20,7 @@ from .plan.device_plan import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRo
 from .plan.draft import PROCESS_NBYTES
 from .plan.job import JobShape
 from .plan.outlook import Question
+from .plan.packed_model import PackedModel
 from .plan.plan import Settings
 from .text.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ def ask(headers: Headers, settings: Settings, budgets: Budgets, machine: Path | 
     host = budgets.host_nbytes() if machine is None else _share(budgets.ram, hardware.ram_nbytes)
     room = _room(budgets, hardware)
     speed = known.speed(headers.shape, settings, room is not None)
-    return Asked(known, Question(headers.shape, settings, job, host, room, speed, budgets.disk_nbytes()))
+    return Asked(known, Question(PackedModel(headers.shape), settings, job, host, room, speed, budgets.disk_nbytes()))
 
 
 def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> JobShape:

@@ -9,6 +9,7 @@ from moedge.runtime.plan.device_plan import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NB
 from moedge.runtime.plan.draft import PROCESS_NBYTES
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.outlook import Question
+from moedge.runtime.plan.packed_model import PackedModel
 from moedge.runtime.plan.plan import Settings
 from moedge.runtime.plan.planner import Choice, Speed
 from moedge.runtime.plan.rates import rates_of
@@ -69,7 +70,7 @@ def question(name: str, gib: int) -> Question:
         gib * GIB - GIB // 2, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
     )
     speed = Speed(rates_of(PROFILE, on_device=True))
-    return Question(known_shape(name), Settings(), JOB, HOST, room, speed)
+    return Question(PackedModel(known_shape(name)), Settings(), JOB, HOST, room, speed)
 
 
 def _row(gib: int, asked: Question) -> str:

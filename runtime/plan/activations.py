@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...moe.limits import most_rows
 from ..attention.limits import NATIVE_NBYTES, WIDE_NUMEL
 from ..shape.layouts import ITEM_NBYTES
@@ -16,28 +18,49 @@ DECODING_THREADS = 4
 SAMPLER_NBYTES = 64 << 20
 
 
-def pass_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sampled: int, longest: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Widest:
+    """The largest of every kind that any layer has, by which activations are sized: found once."""
+
+    hidden: int
+    vocab: int
+    kv: int
+    dense: int
+    inner: int
+    per_token: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Widest:
+        experts = {layer.experts for layer in shape.layers if layer.experts}
+        return cls(
+            shape.hidden,
+            shape.vocab,
+            max(group.kv_heads * group.head_dim for group in shape.kv_groups),
+            max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0),
+            max((each.up.rows for each in experts), default=0),
+            max((each.per_token for each in experts), default=0),
+            max((each.count for each in experts), default=0),
+        )
+
+
+def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, longest: int) -> int:
     """Bytes of activations, logits and attention scratch of a pass of `num_tokens` tokens.
 
     `num_sampled` rows get logits; `longest` is the longest sequence, whose keys and values are gathered.
     """
     item = ITEM_NBYTES[dtype]
-    hidden = num_tokens * shape.hidden
-    kv = max(group.kv_heads * group.head_dim for group in shape.kv_groups)
-    wide = max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0)
-    per_token = max((layer.experts.per_token for layer in shape.layers if layer.experts), default=0)
-    inner = max((layer.experts.up.rows for layer in shape.layers if layer.experts), default=0)
-    count = max((layer.experts.count for layer in shape.layers if layer.experts), default=0)
-    rows = most_rows(num_tokens, per_token, count)
+    hidden = num_tokens * widest.hidden
+    rows = most_rows(num_tokens, widest.per_token, widest.num_experts)
     layer = (
         _HIDDEN_COPIES * hidden * item
         + _FP32_COPIES * hidden * 4
-        + 3 * num_tokens * wide * item
-        + rows * shape.hidden * item
-        + 3 * num_tokens * inner * item
+        + 3 * num_tokens * widest.dense * item
+        + rows * widest.hidden * item
+        + 3 * num_tokens * widest.inner * item
     )
-    logits = num_sampled * shape.vocab * (item + 4) + SAMPLER_NBYTES
-    gathered = 2 * longest * kv * item
+    logits = num_sampled * widest.vocab * (item + 4) + SAMPLER_NBYTES
+    gathered = 2 * longest * widest.kv * item
     # One sequence of a prompt, keys and values twice; and what some threads gather of decoding sequences.
     decoding = DECODING_THREADS * max(gathered, 2 * WIDE_NUMEL * item)
     attention = 2 * gathered + min(NATIVE_NBYTES, decoding) + 2 * DECODING_THREADS * 4 * WIDE_NUMEL

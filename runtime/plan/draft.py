@@ -8,7 +8,7 @@ from ...offload.machine.threads import crew_size
 from ..shape.layouts import helper_nbytes, resident_nbytes, workspace_nbytes
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
-from .activations import pass_nbytes
+from .activations import Widest, pass_nbytes
 from .cache_size import CacheSize
 from .device_plan import DeviceRoom, on_device_nbytes
 from .kernel_scratch import attention_nbytes, experts_nbytes, groups_experts
@@ -33,6 +33,7 @@ class Packed:
         self.dtype = dtype
         self.shards: ModelShards = model_shards(shape, quant, dtype)
         self.work = ModelWork(shape, self.shards)
+        self.widest = Widest.of(shape)
         self.on_device = device is not None
         self.gpu = None if device is None else device.gpu
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
@@ -66,7 +67,7 @@ class Draft:
         self.cache = cache
         self.tokens_per_pass = cache.tokens_per_pass
         self.live = max(1, min(live, self.tokens_per_pass))
-        computing = pass_nbytes(packed.shape, packed.dtype, self.tokens_per_pass, self.live, cache.longest)
+        computing = pass_nbytes(packed.widest, packed.dtype, self.tokens_per_pass, self.live, cache.longest)
         if packed.gpu is not None and packed.gpu.has_kernels:
             # Not at the same time: a layer's attention is over when its experts begin.
             attention = attention_nbytes(packed.shape, cache, packed.dtype, self.live, packed.gpu)

@@ -12,6 +12,7 @@ from .cache_size import CacheSize, choose_block
 from .device_plan import DeviceRoom
 from .draft import Draft, Packed
 from .job import JobShape
+from .packed_model import PackedModel
 from .plan import Settings
 from .search import largest
 
@@ -30,7 +31,14 @@ SPARE_BLOCKS = 1.1
 class Drafting:
     """Makes drafts of one job, in the formats and limits that its settings leave open."""
 
-    def __init__(self, shape: ModelShape, settings: Settings, job: JobShape, device: DeviceRoom | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        settings: Settings,
+        job: JobShape,
+        device: DeviceRoom | None = None,
+        model: PackedModel | None = None,
+    ) -> None:
         for name, value in (("tokens-per-pass", settings.tokens_per_pass), ("max-sequences", settings.max_sequences)):
             if value is not None and value < 1:
                 raise SettingError(f"--{name} must be at least 1, not {value}")
@@ -42,20 +50,19 @@ class Drafting:
         self.quants = _quants(settings)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, job.sequences)
         self._block = choose_block(job.mean_live)
-        self._packed: dict[str, Packed] = {}
+        self.model = model or PackedModel(shape)
+        self._specs: dict[str, tuple[KVSpec, ...]] = {}
 
     def packed(self, quant: str) -> Packed:
-        if quant not in self._packed:
-            settings = self.settings
-            self._packed[quant] = Packed(self.shape, quant, self.dtype, settings.deterministic, self.device)
-        return self._packed[quant]
+        return self.model.packed(quant, self.dtype, self.settings.deterministic, self.device)
 
     def draft(self, quant: str, longest: int | None = None, tokens: int = 0, live: int = 1, kv: str = "") -> Draft:
         """Of the job's longest rows, one after the other in the smallest passes, where nothing else is said."""
         longest = max(1, self.job.longest if longest is None else longest)
         kv = kv or (SMALL_KV if self.settings.kv == "auto" else self.settings.kv)
-        specs = tuple(KVSpec(group, kv, self._block) for group in self.shape.kv_groups)
-        return Draft(self.packed(quant), CacheSize(specs, longest, tokens or self.tokens()[0]), live)
+        if kv not in self._specs:
+            self._specs[kv] = tuple(KVSpec(group, kv, self._block) for group in self.shape.kv_groups)
+        return Draft(self.packed(quant), CacheSize(self._specs[kv], longest, tokens or self.tokens()[0]), live)
 
     def tokens(self) -> list[int]:
         """Tokens per pass to try: what the user says, else powers of two up to what the job can fill."""
@@ -98,9 +105,21 @@ class Drafting:
         return DoesNotFit(
             f"{budget / GIB:.2f} GiB of {tier} memory is too little for this model and job in {draft.packed.quant}: "
             f"the smallest that works is {option} {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / GIB:.2f} GiB "
-            "is for the process and what a pass computes with. Shorter prompts, a smaller --tokens-per-pass or "
+            f"is for the process and what a pass computes with{self._for_every_row(draft, option)}. "
+            "Shorter prompts, a smaller --tokens-per-pass or "
             f"--quant nf4 need less{'' if self.device is None else '; --gpu-mem 0 computes on the processor'}."
         )
+
+    @property
+    def smallest(self) -> int:
+        """The least budget of the tier that computes in which every row of the job fits."""
+        return self.draft(self.smallest_quant).smallest
+
+    def _for_every_row(self, shortest: Draft, option: str) -> str:
+        """What `shortest`, of the job's shortest rows, leaves out."""
+        if self.smallest <= shortest.smallest:
+            return ""
+        return f", and fits only the shortest rows; every row takes {option} {-(-self.smallest // MIB)}MiB"
 
 
 def _quants(settings: Settings) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from ..shape.model_shape import ModelShape
 from .device_plan import DeviceRoom
 from .drafting import Drafting
 from .job import JobShape
+from .packed_model import PackedModel
 from .plan import Settings
 from .planner import Choice, Speed, choose
 
@@ -25,9 +26,12 @@ SHORTER = 2
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A job and what it may use; `disk` bounds the store of weights that stream, None is as much as it takes."""
+    """A job and what it may use; `disk` bounds the store of weights that stream, None is as much as it takes.
 
-    shape: ModelShape
+    Questions that are made from each other share `model`, and what answers worked out in it.
+    """
+
+    model: PackedModel
     settings: Settings
     job: JobShape
     host: int
@@ -35,9 +39,13 @@ class Question:
     speed: Speed
     disk: int | None = None
 
+    @property
+    def shape(self) -> ModelShape:
+        return self.model.shape
+
     def answer(self) -> Choice:
         """Raises DoesNotFit."""
-        return choose(self.shape, self.settings, self.host, self.job, self.room, self.speed, self.disk)
+        return choose(self.shape, self.settings, self.host, self.job, self.room, self.speed, self.disk, self.model)
 
     def attempt(self) -> Choice | None:
         try:
@@ -113,8 +121,7 @@ def nearest(question: Question) -> list[str]:
     """What is needed where a job does not fit: changes that fit, one of each kind."""
     tier = next(iter(question.tiers))
     option = _OPTIONS[tier]
-    drafting = Drafting(question.shape, question.settings, question.job, question.room)
-    smallest = drafting.draft(drafting.smallest_quant).smallest
+    smallest = Drafting(question.shape, question.settings, question.job, question.room, question.model).smallest
     fitting = []
     if question.with_budget(tier, smallest).attempt():
         fitting.append(f"{option} {_mib(smallest)}")

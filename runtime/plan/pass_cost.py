@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Protocol
 
 from ...moe.limits import padded_rows
 from ...moe.union import wanted_by
@@ -72,6 +73,21 @@ class _LayerKind:
         return max(widths, default=max((each.cols for each in self.dense), default=0))
 
 
+class Formats(Protocol):
+    """What decides how fast a pass computes, apart from its size: a plan has these, a draft before it is placed too."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quant(self) -> str: ...
+    @property
+    def compute(self) -> str: ...
+    @property
+    def kv(self) -> str: ...
+    @property
+    def kv_block(self) -> int: ...
+
+
 class ModelWork:
     """A model packed in one weight format, its layers grouped by kind: usually one or two."""
 
@@ -81,6 +97,12 @@ class ModelWork:
         kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
         self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
+        shares = [kind.experts.per_token / kind.experts.count for kind in self.kinds if kind.experts]
+        self._rarest = min(shares, default=1.0)
+
+    def least_wanted(self, tokens: float) -> float:
+        """Of any byte of weights, the least probability that a pass of so many tokens needs it."""
+        return wanted_by(tokens, self._rarest)
 
 
 class PassCosts:
@@ -88,21 +110,31 @@ class PassCosts:
 
     def __init__(self, model: ModelWork, plan: Plan, rates: Rates) -> None:
         shape, shards = model.shape, model.shards
-        self._shape = shape
-        self._plan = plan
         self._rates = rates
-        self._kinds = model.kinds
-        self._width = model.attention_width
-        self._specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
+        self._computing = ComputeCosts(model, plan, rates)
         self._disk = _Streamed(shape, shards, plan.placement if plan.device is None else plan.device.staging)
         self._link = None if plan.device is None else _Streamed(shape, shards, plan.placement)
 
     def cost(self, load: PassLoad) -> PassCost:
         disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
-        compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
-        compute += self._attention(load) + self._head(load)
-        rates = self._rates
+        rates, compute = self._rates, self._computing.seconds(load)
         return PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link)
+
+
+class ComputeCosts:
+    """What passes compute, wherever their weights come from."""
+
+    def __init__(self, model: ModelWork, formats: Formats, rates: Rates) -> None:
+        self._shape = model.shape
+        self._formats = formats
+        self._rates = rates
+        self._kinds = model.kinds
+        self._width = model.attention_width
+        self._specs = [KVSpec(group, formats.kv, formats.kv_block) for group in model.shape.kv_groups]
+
+    def seconds(self, load: PassLoad) -> float:
+        compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
+        return compute + self._attention(load) + self._head(load)
 
     def _layer(self, kind: _LayerKind, load: PassLoad) -> float:
         tokens, overheads = load.tokens, self._rates.overheads
@@ -116,9 +148,10 @@ class PassCosts:
         return seconds + self._products(union * kind.experts.numel, rows, together=True) + overheads.expert_s * union
 
     def _products(self, numel: float, rows: float, together: bool = False) -> float:
-        name = self._plan.quant if self._plan.compute == "auto" else f"{self._plan.quant}x{self._plan.compute}"
+        quant, compute = self._formats.quant, self._formats.compute
+        name = quant if compute == "auto" else f"{quant}x{compute}"
         names = (TOGETHER.format(name), name) if together else (name,)
-        if self._plan.dtype != "bf16":
+        if self._formats.dtype != "bf16":
             # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
             names = (TOGETHER.format(WIDE), WIDE) if together else (WIDE,)
         return 2 * rows * numel / self._rates.of_product(*names, rows=rows)
@@ -129,7 +162,7 @@ class PassCosts:
         return decoding + (self._looking(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
 
     def _looking(self, tokens: float, chunk: float, back: float) -> float:
-        rate = self._rates.of_product(ATTENTION.format(self._plan.kv), self._plan.quant, rows=chunk)
+        rate = self._rates.of_product(ATTENTION.format(self._formats.kv), self._formats.quant, rows=chunk)
         seconds = 0.0
         for spec in self._specs:
             seen = min(back, spec.group.window or back)

@@ -1,10 +1,10 @@
-"""Chooses precision, cache, passes and placement for a model, a job and a budget: an exhaustive search over what the
-settings leave open, by predicted time. Torch-free."""
+"""Chooses precision, cache, passes and placement for a model, a job and a budget: the fastest by predicted time of all
+that the settings leave open, found by branch and bound. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...quant.kernels.gpu import interpreted
 from ..attention.choice import AttentionNeeds, choose_attention
@@ -15,26 +15,17 @@ from .device_plan import DeviceRoom, plan_staging
 from .draft import Draft, Packed
 from .drafting import GIB, MIB, Drafting
 from .job import JobShape
+from .packed_model import PackedModel, Speed
 from .placement import Placement
 from .plan import Plan, Settings
-from .predict import Prediction, predict
-from .rates import Rates
+from .predict import Prediction
 
 __all__ = ["Choice", "Plan", "Settings", "Speed", "budget_range", "choose", "make_plan"]
 
 # A less lossy weight format is taken as long as it takes no more than this times as long as the fastest.
 WORTH = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What predictions rest on: the machine's rates, and by weight format the factors that earlier runs taught."""
-
-    rates: Rates = field(default_factory=Rates)
-    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def predict(self, draft: Draft, plan: Plan, job: JobShape) -> Prediction:
-        return predict(draft.packed.work, plan, job, self.rates, self.factors.get(plan.quant, {}))
+# What the same sum may differ by, added up in two ways.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +52,19 @@ def choose(
     device: DeviceRoom | None = None,
     speed: Speed | None = None,
     disk: int | None = None,
+    model: PackedModel | None = None,
 ) -> Choice:
     """The best plan within `host_budget` bytes, and a device's, where there is one.
 
-    `disk` bytes bound a store of weights that stream from there; None is as much as it takes.
+    `disk` bytes bound a store of weights that stream from there; None is as much as it takes. `model` is what earlier
+    choices for this shape worked out.
 
     Raises DoesNotFit, naming the smallest budget that works. Where the job's longest rows do not fit, the cache is as
     large as it can be; `kv_tokens` says which rows fail.
     """
     if device is not None and settings.compute == "int8":
         raise SettingError("--compute int8 multiplies on the processor; give --gpu-mem 0 with it")
-    search = _Search(Drafting(shape, settings, job, device), host_budget, speed or Speed(), disk)
+    search = _Search(Drafting(shape, settings, job, device, model), host_budget, speed or Speed(), disk)
     best: dict[str, tuple[Plan, Prediction]] = {}
     for quant in search.drafting.quants:
         if found := search.best(quant):
@@ -97,8 +90,22 @@ def budget_range(
     return draft.smallest, draft.smallest_whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A draft that fits, with its cache, and the seconds that it takes at least; `index` is its place in the search."""
+
+    least_seconds: float
+    index: int
+    draft: Draft
+    cached: int
+
+
 class _Search:
-    """Tries every number of tokens and of sequences in a pass; held shards take what these leave."""
+    """Of every number of tokens and of sequences in a pass; held shards take what these leave.
+
+    What a candidate takes at least is known before its shards are placed, so the search goes from the most promising
+    on, and ends where the next could not be faster than what was found.
+    """
 
     def __init__(self, drafting: Drafting, host_budget: int, speed: Speed, disk: int | None) -> None:
         self.drafting = drafting
@@ -111,28 +118,36 @@ class _Search:
 
     def best(self, quant: str) -> tuple[Plan, Prediction] | None:
         """The fastest plan in a weight format; of plans that are equally fast, that with the smaller passes."""
-        tried = [(plan, self._speed.predict(draft, plan, self.drafting.job)) for draft, plan in self._plans(quant)]
-        return min(tried, key=lambda one: one[1].seconds, default=None)
+        best: tuple[float, int, Plan, Prediction] | None = None
+        for each in sorted(self._candidates(quant), key=lambda each: (each.least_seconds, each.index)):
+            if best and each.least_seconds * (1 - ROUNDING) > best[0]:
+                break
+            if plan := self._plan(each):
+                told = self._speed.predict(each.draft, plan, self.drafting.job)
+                if best is None or (told.seconds, each.index) < best[:2]:
+                    best = told.seconds, each.index, plan, told
+        return best and best[2:]
 
     def holds_everything(self, plan: Plan) -> bool:
         """Whether all weights are where they compute, and every sequence that runs has its blocks."""
         held = plan.placement.dense_ring + plan.placement.expert_ring == 0
         return held and plan.kv_sequences >= plan.max_sequences
 
-    def _plans(self, quant: str) -> Iterator[tuple[Draft, Plan]]:
-        for tokens in self.drafting.tokens():
-            for live in self.drafting.lives(tokens):
+    def _candidates(self, quant: str) -> Iterator[_Candidate]:
+        drafting, index = self.drafting, 0
+        for tokens in drafting.tokens():
+            for live in drafting.lives(tokens):
                 draft = self._draft(quant, tokens, live)
-                try:
-                    plan = self._plan(draft)
-                except DoesNotFit as refusal:
-                    self.refusal = refusal
-                    return
-                if plan is None:
+                cached = self._cached(draft)
+                blocks = draft.cache.blocks(cached)
+                room = self._budget - draft.fixed - draft.cache.nbytes_of(blocks)
+                if room < draft.packed.streaming_nbytes:
                     break
-                if plan.streams and not self._has_disk(draft.packed):
-                    continue
-                yield draft, plan
+                least = drafting.model.least_seconds(
+                    draft, drafting.settings.compute, blocks, room, drafting.job, self._speed
+                )
+                yield _Candidate(least, index, draft, cached)
+                index += 1
 
     def _has_disk(self, packed: Packed) -> bool:
         store = packed.nbytes + resident_nbytes(packed.shape, packed.dtype)
@@ -153,12 +168,19 @@ class _Search:
                 return native
         return drafting.draft(quant, self._longest, tokens, live)
 
-    def _plan(self, draft: Draft) -> Plan | None:
-        """None where the draft does not fit. Raises DoesNotFit where the host has no room for a device's rest."""
-        cached = self._cached(draft)
-        placement = draft.place(self._budget, draft.cache.nbytes(cached))
-        if placement is None:
+    def _plan(self, candidate: _Candidate) -> Plan | None:
+        """None, and why in `refusal`, where the host has no room for a device's rest, or the disk for a store."""
+        try:
+            plan = self._placed(candidate.draft, candidate.cached)
+        except DoesNotFit as refusal:
+            self.refusal = refusal
             return None
+        return None if plan.streams and not self._has_disk(candidate.draft.packed) else plan
+
+    def _placed(self, draft: Draft, cached: int) -> Plan:
+        """Raises DoesNotFit where the host has no room for a device's rest."""
+        placement = draft.place(self._budget, draft.cache.nbytes(cached))
+        assert placement is not None, "a candidate has room for the least that weights take"
         plan = _finish(draft, self.drafting, placement, cached)
         device = self.drafting.device
         if device is None:

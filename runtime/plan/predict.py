@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ..kv.spec import KVSpec
-from ..shape.model_shape import ModelShape
 from .job import JobShape
 from .pass_cost import ModelWork, PassCost, PassCosts, PassLoad
 from .plan import Plan
@@ -39,7 +38,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Phase:
+class Phase:
     """`passes` alike."""
 
     passes: float
@@ -55,8 +54,9 @@ def predict(
 ) -> Prediction:
     """`factors` multiply the seconds of resources, as earlier runs taught (history.py)."""
     costs = PassCosts(model, plan, rates)
-    live = live_sequences(model.shape, plan, job)
-    phases = list(_phases(job, live, plan.tokens_per_pass))
+    specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
+    live = live_sequences(specs, plan.kv_blocks, min(plan.max_sequences, plan.tokens_per_pass), job)
+    phases = list(phases_of(job, live, plan.tokens_per_pass))
     costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
     busy = {name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES}
     total = sum(passes * max(_seconds(cost, name, factors) for name in RESOURCES) for passes, cost in costed)
@@ -75,15 +75,14 @@ def predict(
     )
 
 
-def live_sequences(shape: ModelShape, plan: Plan, job: JobShape) -> float:
-    """Sequences that run together: as many as the limits of a pass and the cache's blocks allow, of mean length."""
+def live_sequences(specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: JobShape) -> float:
+    """Sequences that run together: as many as a pass takes at `most` and the cache's blocks allow, of mean length."""
     tokens = max(1, round(job.mean_prompt + job.mean_generated))
-    specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
-    rooms = [count / spec.least_blocks(tokens) for spec, count in zip(specs, plan.kv_blocks, strict=True)]
-    return max(1.0, min(plan.max_sequences, plan.tokens_per_pass, job.sequences, *rooms))
+    rooms = [count / spec.least_blocks(tokens) for spec, count in zip(specs, blocks, strict=True)]
+    return max(1.0, min(most, job.sequences, *rooms))
 
 
-def _phases(job: JobShape, live: float, tokens_per_pass: int) -> Iterator[_Phase]:
+def phases_of(job: JobShape, live: float, tokens_per_pass: int) -> Iterator[Phase]:
     """A job as rounds of `live` sequences: passes with prompts in them, then passes that only decode.
 
     The last round may have fewer sequences. While the first one begins, and when at the end none is admitted any more,
@@ -98,19 +97,19 @@ def _phases(job: JobShape, live: float, tokens_per_pass: int) -> Iterator[_Phase
         yield from _round(job, rest, tokens_per_pass, 1)
     last = rest if rest >= 1 else live
     ending = min(_passes_with_prompts(job, last, tokens_per_pass), job.mean_generated)
-    yield _Phase(ending, _decoding(job, max(1.0, last / 2)))
+    yield Phase(ending, _decoding(job, max(1.0, last / 2)))
 
 
-def _round(job: JobShape, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[_Phase]:
+def _round(job: JobShape, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[Phase]:
     filling = _passes_with_prompts(job, live, tokens_per_pass)
     decoding = max(0.0, job.mean_generated - filling)
     riding = live * (job.mean_generated - decoding) / filling * (0.5 if beginning else 1.0)
     prompts = live * job.mean_prompt / filling
     chunk, back = min(job.mean_prompt, prompts), job.mean_prompt / 2
     load = PassLoad(riding, prompts, chunk, live / filling, _looked_at(job), back)
-    yield _Phase(times * filling, load)
+    yield Phase(times * filling, load)
     if decoding:
-        yield _Phase(times * decoding, _decoding(job, live))
+        yield Phase(times * decoding, _decoding(job, live))
 
 
 def _passes_with_prompts(job: JobShape, live: float, tokens_per_pass: int) -> float:

@@ -1,16 +1,20 @@
 """The planner's promises: feasible from the reported minimum on, never slower with more, user's values kept."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_shapes import plain_model
+from known_shapes import known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.errors import DoesNotFit, SettingError
+from moedge.runtime.plan import draft as drafts
 from moedge.runtime.plan.device_plan import DeviceRoom
 from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.packed_model import PackedModel
 from moedge.runtime.plan.planner import WORTH, Choice, Settings, Speed, budget_range, choose
 from moedge.runtime.plan.rates import Rates
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
@@ -161,3 +165,74 @@ def test_memory_is_used_where_it_helps() -> None:
         plan = choose(plain_model(), Settings(quant="none"), budget, job, None, SPEED).plan
         assert plan.streams
         assert plan.used_nbytes >= 0.9 * budget
+
+
+@contextmanager
+def bound(changed: Callable[[float], float]) -> Iterator[None]:
+    least = PackedModel.least_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedModel, "least_seconds", lambda *arguments: changed(least(*arguments)))
+        yield
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+@given(models(), SETTINGS, jobs(), st.floats(0, 1.2))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_choice_is_that_of_the_exhaustive_search(
+    tier: str, shape: ModelShape, wanted: Settings, job: JobShape, share: float
+) -> None:
+    room = ROOM if tier == "device" else None
+    smallest, whole = budget_range(shape, wanted, job, room)
+    budget = smallest + int(share * (whole - smallest))
+
+    def answer() -> Choice:
+        if room is None:
+            return choose(shape, wanted, budget, job, None, SPEED)
+        return choose(shape, wanted, AMPLE, job, replace(room, budget_nbytes=budget), SPEED)
+
+    pruned = answer()
+    with bound(lambda _: 0.0):
+        assert answer() == pruned
+
+
+def test_a_bound_that_is_too_high_is_caught() -> None:
+    """The control of the test above: with a bound that is none, other plans are taken."""
+    job = JobShape(1000, 768, 768, 512_000, 256_000)
+    differing = 0
+    for budget in range(2 * GIB, 10 * GIB, GIB):
+        right = choose(plain_model(), Settings(), budget, job, None, SPEED)
+        with bound(lambda least: 1e9 / least):
+            differing += choose(plain_model(), Settings(), budget, job, None, SPEED) != right
+    assert differing
+
+
+def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"placed": 0, "packed": 0, "candidates": 0}
+
+    def counted(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(drafts, "place", counted("placed", drafts.place))
+    monkeypatch.setattr(drafts, "model_shards", counted("packed", drafts.model_shards))
+    monkeypatch.setattr(PackedModel, "least_seconds", counted("candidates", PackedModel.least_seconds))
+    model, job = PackedModel(known_shape("gpt-oss-120b")), JobShape(1000, 768, 768, 512_000, 256_000)
+    for budget in (12, 20, 40):
+        choose(model.shape, Settings(), budget * GIB, job, None, SPEED, None, model)
+    assert counts["packed"] == 4
+    assert counts["candidates"] > 1000
+    assert counts["placed"] < counts["candidates"] / 10
+
+
+def test_a_refusal_names_the_budget_of_every_row_where_the_smallest_fits_only_some() -> None:
+    job = JobShape(200, 4000, 60, 100_000, 20_000)
+    shape = plain_model()
+    smallest = budget_range(shape, Settings(), job)[0]
+    with pytest.raises(DoesNotFit, match=f"every row takes --ram {-(-smallest // MIB)}MiB"):
+        choose(shape, Settings(), GIB // 2, job, None, SPEED)
+    with pytest.raises(DoesNotFit) as refused:
+        choose(shape, Settings(), GIB // 2, replace(job, shortest=4000), None, SPEED)
+    assert "every row" not in str(refused.value)
