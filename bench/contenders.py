@@ -30,6 +30,10 @@ if __name__ == "__main__" and '"moedge"' in sys.argv[1]:
     return_memory()
 
 
+# Of moedge's passes, the best of 512 to 8,192 on the machine of docs/performance.md.
+PASS_TOKENS = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Rows: `batches` of sequences of `prompt` random tokens, `new` tokens for each. `setting` is its own."""
@@ -114,7 +118,10 @@ def run_moedge(task: Task) -> Iterator[Timing]:
     torch.set_num_threads(task.threads)
     quant, _, compute = task.setting.partition("+")
     with open_source(task.model) as source, tempfile.TemporaryDirectory(dir=Path.cwd()) as stores:
-        settings = Settings("auto", quant, max_sequences=max(task.batches), compute=compute or "auto")
+        # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
+        most = max(task.batches)
+        tokens = max(most, min(PASS_TOKENS, most * task.prompt))
+        settings = Settings("auto", quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto")
         job = JobShape(max(task.batches), task.prompt + task.new)
         plan = make_plan(source.shape, settings, Budgets(task.ram).host_nbytes(), job)
         store = None

@@ -17,6 +17,7 @@ import statistics
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -35,7 +36,7 @@ from moedge.runtime.sequence import Sequence
 from moedge.runtime.weights.making import place_for, prepare
 
 # Enough tokens that all sequences are still live when the last prompt is done.
-PROMPT, GENERATED = 32, 48
+PROMPT, GENERATED = 32, 28
 READ_NBYTES = 3 << 30
 RING_NBYTES = 144 << 20
 
@@ -128,7 +129,8 @@ def main() -> None:
                 seconds, moved, peak = measure(source, plan, store, num_sequences)
                 streamed = plan.weights_nbytes - plan.held_nbytes
                 disk = streamed / disk_roof(store)
-                whole = make_plan(source.shape, settings, 1 << 40, job)
+                same = replace(settings, tokens_per_pass=plan.tokens_per_pass)
+                whole = make_plan(source.shape, same, 1 << 40, job)
                 compute, _, _ = measure(source, whole, store, num_sequences)
                 cells = (
                     ram, num_sequences, f"{seconds:.2f}", f"{disk:.2f}", f"{compute:.2f}",
