@@ -147,6 +147,7 @@ def run(root: Path, request: Callable[[Path], BatchRequest], kills: int, seed: i
             raise SystemExit(f"{folder}: the job did not finish")
         wrong += compare(outputs(folder), wanted)
         jobs += 1
+        print(f"\r{jobs} jobs, {left.total()} kills", end="", file=sys.stderr, flush=True)
     print(f"{kills} kills of {jobs} jobs, each of which takes {seconds:.2f} s alone; the kills fell")
     for what, times in left.most_common():
         print(f"  {times:5}  {what}")
