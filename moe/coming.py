@@ -46,11 +46,15 @@ class ComingExperts:
         """Of what comes for this turn only `wanted` still does, or what has begun."""
         self._push([coming for coming in self._recall() if coming.turn != turn or coming.key.expert in wanted])
 
+    def is_ready(self, turn: int) -> bool:
+        """Whether the next expert for this turn is there already."""
+        return bool(self._coming) and self._coming[0].turn == turn and self._stream.is_ready()
+
     def arrivals(self, turn: int, most: int) -> list[tuple[ExpertKey, Arrival[torch.Tensor]]]:
         """At least one expert that comes for this turn, and as many of `most` as are there already."""
         self._clear_the_way(turn)
         together = [(self._coming.popleft().key, self._stream.next())]
-        while len(together) < most and self._coming and self._coming[0].turn == turn and self._stream.is_ready():
+        while len(together) < most and self.is_ready(turn):
             together.append((self._coming.popleft().key, self._stream.next()))
         return together
 

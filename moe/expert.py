@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -23,6 +25,20 @@ class ExpertWeights:
     down: PackedTensor
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An expert that can be computed. `computed` is set when its weights may go; None where they stay."""
+
+    expert_id: int
+    weights: ExpertWeights
+    computed: threading.Event | None = None
+
+    def finish(self) -> None:
+        """Whoever computes the expert has done so, or has failed."""
+        if self.computed is not None:
+            self.computed.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +68,11 @@ class ExpertBody:
         """
         if compute.grouped is None or self.gate is None or not arrived:
             return False
-        product, weights = compute.grouped, [expert for _, expert in arrived]
+        product, weights = compute.grouped, [one.weights for one in arrived]
         ups, downs = [expert.up for expert in weights], [expert.down for expert in weights]
         if not product.takes(ups) or not product.takes(downs):
             return False
-        spans = [groups.rows(expert_id) for expert_id, _ in arrived]
+        spans = [groups.rows(one.expert_id) for one in arrived]
         cut = product.rows(spans, hidden)
         # What other experts' rows hold does not matter.
         inner = hidden.new_empty(groups.num_rows, ups[0].shape[0] // 2)
@@ -69,9 +85,6 @@ class ExpertBody:
         return True
 
 
-Arrived = tuple[int, ExpertWeights]
-
-
 class ExpertSource(Protocol):
     """Where a layer's experts come from."""
 
@@ -81,7 +94,8 @@ class ExpertSource(Protocol):
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
         """Of what the router made `groups` of, for tokens with the states `hidden` [T, D].
 
-        Yields the wanted experts as they become usable: those that did so together, until the next are asked for.
+        Yields the wanted experts as they become usable, those that did so together: first all that are there already.
+        When the next are asked for, others may still be computed; until they are finished their weights stay.
         """
         ...
 
@@ -99,15 +113,24 @@ def mix_experts(
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
     def run_expert(arrived: Arrived, products: Products) -> None:
-        expert_id, expert = arrived
-        mine = groups.rows(expert_id)
-        # Gathered here, not before: the thread that computes on them next has them in its cache.
-        torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
-        body.forward(rows[mine], expert, products)
+        mine = groups.rows(arrived.expert_id)
+        try:
+            # Gathered here, not before: the thread that computes on them next has them in its cache.
+            torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
+            body.forward(rows[mine], arrived.weights, products)
+        finally:
+            arrived.finish()
 
-    for arrived in experts.fetch(groups, hidden):
-        if body.forward_together(hidden, rows, groups, arrived, compute):
-            continue
-        # Largest groups first, so that no thread is left with one when the others are done.
-        compute.share(sorted(arrived, key=lambda one: -groups.sizes[one[0]]), run_expert)
+    def left_alone(arrived: list[Arrived]) -> list[Arrived]:
+        """Those that were not computed together here; largest groups first, so that no thread ends with one."""
+        if not body.forward_together(hidden, rows, groups, arrived, compute):
+            return sorted(arrived, key=lambda one: -groups.sizes[one.expert_id])
+        for one in arrived:
+            one.finish()
+        return []
+
+    fetched = experts.fetch(groups, hidden)
+    compute.share(left_alone(next(fetched, [])), run_expert)
+    # Whichever thread is free takes the next that arrives: nobody waits for the others of a group.
+    compute.share(chain.from_iterable(map(left_alone, fetched)), run_expert)
     return combine(rows, groups, weights)

@@ -29,4 +29,4 @@ class HeldExperts:
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
         self.popularity.saw(self.layer, len(groups.expert_ids), groups.counts)
         self.affinity.saw(self.layer, groups.expert_ids)
-        yield [(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]
+        yield [Arrived(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +21,25 @@ from .modes import Mode, ModeChoice, guesses
 from .policy import HoldPolicy
 from .slots import ExpertSlots
 
-# Experts that are computed side by side when compute is what the stream waits for; their places are not read into
+# Experts that are handed out at once when compute is what the stream waits for; their places are not read into
 # meanwhile, so this stays a small part of a ring.
 MAX_TOGETHER = 4
+
+
+class Computing(NamedTuple):
+    """An expert that lies in the ring while it is computed; `arrived` is None where no token wants it."""
+
+    key: ExpertKey
+    arrival: Arrival[torch.Tensor]
+    arrived: Arrived | None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.arrived is None or self.arrived.computed is None or self.arrived.computed.is_set()
+
+    def wait(self) -> None:
+        if self.arrived is not None and self.arrived.computed is not None:
+            self.arrived.computed.wait()
 
 
 @dataclass(slots=True)
@@ -68,6 +86,8 @@ class ExpertSupply:
         self._positions = {layer: position for position, layer in enumerate(self._layers)}
         self._tokens = 0
         self._turn = -1
+        # In the order in which they arrived, which is that of the ring.
+        self._computing: deque[Computing] = deque()
         # The first turn for which nothing was asked ahead of its router.
         self._ahead = 0
         self._mode = dict.fromkeys(self._layers, Mode.WANTED)
@@ -90,22 +110,43 @@ class ExpertSupply:
         self.counts, self.forecast.counts = SupplyCounts(), ForecastCounts()
 
     def fetch(self, layer: int, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
-        """Yields the wanted experts as they become usable: those that did so together, until the next are asked for."""
+        """Yields the wanted experts as they become usable: those that are held, then others, some together.
+
+        Before the second time it is asked, the held ones must have been computed: their slots may change hands.
+        """
         wanted = set(groups.wanted)
         self._begin(layer, groups)
         self._ask_ahead()
         held = self._ask_missing(layer, wanted)
         self._foresee(groups, hidden)
         self._ask_ahead()
-        yield [(expert, self._slots.weights(ExpertKey(layer, expert))) for expert in sorted(held)]
+        yield [Arrived(expert, self._slots.weights(ExpertKey(layer, expert))) for expert in sorted(held)]
         while self._turn in self._coming:
+            # Whoever would wait for the lane lets the others finish first: then it is all of compute that waits.
+            self._give_back(wait=not self._coming.is_ready(self._turn))
             together = self._coming.arrivals(self._turn, MAX_TOGETHER)
             self._gap.begin()
-            yield [(key.expert, self._slots.bind(key, one.view)) for key, one in together if key.expert in wanted]
-            for key, arrival in together:
-                self._offer_slot(key, arrival, key.expert in wanted)
-                self._coming.done(arrival)
-            self._ask_ahead()
+            yield self._hand_out(together, wanted)
+        self._give_back(wait=True)
+
+    def _hand_out(self, together: list[tuple[ExpertKey, Arrival[torch.Tensor]]], wanted: set[int]) -> list[Arrived]:
+        handed = []
+        for key, arrival in together:
+            arrived = None
+            if key.expert in wanted:
+                arrived = Arrived(key.expert, self._slots.bind(key, arrival.view), threading.Event())
+                handed.append(arrived)
+            self._computing.append(Computing(key, arrival, arrived))
+        return handed
+
+    def _give_back(self, wait: bool) -> None:
+        """The places of experts that were computed, oldest first; all of them, once they are, with `wait`."""
+        while self._computing and (wait or self._computing[0].is_finished):
+            oldest = self._computing.popleft()
+            oldest.wait()
+            self._offer_slot(oldest.key, oldest.arrival, oldest.arrived is not None)
+            self._coming.done(oldest.arrival)
+        self._ask_ahead()
 
     def _begin(self, layer: int, groups: ExpertGroups) -> None:
         """The next turn; with the first layer a pass begins, whose modes are chosen now."""

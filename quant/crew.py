@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
+from itertools import islice
 from queue import SimpleQueue
-from threading import Thread
-from typing import TypeVar
+from threading import Lock, Thread
+from typing import Generic, TypeVar
 
 import torch
 
@@ -34,14 +34,16 @@ class Crew:
     def run(self, jobs: Iterable[Job], work: Callable[[Job, int], None], steady: bool = False) -> None:
         """Calls work(job, member) for every job, first ones first; member counts the threads from 0, the caller's.
 
-        Each thread has torch's threads divided by those that have a job; with `steady` by `size`, so that a job
-        meets the same kernels whatever the number of jobs. Raises what a job raised, once all threads are idle.
+        Jobs are taken one by one, by whichever thread is free, and `jobs` may wait for what others do meanwhile.
+        Each thread has torch's threads divided by those that have a job, where `jobs` says how many there are; else,
+        and with `steady`, by `size`, so that a job meets the same kernels whatever the number of jobs. Raises what a
+        job raised, once all threads are idle.
         """
-        waiting = deque(jobs)
-        if not waiting:
+        waiting = _Queue(jobs)
+        if waiting.is_empty:
             return
         num_threads = torch.get_num_threads()
-        active = min(self.size, len(waiting))
+        active = min(self.size, len(jobs)) if isinstance(jobs, Sized) else self.size
         share = max(1, num_threads // (self.size if steady else active))
         for member in range(1, active):
             self._orders[member - 1].put(_Order(waiting, work, member, share))
@@ -56,10 +58,37 @@ class Crew:
                 raise report
 
 
+class _Queue(Generic[Job]):
+    """Jobs that several threads take from one iterator."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = iter(jobs)
+        self._lock = Lock()
+        self._first = list(islice(self._jobs, 1))
+        self._stopped = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Before any was taken."""
+        return not self._first
+
+    def take(self) -> list[Job]:
+        """One job, or none where none is left."""
+        with self._lock:
+            if self._stopped:
+                return []
+            first, self._first = self._first, []
+            return first or list(islice(self._jobs, 1))
+
+    def stop(self) -> None:
+        """Nobody takes another."""
+        self._stopped = True
+
+
 class _Order:
     """A member's part of a run: jobs, until none waits."""
 
-    def __init__(self, waiting: deque[Job], work: Callable[[Job, int], None], member: int, share: int) -> None:
+    def __init__(self, waiting: _Queue[Job], work: Callable[[Job, int], None], member: int, share: int) -> None:
         self._waiting = waiting
         self._work = work
         self._member = member
@@ -69,16 +98,12 @@ class _Order:
         # Threads are counted per thread, and so is the mode in which the caller's tensors may be written.
         torch.set_num_threads(self._share)
         with torch.inference_mode():
-            while self._waiting:
-                try:
-                    job = self._waiting.popleft()
-                except IndexError:
-                    return
-                try:
-                    self._work(job, self._member)
-                except BaseException:
-                    self._waiting.clear()
-                    raise
+            try:
+                while taken := self._waiting.take():
+                    self._work(taken[0], self._member)
+            except BaseException:
+                self._waiting.stop()
+                raise
 
 
 def _serve(orders: SimpleQueue[Order | None], reports: SimpleQueue[BaseException | None]) -> None:

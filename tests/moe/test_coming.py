@@ -1,61 +1,14 @@
 """Experts come in the order of turns whatever is asked when, and none that was asked for is lost."""
 
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instant_lane import number, opened
 
 from moedge.moe.coming import ComingExperts
 from moedge.moe.key import ExpertKey
-from moedge.offload.stream.lane import Mark, Shard
-from moedge.offload.stream.ring import ALIGNMENT, Place, Ring
-from moedge.offload.stream.stream import ShardStream
 
 LAYERS = 3
-
-
-class Copied:
-    def query(self) -> bool:
-        return True
-
-
-class InstantLane:
-    """Copies an expert's number over at once."""
-
-    nbytes_moved = 0
-    seconds_waited = 0.0
-    seconds_busy = 0.0
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.started: list[str] = []
-
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Copied:
-        self.memory[place.offset : place.end] = shard.offset
-        self.started.append(shard.name)
-        return Copied()
-
-    def wait(self, ready: Copied) -> None:
-        pass
-
-    def mark_used(self) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
-def shard(key: ExpertKey) -> Shard:
-    return Shard(f"{key.layer}/{key.expert}", ALIGNMENT, 16 * key.layer + key.expert)
-
-
-def opened(ring_experts: int) -> tuple[ComingExperts, InstantLane]:
-    memory = torch.zeros(ring_experts * ALIGNMENT, dtype=torch.uint8)
-    lane = InstantLane(memory)
-    stream: ShardStream[Any] = ShardStream(lane, Ring(len(memory)), memory)
-    return ComingExperts(stream, shard), lane
 
 
 def key(turn: int, expert: int) -> ExpertKey:
@@ -68,7 +21,7 @@ def serve(coming: ComingExperts, turn: int, most: int) -> list[int]:
     while turn in coming:
         together = coming.arrivals(turn, most)
         for each, arrival in together:
-            assert bool((arrival.view == 16 * each.layer + each.expert).all()), "another expert's bytes"
+            assert bool((arrival.view == number(each)).all()), "another expert's bytes"
             assert each.layer == turn % LAYERS
             found.append(each.expert)
         for _, arrival in together:

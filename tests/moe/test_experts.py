@@ -63,7 +63,7 @@ class ShuffledExperts(HeldExperts):
         random.shuffle(wanted)
         while wanted:
             together = [wanted.pop() for _ in range(min(len(wanted), random.randint(1, 3)))]
-            yield [(expert_id, self.experts[expert_id]) for expert_id in together]
+            yield [Arrived(expert_id, self.experts[expert_id]) for expert_id in together]
 
 
 def made(source: type[HeldExperts], experts: list[ExpertWeights]) -> HeldExperts:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -61,6 +62,49 @@ def test_what_a_job_raises_arrives_and_the_crew_works_on(culprit: int) -> None:
     done: list[int] = []
     crew.run([7], lambda job, member: done.append(job))
     assert done == [7]
+
+
+def test_jobs_may_wait_for_jobs_that_are_under_way() -> None:
+    done, waiting = threading.Event(), threading.Event()
+
+    def jobs() -> Iterator[int]:
+        yield 0
+        waiting.set()
+        assert done.wait(PATIENCE), "nobody works while a job is waited for"
+        yield 1
+
+    def work(job: int, member: int) -> None:
+        if job == 0:
+            assert waiting.wait(PATIENCE), "nobody asks for the next job meanwhile"
+            done.set()
+
+    Crew(2).run(jobs(), work)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_jobs_raise_arrives_and_the_crew_works_on(size: int) -> None:
+    def jobs() -> Iterator[int]:
+        yield 0
+        raise ZeroDivisionError
+
+    crew, done = Crew(size), list[int]()
+    with pytest.raises(ZeroDivisionError):
+        crew.run(jobs(), lambda job, member: done.append(job))
+    assert done == [0]
+    crew.run([7], lambda job, member: done.append(job))
+    assert done == [0, 7]
+
+
+def test_after_a_failure_nobody_takes_another_job() -> None:
+    taken: list[int] = []
+
+    def fail(job: int, member: int) -> None:
+        taken.append(job)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Crew(2).run(iter(range(1000)), fail)
+    assert len(taken) <= 2
 
 
 def test_tensors_of_the_caller_can_be_written_whatever_mode_they_were_made_in() -> None:

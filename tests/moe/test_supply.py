@@ -1,0 +1,128 @@
+"""Experts are taken by whoever is free, and none loses its place while somebody computes on it."""
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from instant_lane import InstantLane, number, open_stream, shard
+
+from moedge.moe.affinity import Affinity
+from moedge.moe.coming import ComingExperts
+from moedge.moe.expert import Arrived, ExpertBody, mix_experts
+from moedge.moe.forecast import Forecast
+from moedge.moe.gap import RouterGap
+from moedge.moe.key import ExpertKey
+from moedge.moe.lookahead import LookAhead
+from moedge.moe.modes import Mode, ModeChoice
+from moedge.moe.policy import HoldPolicy, Lru, Popular
+from moedge.moe.popularity import Popularity
+from moedge.moe.slots import ExpertSlots
+from moedge.moe.streamed import StreamedExperts
+from moedge.moe.supply import ExpertSupply
+from moedge.offload.stream.ring import ALIGNMENT
+from moedge.quant.linear import Compute
+from moedge.quant.products import Products
+from moedge.quant.workspace import Workspace
+
+LAYERS, EXPERTS, TOKENS = 3, 8, 4
+
+
+class Bytes(ExpertBody):
+    """An expert whose weights are its number over and over; a slow computer looks at them twice."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+
+    def forward(self, rows: torch.Tensor, weights: Any, compute: Products) -> None:
+        before = weights.clone()
+        time.sleep(random.uniform(0, 2e-4))
+        assert torch.equal(weights, before), "overwritten while somebody computed on it"
+        rows.fill_(float(weights[0]))
+
+
+class Forgetful(Bytes):
+    """Says that it is done before it is."""
+
+    def __init__(self, arrived: list[Arrived]) -> None:
+        super().__init__()
+        object.__setattr__(self, "arrived", arrived)
+
+    def forward(self, rows: torch.Tensor, weights: Any, compute: Products) -> None:
+        for one in self.arrived:  # type: ignore[attr-defined]
+            one.finish()
+        super().forward(rows, weights, compute)
+
+
+def make_supply(ring: int, mode: Mode, lru: bool, num_held: int) -> tuple[ExpertSupply, InstantLane]:
+    counts = dict.fromkeys(range(LAYERS), EXPERTS)
+    popularity, affinity = Popularity(counts), Affinity(counts)
+    stream, lane = open_stream(ring)
+    held = [ExpertKey(layer, expert) for layer in range(LAYERS) for expert in range(num_held)]
+    sizes = dict.fromkeys(counts, ALIGNMENT)
+    chances = {layer: seen.wanted_by(TOKENS) for layer, seen in popularity.layers.items()}
+    policy: HoldPolicy = Lru(held, sizes) if lru else Popular(held, sizes, chances)
+    slots = {key: torch.full((ALIGNMENT,), number(key), dtype=torch.uint8) for key in held}
+    supply = ExpertSupply(
+        ComingExperts(stream, shard),
+        ExpertSlots(slots, lambda key, view: view, lambda *moved: None),  # type: ignore[arg-type, return-value]
+        policy,
+        ModeChoice(popularity, mode),
+        Forecast(popularity, affinity, LookAhead({})),
+        RouterGap(lambda: 1.0, lambda: ALIGNMENT, lambda: 0.0, ALIGNMENT),
+        most_ahead=ring + 1,
+    )
+    return supply, lane
+
+
+def run(supply: ExpertSupply, body: ExpertBody, threads: int, passes: int) -> None:
+    """Layers of passes; every assignment must get the number of its expert."""
+    compute = Compute(Workspace(0), helpers=[Workspace(0) for _ in range(threads - 1)])
+    for _ in range(passes):
+        for layer in range(LAYERS):
+            expert_ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(TOKENS)])
+            weights = torch.rand(TOKENS, 2)
+            source = StreamedExperts(layer, EXPERTS, supply)
+            out = mix_experts(torch.zeros(TOKENS, 1), expert_ids, weights, source, body, compute)
+            wanted = ((16.0 * layer + expert_ids) * weights).sum(1, keepdim=True)
+            assert torch.allclose(out, wanted)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("lru", [False, True])
+@pytest.mark.parametrize(("ring", "threads"), [(2, 1), (2, 3), (5, 2)])
+def test_whoever_is_free_takes_the_next(mode: Mode, lru: bool, ring: int, threads: int) -> None:
+    supply, _ = make_supply(ring, mode, lru, num_held=2)
+    run(supply, Bytes(), threads, passes=20)
+    assert supply.counts.fetched > 0
+    assert supply.counts.swaps > 0 or not lru
+
+
+def test_a_place_that_is_given_back_too_early_is_noticed() -> None:
+    """What the tests above would see if an expert's place went before it was computed."""
+    supply, _ = make_supply(2, Mode.ALL, lru=False, num_held=0)
+    arrived: list[Arrived] = []
+    hand_out = supply._hand_out
+
+    def noted(*given: Any) -> list[Arrived]:
+        handed = hand_out(*given)
+        arrived.extend(handed)
+        return handed
+
+    supply._hand_out = noted  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        run(supply, Forgetful(arrived), 3, passes=50)
+
+
+def test_an_expert_that_fails_holds_nobody_up() -> None:
+    class Failing(Bytes):
+        def forward(self, rows: torch.Tensor, weights: Any, compute: Products) -> None:
+            raise ZeroDivisionError
+
+    supply, _ = make_supply(2, Mode.ALL, lru=False, num_held=0)
+    running = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        run(supply, Failing(), 3, passes=1)
+    assert threading.active_count() <= running + 2, "threads of the crew, none that waits"
