@@ -1,6 +1,6 @@
 """What continuous batching gains: static, request-level and continuous batching of the same rows through one engine.
 
-    python bench/batching.py [--model MODEL] [--rows 128] [--sequences 32] [--plot docs/batching.svg]
+    python bench/batching.py [--model MODEL] [--ram 2GiB] [--rows 128] [--sequences 32] [--plot docs/batching.svg]
 
 Prompt and answer lengths are lognormal, as those of real requests are. All three run passes of the same engine; only
 what is added to it when differs:
@@ -31,6 +31,7 @@ import torch
 from moedge.runtime.engine import Engine
 from moedge.runtime.load import load_engine
 from moedge.runtime.model_source import open_source
+from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.planner import Settings, make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -159,13 +160,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=float, default=32, help="mean tokens of a prompt")
     parser.add_argument("--answer", type=float, default=32, help="mean tokens of an answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ram", default="2GiB")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     rows = make_rows(options.rows, options.prompt, options.answer)
     outcomes = {policy: Outcome() for policy in COLOURS}
     with open_source(options.model) as source:
         settings = Settings(max_sequences=options.sequences, tokens_per_pass=512)
-        plan = make_plan(source.shape, settings, 2 << 30, JobShape(options.sequences, 2 * LONGEST))
+        plan = make_plan(source.shape, settings, Budgets(options.ram).host_nbytes(), JobShape(options.sequences, 2 * LONGEST))
         with closing(load_engine(source, plan)) as loaded:
             for _ in range(options.repeats):
                 for policy, outcome in outcomes.items():
