@@ -167,7 +167,8 @@ def main() -> None:
     outcomes = {policy: Outcome() for policy in COLOURS}
     with open_source(options.model) as source:
         settings = Settings(max_sequences=options.sequences, tokens_per_pass=512)
-        plan = make_plan(source.shape, settings, Budgets(options.ram).host_nbytes(), JobShape(options.sequences, 2 * LONGEST))
+        room = Budgets(options.ram).host_nbytes()
+        plan = make_plan(source.shape, settings, room, JobShape(options.sequences, 2 * LONGEST))
         with closing(load_engine(source, plan)) as loaded:
             for _ in range(options.repeats):
                 for policy, outcome in outcomes.items():
