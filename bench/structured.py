@@ -41,13 +41,13 @@ def text(most: int) -> Row:
     return {"type": "string", "minLength": 1, "maxLength": most}
 
 
-AGE = {"type": "integer", "minimum": 0, "maximum": 120}
+AGE = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 120}, {"type": "null"}]}
 # All of them bounded: a number of any length is one that a small model may never end, and what is cut is no answer.
 SCHEMAS = [
     strict(name=text(20), deeds={"type": "array", "items": text(30), "minItems": 1, "maxItems": 4}),
     strict(kind={"enum": ["king", "prophet", "judge", "other"]}, old={"type": "boolean"}, verse=text(120)),
     strict(chapter={"type": "integer", "minimum": 1, "maximum": 150}, summary=text(160)),
-    strict(who=strict(name=text(9), age={"anyOf": [AGE, {"type": "null"}]}), at={"anyOf": [text(20), strict(x=text(5))]}),
+    strict(who=strict(name=text(9), age=AGE), at={"anyOf": [text(20), strict(x=text(5))]}),
     strict(date={"type": "string", "format": "date"}, code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"}),
 ]  # fmt: skip
 
