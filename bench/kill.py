@@ -14,20 +14,22 @@ import argparse
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime" / "jobs"))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import fake_engine
+from killing import finish, killed
 
 from moedge.runtime.jobs import batch_run, identity, ledger
 from moedge.runtime.jobs.folder import JobFolder
@@ -64,30 +66,6 @@ def write_rows(path: Path, count: int, max_tokens: int) -> None:
             chat = {"messages": [{"role": "user", "content": f"Say {row}"}], **body}
             lines.append({"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions", "body": chat})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def start(request: BatchRequest) -> int:
-    """The id of a process that works on the job until it is finished."""
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            fake_engine.run(request)
-            status = 0
-        finally:
-            os._exit(status)
-    return process
-
-
-def killed(request: BatchRequest, after: float) -> bool:
-    """Whether the process was killed `after` seconds; else it had ended by itself."""
-    process = start(request)
-    time.sleep(after)
-    os.kill(process, signal.SIGKILL)
-    _, status = os.waitpid(process, 0)
-    if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
-        raise SystemExit(f"a process failed with status {status}")
-    return os.WIFSIGNALED(status)
 
 
 def left_behind(folder: JobFolder) -> str:
@@ -133,18 +111,17 @@ def run(root: Path, request: Callable[[Path], BatchRequest], kills: int, seed: i
     generator, left, wrong, jobs = random.Random(seed), Counter[str](), Counter[str](), 0
     (root / "alone").mkdir()
     begun = time.perf_counter()
-    os.waitpid(start(request(root / "alone")), 0)
+    finish(lambda: fake_engine.run(request(root / "alone")))
     seconds = time.perf_counter() - begun
     wanted = outputs(root / "alone")
     while left.total() < kills:
         folder = root / str(jobs)
         folder.mkdir()
-        asked = request(folder)
+        work = partial(fake_engine.run, request(folder))
         # Short lives, so that one job takes many.
-        while left.total() < kills and killed(asked, generator.uniform(0, 0.6 * seconds)):
+        while left.total() < kills and killed(work, generator.uniform(0, 0.6 * seconds)):
             left[left_behind(JobFolder(folder / "out.job"))] += 1
-        if os.waitpid(start(asked), 0)[1]:
-            raise SystemExit(f"{folder}: the job did not finish")
+        finish(work)
         wrong += compare(outputs(folder), wanted)
         jobs += 1
         print(f"\r{jobs} jobs, {left.total()} kills", end="", file=sys.stderr, flush=True)

@@ -5,14 +5,12 @@ python bench/kv_quality.py         # prints the tables of docs/quality.md
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from heldout import asked, predict
 
 from moedge.quant.key_frame import KeyFrame
 from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
@@ -20,10 +18,8 @@ from moedge.runtime.load import LoadedEngine, load_engine
 from moedge.runtime.model_source import ModelSource, open_source
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.planner import Settings, make_plan
-from moedge.runtime.scoring import predict
 from moedge.runtime.weights.key_offsets import fixed_token_ids, measure
 
-DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe"
 FORMATS = ("int8", "int8/int4", "int4")
 # How much longer than a normalised key of D elements (length sqrt D) the vector is that all keys have in common.
 BIAS = 10.0
@@ -98,25 +94,17 @@ def _together(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DEMO / "model")
-    parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
-    parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=20480)
-    options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    token_ids = tokenizer.encode(options.text.read_text(), add_special_tokens=False)[: options.tokens]
-    windows = [token_ids[begin : begin + options.window] for begin in range(0, len(token_ids), options.window)]
-    print(f"{len(token_ids):,} tokens in windows of {options.window:,}, arithmetic in fp32\n")
+    folder, windows = asked(__doc__)
+    window = max(map(len, windows))
     print("| model | weights | KV | bytes per token | perplexity | against native KV | KL, nats per token |")
     print("|---|---|---|---|---|---|---|")
-    with open_source(str(options.model)) as source:
+    with open_source(str(folder)) as source:
         cases = [("demo", "none", kv, True) for kv in FORMATS] + [("demo", "nf4", kv, True) for kv in FORMATS]
         cases += [("biased keys", "none", kv, mu) for kv in ("int8", "int4") for mu in (True, False)]
         for name, quant, kv, offsets in cases:
             settings = Settings("fp32", quant, "fp32", max_sequences=1, tokens_per_pass=512)
-            native = load(source, settings, options.window)
-            other = load(source, Settings("fp32", quant, kv, max_sequences=1, tokens_per_pass=512), options.window)
+            native = load(source, settings, window)
+            other = load(source, Settings("fp32", quant, kv, max_sequences=1, tokens_per_pass=512), window)
             if name != "demo":
                 bias_keys(native, source, offsets)
                 bias_keys(other, source, offsets)

@@ -7,16 +7,20 @@ Speeds are medians over rounds in which every candidate takes its turn, so that 
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moedge.quant import bitsandbytes_kernels
-from moedge.quant.error import relative_error
 from moedge.quant.format import get_format
 from moedge.quant.tensor import dtype_name, pack, pack_into
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))
+from packing_error import relative_error
 
 SHAPE = (2048, 2048)
 COLUMNS = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))

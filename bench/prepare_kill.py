@@ -7,14 +7,15 @@ then it starts again, until it ends by itself. The finished store is compared, f
 """
 
 import argparse
-import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
+
+from killing import finish, killed
 
 from moedge.offload.store.errors import BadStore
 from moedge.offload.store.store import Store
@@ -23,31 +24,10 @@ from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.weights.making import prepare
 
 
-def start(folder: Path) -> int:
-    """The id of a process that prepares the demo model and ends. Forked before torch has a thread of its own."""
-    process = os.fork()
-    if process == 0:
-        with as_file(files("moedge.demo")) as demo, open_source(str(demo / "model")) as source:
-            prepare(source, folder, "nf4", "bf16", Budgets())
-        os._exit(0)
-    return process
-
-
-def finish(folder: Path) -> None:
-    _, status = os.waitpid(start(folder), 0)
-    if status:
-        raise SystemExit(f"the preparation failed with status {status}")
-
-
-def killed(folder: Path, after: float) -> bool:
-    """Whether the process was killed `after` seconds; else it ended by itself before."""
-    process = start(folder)
-    time.sleep(after)
-    os.kill(process, signal.SIGKILL)
-    _, status = os.waitpid(process, 0)
-    if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
-        raise SystemExit(f"the preparation failed with status {status}")
-    return os.WIFSIGNALED(status)
+def make(folder: Path) -> None:
+    """Prepares the demo model."""
+    with as_file(files("moedge.demo")) as demo, open_source(str(demo / "model")) as source:
+        prepare(source, folder, "nf4", "bf16", Budgets())
 
 
 def left_behind(folder: Path) -> str:
@@ -70,7 +50,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def seconds_alone(folder: Path) -> float:
     begin = time.perf_counter()
-    finish(folder)
+    finish(partial(make, folder))
     return time.perf_counter() - begin
 
 
@@ -80,10 +60,11 @@ def run(root: Path, kills: int, seed: int) -> None:
     wanted = snapshot(root / "alone-0")
     while left.total() < kills:
         folder = root / f"{finished}"
+        work = partial(make, folder)
         # Lives that may be too short for a whole store: every part of the work is interrupted, and gone on with.
-        while left.total() < kills and killed(folder, generator.uniform(0, seconds)):
+        while left.total() < kills and killed(work, generator.uniform(0, seconds)):
             left[left_behind(folder)] += 1
-        finish(folder)
+        finish(work)
         if snapshot(folder) != wanted:
             raise SystemExit(f"{folder} differs from a store that was written without a kill")
         finished += 1

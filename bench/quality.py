@@ -5,19 +5,18 @@ python bench/quality.py            # prints the table of docs/quality.md
 
 from __future__ import annotations
 
-import argparse
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from heldout import asked, predict
+from transformers import AutoModelForCausalLM
 
 from moedge.runtime.load import load_engine
 from moedge.runtime.model_source import open_source
 from moedge.runtime.plan.planner import JobShape, Settings, make_plan
-from moedge.runtime.scoring import perplexity
 
-DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe"
 # Arithmetic, weights, --compute.
 ROWS = [
     ("fp32", "none", "auto"),
@@ -29,40 +28,38 @@ ROWS = [
 ]
 
 
-def stock_perplexity(folder: Path, token_ids: list[int], window: int) -> float:
+def perplexity(logprobs: Iterable[torch.Tensor], windows: list[list[int]]) -> float:
+    """exp of the mean negative log probability of every token of a window but its first; `logprobs` [n, V] a window."""
+    scored = [
+        predicted[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1))
+        for predicted, ids in zip(logprobs, windows, strict=True)
+    ]
+    return math.exp(-float(torch.cat(scored).mean()))
+
+
+def stock(folder: Path, windows: list[list[int]]) -> Iterator[torch.Tensor]:
+    """What transformers predicts, window by window: fp64 [n, V]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    losses = []
-    for begin in range(0, len(token_ids), window):
-        ids = torch.tensor([token_ids[begin : begin + window]])
+    for ids in windows:
         with torch.inference_mode():
-            logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)
-        losses.append(-logprobs.gather(1, ids[0, 1:, None]).squeeze(1))
-    return math.exp(float(torch.cat(losses).mean()))
+            yield model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DEMO / "model")
-    parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
-    parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=20480)
-    options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    token_ids = tokenizer.encode(options.text.read_text(), add_special_tokens=False)[: options.tokens]
-    stock = stock_perplexity(options.model, token_ids, options.window)
-    print(f"{len(token_ids):,} tokens in windows of {options.window:,}\n")
+    folder, windows = asked(__doc__)
+    wanted = perplexity(stock(folder, windows), windows)
     print("| arithmetic | weights | bytes of packed weights | perplexity | against transformers fp32 |")
     print("|---|---|---|---|---|")
-    print(f"| fp32 | transformers | | {stock:.4f} | |")
-    with open_source(str(options.model)) as source:
+    print(f"| fp32 | transformers | | {wanted:.4f} | |")
+    with open_source(str(folder)) as source:
         for dtype, quant, compute in ROWS:
-            job = JobShape(1, options.window)
+            job = JobShape(1, max(map(len, windows)))
             plan = make_plan(source.shape, Settings(dtype, quant, max_sequences=1, compute=compute), 8 << 30, job)
             loaded = load_engine(source, plan)
-            ours = perplexity(loaded.engine, token_ids, options.window)
+            ours = perplexity((torch.cat(list(predict(loaded.engine, ids))) for ids in windows), windows)
             packed = sum(loaded.shards.packed_nbytes().values())
             arithmetic = "int8 x int8" if compute == "int8" else dtype
-            print(f"| {arithmetic} | {quant} | {packed:,} | {ours:.4f} | {ours / stock - 1:+.3%} |", flush=True)
+            print(f"| {arithmetic} | {quant} | {packed:,} | {ours:.4f} | {ours / wanted - 1:+.3%} |", flush=True)
 
 
 if __name__ == "__main__":

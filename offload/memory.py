@@ -28,21 +28,11 @@ def host_available(root: Path = Path("/")) -> int:
 
 
 def host_peak() -> int:
-    """Largest resident size of this process so far, or since `reset_host_peak`, in bytes (VmHWM)."""
+    """Largest resident size of this process so far, in bytes (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmHWM line; a Linux kernel was wanted")
-
-
-def reset_host_peak() -> bool:
-    """Makes `host_peak` start again from the resident size; False where the kernel does not permit it."""
-    try:
-        # 5 resets VmHWM and nothing else: proc_pid_clear_refs(5).
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def host_resident() -> int:

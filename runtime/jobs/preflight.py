@@ -45,7 +45,6 @@ class Preflight:
     file_problems: Problems
     line_problems: Problems
     row_problems: Problems
-    num_duplicate_ids: int
     bad_rows: Items[int] = ()
 
     @property
@@ -119,7 +118,6 @@ class _Tally:
             file_problems=self._problems(Severity.FILE),
             line_problems=self._problems(Severity.LINE),
             row_problems=self._problems(Severity.ROW),
-            num_duplicate_ids=self._codes[ErrorCode.DUPLICATE_ID],
             bad_rows=self._bad_rows,
         )
 

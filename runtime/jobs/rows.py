@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..sampling.params import SamplingParams
-from .codes import ErrorCode, Severity
+from .codes import ErrorCode
 from .seeds import choice_seed
 
 
@@ -102,11 +102,6 @@ class RowError:
     message: str
     param: str | None
     line: int
-
-    @property
-    def refuses_job(self) -> bool:
-        """Whether a strict job with such a row does not start."""
-        return self.code.severity is not Severity.ROW
 
     def __str__(self) -> str:
         where = f"line {self.line}" if self.line else "file"

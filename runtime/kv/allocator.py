@@ -81,9 +81,6 @@ class BlockAllocator:
         """A live or cached block of this content."""
         return self._block_of.get(content)
 
-    def is_cached(self, block_id: int) -> bool:
-        return block_id in self._cached
-
     def _take(self) -> int:
         if self._free:
             block_id = self._free.pop()

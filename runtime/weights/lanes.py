@@ -5,7 +5,6 @@ The one place that chooses between lanes; streams, events and threads are theirs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from ...offload.stream.stream import ShardStream
 from ..plan.placement import Placement
 from ..plan.plan import Plan
 from .memory import DENSE, ShardKey, WeightMemory
-
-# Bytes of a pass that streams dense shards, or experts: each kind has a ring of its own.
-IsDirect = Callable[[Shard], bool]
 
 
 class Lanes:

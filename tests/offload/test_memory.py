@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from moedge.offload.memory import host_available, host_peak, host_resident, host_total, reset_host_peak
+from moedge.offload.memory import host_available, host_peak, host_resident, host_total
 
 MIB = 1 << 20
 
@@ -18,14 +18,11 @@ def test_nothing_is_available_that_the_machine_does_not_have() -> None:
     assert 0 < host_available() <= host_total() <= psutil.virtual_memory().total
 
 
-def test_the_peak_sees_memory_that_is_gone_and_forgets_it_when_reset() -> None:
+def test_the_peak_sees_memory_that_is_gone() -> None:
     before = host_resident()
     block = torch.ones(64 * MIB, dtype=torch.uint8)
     del block
     assert host_peak() >= before + 60 * MIB
-    if not reset_host_peak():
-        pytest.skip("the kernel does not permit resetting VmHWM")
-    assert host_peak() <= host_resident() + 8 * MIB
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])

@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_error import relative_error
 from torch import Tensor
 
 from moedge.quant import int4
-from moedge.quant.error import relative_error
 from moedge.quant.format import FormatError, get_format
 from moedge.quant.tensor import pack
 

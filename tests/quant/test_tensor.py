@@ -1,8 +1,8 @@
 import pytest
 import torch
+from packing_error import relative_error
 from torch import Tensor
 
-from moedge.quant.error import relative_error
 from moedge.quant.format import ALIGNMENT, FORMATS, FormatError, get_format
 from moedge.quant.tensor import PackedTensor, pack, pack_into
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moedge.runtime.arenas import allocated_arenas, planned_arenas
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.load import load_engine
+from moedge.runtime.load import LoadedEngine, load_engine
 from moedge.runtime.model_source import ModelSource, open_source
 from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.plan.job import JobShape
@@ -16,6 +15,29 @@ from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
 from moedge.runtime.weights.making import prepare
 
 JOB = JobShape(40, 120, 120, 40 * 80, 40 * 40)
+
+
+def planned_arenas(plan: Plan, block_nbytes: tuple[int, ...]) -> dict[str, int]:
+    """Bytes by arena as the plan accounts for them; a block of each layer group takes `block_nbytes`."""
+    return {
+        "held weights": plan.held_nbytes,
+        "rings": plan.placement.dense_ring + plan.placement.expert_ring,
+        "KV cache": plan.kv_nbytes,
+        "staged weights": 0 if plan.device is None else plan.device.staged_nbytes,
+        "parked": sum(count * nbytes for count, nbytes in zip(plan.parked_blocks, block_nbytes, strict=True)),
+    }
+
+
+def allocated_arenas(loaded: LoadedEngine) -> dict[str, int]:
+    """Bytes by arena as they were allocated."""
+    cache, streamed = loaded.engine.scheduler.cache, loaded.streamed
+    return {
+        "held weights": streamed.memory.held_nbytes,
+        "rings": streamed.ring_nbytes,
+        "KV cache": sum(pool.nbytes for pool in cache.pools),
+        "staged weights": streamed.memory.slab.nbytes,
+        "parked": sum(slot.numel() for group in loaded.parking.slots for slot in group),
+    }
 
 
 def check(source: ModelSource, plan: Plan, store: Path | None) -> dict[str, int]:

@@ -32,7 +32,6 @@ _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
 # rows keep them in registers.
 _DECODE_NO_DOT = {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)}
 DOT_CAPABILITY = (8, 0)
-LARGEST_HEAD = 256
 MAX_SPLITS = 16
 
 

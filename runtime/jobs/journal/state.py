@@ -100,9 +100,6 @@ class JobState:
         """(row, where its record begins) of every row that has an answer or an error, in the order of the input."""
         return ((row, offset) for row, offset in enumerate(self._offsets) if offset)
 
-    def is_pending(self, row: int) -> bool:
-        return not self._offsets[row]
-
     def apply(self, offset: int, payload: bytes) -> None:
         """Raises BadJournal for a record that cannot follow those before it."""
         if (done := decode_done(payload, with_line=False)) is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.codes import ErrorCode, Severity
 from moedge.runtime.jobs.context import context_error
 
 
@@ -22,5 +22,5 @@ def test_i10_the_error_carries_both_numbers(short: Callable[..., Any]) -> None:
     error = context_error(short(prompt="a", max_tokens=100), 4_000, 4_096)
     assert error is not None
     assert error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
-    assert not error.refuses_job
+    assert error.code.severity is Severity.ROW
     assert all(number in error.message for number in ("4000", "100", "4100", "4096"))

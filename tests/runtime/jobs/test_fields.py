@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.codes import ErrorCode, Severity
 from moedge.runtime.jobs.fields import FIELDS, IGNORED, UNSUPPORTED
 from moedge.runtime.jobs.rows import BadRow, Row
 from moedge.runtime.sampling.params import SamplingParams
@@ -99,7 +99,7 @@ def test_fields_that_cannot_change_the_answer_change_nothing(chat: Make, name: s
 def test_fields_that_would_change_the_answer_are_refused_by_name(chat: Make, complete: Make, name: str) -> None:
     for make in (chat, complete):
         error = make(**{name: {"unlike": "any"}}).error
-        assert (error.code, error.param, error.refuses_job) == (ErrorCode.UNSUPPORTED_PARAMETER, name, False)
+        assert (error.code, error.param, error.code.severity) == (ErrorCode.UNSUPPORTED_PARAMETER, name, Severity.ROW)
         assert name in error.message
         for value in UNSUPPORTED[name]:
             assert make(**{name: value}) == make()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.codes import ErrorCode, Severity
 from moedge.runtime.jobs.rows import BadRow, ChatPrompt, Endpoint, Message, Row, TextPrompt, TokenPrompt
 from moedge.runtime.sampling.params import SamplingParams
 
@@ -56,7 +56,7 @@ def test_a_prompt_has_four_spellings(complete: Make, prompt: Any, prompts: Any) 
 )  # fmt: skip
 def test_i11_a_prompt_that_is_empty_or_mixed_is_an_error(complete: Make, prompt: Any, code: str) -> None:
     error = complete(prompt=prompt).error
-    assert (error.code, error.param, error.refuses_job) == (code, "prompt", False)
+    assert (error.code, error.param, error.code.severity) == (code, "prompt", Severity.ROW)
 
 
 def test_logprobs_is_a_number_for_completions_and_a_flag_for_chat(chat: Make, complete: Make) -> None:
@@ -84,7 +84,7 @@ def test_both_names_of_max_tokens_must_agree(chat: Make) -> None:
 def test_a_line_that_is_no_call_refuses_the_job(read: Make, change: dict[str, Any], code: str) -> None:
     (row,) = read(json.dumps(LINE | change).encode())
     assert row.error.code == code
-    assert row.error.refuses_job
+    assert row.error.code.severity is Severity.LINE
     assert row.id == "c"
 
 
@@ -93,7 +93,7 @@ def test_an_unknown_key_beside_the_body_is_an_error_of_the_row_unless_it_is_a_no
         b"\n".join(json.dumps(LINE | more).encode() for more in ({"prompt": "a"}, {"x-note": 1, "custom_id": "d"}))
     )
     assert bad.error.code is ErrorCode.UNKNOWN_PARAMETER
-    assert not bad.error.refuses_job
+    assert bad.error.code.severity is Severity.ROW
     assert isinstance(good, Row)
 
 
@@ -147,7 +147,7 @@ def test_a_message_that_is_not_text_is_an_error_that_names_its_place(
     row = chat(messages=[message])
     assert isinstance(row, BadRow)
     assert (row.error.code, row.error.param) == (code, param)
-    assert not row.error.refuses_job
+    assert row.error.code.severity is Severity.ROW
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_rows_are_counted_by_kind_and_by_what_is_wrong_with_them(write: Callable
     path = write(GOOD, CHAT, b"", UNSUPPORTED, MALFORMED, CHAT)
     report = preflight(path, Defaults())
     assert report.rows == {"short": 1, "chat": 1}
-    assert (report.num_rows, report.num_duplicate_ids) == (5, 1)
+    assert report.num_rows == 5
     assert [problems.total for problems in (report.file_problems, report.line_problems, report.row_problems)] == [
         0,
         2,
@@ -58,7 +58,7 @@ def test_i1_a_malformed_line_refuses_a_strict_job_and_names_its_line(write: Call
 def test_i9_a_duplicate_id_refuses_a_strict_job(write: Callable[..., Path]) -> None:
     report = preflight(write(CHAT, CHAT), Defaults())
     assert report.refused()
-    assert report.num_duplicate_ids == 1
+    assert [error.code for error in report.line_problems.first] == ["duplicate_id"]
 
 
 def test_a_row_that_cannot_be_run_refuses_nothing(write: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moedge.runtime.jobs.answers import Answers
-from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.codes import ErrorCode, Severity
 from moedge.runtime.jobs.fields import FIELDS, IGNORED, UNSUPPORTED
 from moedge.runtime.jobs.rows import BadRow, Row
 
@@ -98,7 +98,7 @@ def test_i9_what_is_no_id_refuses_the_job(read: Read, custom_id: object) -> None
     (row,) = read(_lines(_batch(custom_id)))
     assert isinstance(row, BadRow)
     assert row.error.code is ErrorCode.INVALID_ID
-    assert row.error.refuses_job
+    assert row.error.code.severity is Severity.LINE
     assert row.id == "line-1"
 
 

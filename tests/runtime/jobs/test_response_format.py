@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from moedge.runtime.errors import MissingExtra
 from moedge.runtime.jobs.answers import Answers
-from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.codes import ErrorCode, Severity
 from moedge.runtime.jobs.completion import Completion, FinishReason
 from moedge.runtime.jobs.rows import BadRow, Row
 from moedge.runtime.structured.schema import ANY_OBJECT
@@ -57,7 +57,7 @@ def test_what_cannot_be_kept_is_an_error_of_its_row(chat: Make, value: Any, code
     row = chat(response_format=value)
     assert isinstance(row, BadRow)
     assert (row.error.code, row.error.param) == (code, param)
-    assert not row.error.refuses_job
+    assert row.error.code.severity is Severity.ROW
 
 
 @pytest.mark.parametrize("other", [{"stop": "}"}, {"stop_token_ids": [5]}, {"ignore_eos": True}])

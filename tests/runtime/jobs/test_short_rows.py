@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode
+from moedge.runtime.jobs.codes import ErrorCode, Severity
 from moedge.runtime.jobs.rows import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
 
 Make = Callable[..., Any]
@@ -47,11 +47,11 @@ def test_what_a_short_row_cannot_say_is_an_error_of_the_row(
     short: Make, line: dict[str, Any], code: str, param: str
 ) -> None:
     error = short(**line).error
-    assert (error.code, error.param, error.refuses_job) == (code, param, False)
+    assert (error.code, error.param, error.code.severity) == (code, param, Severity.ROW)
 
 
 @pytest.mark.parametrize("line", [{}, {"id": "a"}, {"text": "a"}, {"custom_id": "a", "prompt": "b"}])
 def test_a_line_of_neither_form_refuses_the_job(short: Make, line: dict[str, Any]) -> None:
     error = short(**line).error
     assert error.code is ErrorCode.NOT_A_ROW
-    assert error.refuses_job
+    assert error.code.severity is Severity.LINE

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .tensor import PackedTensor
+from moedge.quant.tensor import PackedTensor
 
 
 def relative_error(weight: Tensor, packed: PackedTensor) -> float:
