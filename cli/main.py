@@ -29,6 +29,7 @@ app = typer.Typer(
     help="Generates text in bulk with language models that do not fit the machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=StandingCommand)(batch)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..runtime.planning import Asked
 
 INPUT = Annotated[
-    Path | None, typer.Argument(metavar="[INPUT]", help="Rows as `moedge batch` takes them, to be measured.")
+    Path | None, typer.Argument(metavar="INPUT", help="Rows as `moedge batch` takes them, to be measured.")
 ]
 ROWS = Annotated[int, typer.Option("--rows", min=1, help="Rows of the job, where there is no INPUT.")]
 PROMPT_TOKENS = Annotated[

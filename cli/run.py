@@ -13,7 +13,7 @@ from . import options
 def run(
     model: options.MODEL,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="Read from stdin when it is not given.")
+        str | None, typer.Argument(metavar="PROMPT", help="Read from stdin when it is not given.")
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")

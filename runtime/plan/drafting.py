@@ -102,12 +102,14 @@ class Drafting:
 
     def _does_not_fit(self, draft: Draft, budget: int) -> DoesNotFit:
         tier, option = ("host", "--ram") if self.device is None else ("device", "--gpu-mem")
+        less = "Shorter prompts or a smaller --tokens-per-pass need"
+        if draft.packed.quant != "nf4":
+            less = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
-            f"{budget / GIB:.2f} GiB of {tier} memory is too little for this model and job in {draft.packed.quant}: "
-            f"the smallest that works is {option} {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / GIB:.2f} GiB "
-            f"is for the process and what a pass computes with{self._for_every_row(draft, option)}. "
-            "Shorter prompts, a smaller --tokens-per-pass or "
-            f"--quant nf4 need less{'' if self.device is None else '; --gpu-mem 0 computes on the processor'}."
+            f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in {draft.packed.quant}: "
+            f"the smallest that works is {option} {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / MIB:,.0f} "
+            f"are for the process and what a pass computes with{self._for_every_row(draft, option)}. "
+            f"{less} less{'' if self.device is None else '; --gpu-mem 0 computes on the processor'}."
         )
 
     @property
@@ -117,9 +119,9 @@ class Drafting:
 
     def _for_every_row(self, shortest: Draft, option: str) -> str:
         """What `shortest`, of the job's shortest rows, leaves out."""
-        if self.smallest <= shortest.smallest:
-            return ""
-        return f", and fits only the shortest rows; every row takes {option} {-(-self.smallest // MIB)}MiB"
+        # As they are told, in whole MiB.
+        some, every = (-(-nbytes // MIB) for nbytes in (shortest.smallest, self.smallest))
+        return f", and fits only the shortest rows; every row takes {option} {every}MiB" if every > some else ""
 
 
 def _quants(settings: Settings) -> tuple[str, ...]:

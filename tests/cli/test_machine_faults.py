@@ -67,7 +67,7 @@ def test_m4_a_limit_that_is_too_small_is_a_refusal_and_not_a_kill(
     job = ["batch", checkpoint("mixtral"), rows, "-o", tmp_path / "out.jsonl", "--ram", "30%", "-q"]
     done = subprocess.run([*MOEDGE, *map(str, job)], capture_output=True, text=True, check=False, preexec_fn=small)
     assert done.returncode == 4, done.stderr
-    assert "0.26 GiB of host memory is too little" in done.stderr
+    assert "270 MiB of host memory is too little" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -108,7 +108,7 @@ CONTRADICTIONS: dict[str, tuple[list[str], int, str]] = {
     ),
     "a GPU that is not there": (["--gpu-mem", "6GiB"], 4, "--gpu-mem 6GiB was asked for and CUDA finds no device"),
     "a backend that cannot": (["--attention", "triton"], 4, "triton cannot compute this run: it runs on NVIDIA GPUs"),
-    "less memory than a process": (["--ram", "200MiB"], 4, r"0.20 GiB .* works is --ram \d+MiB, of which [\d.]+ GiB"),
+    "less memory than a process": (["--ram", "200MiB"], 4, r"200 MiB .* works is --ram \d+MiB, of which [\d,]+ are"),
 }  # fmt: skip
 
 
