@@ -19,7 +19,7 @@ from .placement import Placement, device_ring, everything, minimum, place
 PROCESS_NBYTES = 576 << 20
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.
 SLACK_SHARE = 0.25
-SLACK_NBYTES = 48 << 20
+SLACK_NBYTES = 72 << 20
 
 
 class Packed:
