@@ -37,8 +37,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sequence import Sequence
 from moedge.runtime.weights.making import place_for, prepare
 
-# Enough tokens that all sequences are still live when the last prompt is done.
-PROMPT, GENERATED = 32, 28
+PROMPT = 32
 READ_NBYTES = 3 << 30
 AGAIN_NBYTES = 2 << 30
 RING_NBYTES = 144 << 20
@@ -102,13 +101,13 @@ class Pass(NamedTuple):
     rate: float
 
 
-def steady_passes(loaded: LoadedEngine, num_sequences: int, read: Callable[[], float]) -> list[Pass]:
+def steady_passes(loaded: LoadedEngine, num_sequences: int, generated: int, read: Callable[[], float]) -> list[Pass]:
     """The passes in which every sequence decodes one token; `read` is asked for the disk's rate around them."""
     generator = torch.Generator().manual_seed(7)
     engine = loaded.engine
     for _ in range(num_sequences):
         prompt = torch.randint(300, 31000, (PROMPT,), generator=generator).tolist()
-        engine.add(Sequence(prompt, SamplingParams(GENERATED, ignore_eos=True)))
+        engine.add(Sequence(prompt, SamplingParams(generated, ignore_eos=True)))
     passes, rates = [], [0.0]
     while engine.busy:
         before, moved = engine.metrics.generated_tokens, loaded.streamed.nbytes_moved
@@ -125,13 +124,18 @@ def steady_passes(loaded: LoadedEngine, num_sequences: int, read: Callable[[], f
 
 
 def measure(
-    source: ModelSource, plan: Plan, store: Path | None, num_sequences: int, read: Callable[[], float]
+    source: ModelSource,
+    plan: Plan,
+    store: Path | None,
+    num_sequences: int,
+    generated: int,
+    read: Callable[[], float],
 ) -> tuple[list[Pass], float]:
     """The steady passes, and the bytes that a pass read in the mean."""
     # The engine before this one is a circle of modules.
     gc.collect()
     with closing(load_engine(source, plan, store)) as loaded:
-        passes = steady_passes(loaded, num_sequences, read)
+        passes = steady_passes(loaded, num_sequences, generated, read)
         moved = loaded.streamed.nbytes_from_disk / loaded.engine.metrics.passes
     return passes, moved
 
@@ -143,6 +147,8 @@ def main() -> None:
     parser.add_argument("--ram", nargs="+", default=["3GiB"])
     parser.add_argument("--quant", default="none")
     parser.add_argument("--sequences", nargs="+", type=int, default=[32, 128, 512])
+    # Enough tokens that all sequences are still live when the last prompt is done.
+    parser.add_argument("--generated", type=int, default=28)
     options = parser.parse_args()
     return_memory()
     with open_source(options.model) as source:
@@ -153,16 +159,16 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for num_sequences in options.sequences:
             settings = Settings("auto", options.quant, max_sequences=num_sequences)
-            job = JobShape(num_sequences, PROMPT + GENERATED)
+            job = JobShape(num_sequences, PROMPT + options.generated)
             for ram in options.ram:
                 plan = make_plan(source.shape, settings, Budgets(ram).host_nbytes(), job)
                 same = replace(settings, tokens_per_pass=plan.tokens_per_pass)
                 whole = make_plan(source.shape, same, 1 << 40, job)
-                alone, _ = measure(source, whole, store, num_sequences, lambda: 1.0)
+                alone, _ = measure(source, whole, store, num_sequences, options.generated, lambda: 1.0)
                 compute = statistics.median(each.seconds for each in alone)
                 reads = fastest_reads(files)
                 again = partial(raw_read_rate, files, reads.num_threads, reads.block, AGAIN_NBYTES)
-                passes, moved = measure(source, plan, store, num_sequences, again)
+                passes, moved = measure(source, plan, store, num_sequences, options.generated, again)
                 seconds = statistics.median(each.seconds for each in passes)
                 disk = statistics.median(each.moved / each.rate for each in passes)
                 ratio = statistics.median(each.seconds / max(compute, each.moved / each.rate) for each in passes)
