@@ -40,7 +40,7 @@ class NoMemory:
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
         self.spec = spec
-        self.records = np.empty((num_blocks, 0))
+        self.memory = range(num_blocks)
 
 
 @dataclass

@@ -2,20 +2,18 @@
 
 Scales and zeros are taken out of the products. With k = c * s + z for every key, q · k = s (q · c) + z sum(q), and with
 v = c * s + z for every value, the sum of p v is that of (p s) c and of p z. So codes are only widened, never multiplied
-one by one, and everything is float32. S heads, those of all sequences, m query rows per head, C keys of D elements.
+one by one: small integers, exact in every dtype. n pieces, H KV heads, G query heads each, L keys of D elements.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from ...quant.kv_codec import INT4_CODES, Coded
 from ...quant.kv_format import VectorFormat
-from ..kv.pool import take_blocks
-from .decode_runs import BlockRun
+from .sweeps import Job
 
 
 class Stored(NamedTuple):
@@ -24,78 +22,92 @@ class Stored(NamedTuple):
     planes: Coded
     format: VectorFormat
 
-    def heads(self, heads: slice) -> Stored:
-        """The same of some KV heads."""
-        codes, *others = self.planes
-        scales, zeros = (None if plane is None else plane[:, heads] for plane in others)
-        return Stored(Coded(codes[:, heads], scales, zeros), self.format)
-
 
 class CodeScratch:
-    """Room for the codes of one run of blocks, and for them widened."""
+    """One thread's room for the codes of a job's keys or values, gathered and widened; it only grows."""
 
-    def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
-        """`numel` elements (heads * keys * head size) at most."""
-        self.numel = numel
-        self._codes = torch.empty(4 * numel, dtype=torch.uint8, device=device)
-        self._wide = torch.empty(numel, device=device)
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.dtype = dtype
+        self._codes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._wide = torch.empty(0, dtype=dtype, device=device)
+        self._dots = torch.empty(0, dtype=dtype, device=device)
 
-    def gather(self, stored: Stored, seen: BlockRun) -> Coded:
-        """Whole blocks, head by head, sequence by sequence: codes [S, C, D/packed], scales and zeros [S, groups, C].
+    def fetch(self, stored: Stored, job: Job) -> Coded:
+        """Codes [n, H, L, D/packed], scales and zeros [n, H, groups, L]: in place where they lie side by side."""
+        if job.stretch is not None:
+            return Coded(*(None if plane is None else plane[job.stretch] for plane in stored.planes))
+        codes, *others = stored.planes
+        nbytes = codes[0].numel() * len(job.block_ids) * codes.itemsize
+        if len(self._codes) < nbytes:
+            self._codes = self._codes.new_empty(nbytes)
+        room = self._codes[:nbytes].view(codes.dtype).view(len(job.block_ids), *codes.shape[1:])
+        torch.index_select(codes, 0, job.block_ids, out=room)
+        count = len(job.owners)
+        factors = (None if plane is None else plane.index_select(0, job.block_ids) for plane in others)
+        return Coded(_join(room, count, 2), *(None if plane is None else _join(plane, count, 3) for plane in factors))
 
-        The latter in float32. What a token does not see is 0 where it might be NaN otherwise.
-        """
-        codes = stored.planes.codes
-        _, heads, block, width = codes.shape
-        shape = (heads, seen.block_ids.numel(), block, width)
-        room = take_blocks(
-            codes, seen.block_ids.flatten(), self._codes.view(codes.dtype)[: math.prod(shape)].view(shape)
-        )
-        if seen.blank is not None and codes.is_floating_point():
-            room.flatten(1, 2).index_fill_(1, seen.blank, 0)
-        scales, zeros = (None if plane is None else _gather_plane(plane, seen) for plane in stored.planes[1:])
-        return Coded(room.view(heads * len(seen.block_ids), -1, width), scales, zeros)
+    def fetch_values(self, stored: Stored, job: Job) -> Coded:
+        """The same, zeros at positions that are not seen: what lies there may be NaN, and 0 * NaN is NaN."""
+        values = self.fetch(stored, job)
+        if job.hidden is None or job.blank is None:
+            return values
+        codes, *factors = values
+        if codes.is_floating_point():
+            codes.view(-1, codes.shape[-1]).index_fill_(0, job.blank, 0)
+        hidden = job.hidden[:, None, None]
+        return Coded(codes, *(None if plane is None else plane.masked_fill(hidden, 0) for plane in factors))
 
     def widen(self, codes: torch.Tensor, format: VectorFormat, part: int) -> torch.Tensor:
-        """Part `part` of the elements as float32 [S, C, D/packed]; a packed code holds as many parts as elements."""
-        wide = self._wide[: codes.numel()].view(codes.shape)
+        """Part `part` of the elements [n * H, L, D/packed]; a packed code holds as many parts as elements."""
+        if codes.dtype == self.dtype:
+            return codes.flatten(0, 1)
         if format.packed > 1:
             codes = codes >> 4 if part else codes & INT4_CODES
-        return wide.copy_(codes)
+        if len(self._wide) < codes.numel():
+            self._wide = self._wide.new_empty(codes.numel())
+        return self._wide[: codes.numel()].view(codes.shape).copy_(codes).flatten(0, 1)
+
+    def dots(self, *shape: int) -> torch.Tensor:
+        """Room for products."""
+        numel = shape[0] * shape[1] * shape[2]
+        if len(self._dots) < numel:
+            self._dots = self._dots.new_empty(numel)
+        return self._dots[:numel].view(shape)
 
 
 def scores(q: torch.Tensor, keys: Coded, format: VectorFormat, scratch: CodeScratch) -> torch.Tensor:
-    """q [S, m, D] float32, scaled already, times keys: [S, m, C]."""
+    """q [n, H, G, D], scaled already, times keys: [n, H, G, L] in float32, rounded to q's dtype once."""
+    n, heads, group, _ = q.shape
     total = None
     for part, rows in enumerate(q.chunk(format.packed, -1)):
-        dots = torch.bmm(rows, scratch.widen(keys.codes, format, part).transpose(1, 2))
+        wide = scratch.widen(keys.codes, format, part)
+        room = scratch.dots(n * heads, group, wide.shape[1])
+        dots = torch.bmm(rows.flatten(0, 1), wide.transpose(1, 2), out=room).view(n, heads, group, -1).float()
         if keys.scales is not None:
-            dots.mul_(keys.scales[:, part : part + 1])
+            dots *= keys.scales[:, :, part : part + 1].float()
         if keys.zeros is not None:
-            dots.addcmul_(rows.sum(-1, keepdim=True), keys.zeros[:, part : part + 1])
+            dots.addcmul_(rows.float().sum(-1, keepdim=True), keys.zeros[:, :, part : part + 1].float())
         total = dots if total is None else total.add_(dots)
     assert total is not None
     return total
 
 
-def weighted_sum(p: torch.Tensor, values: Coded, format: VectorFormat, scratch: CodeScratch) -> torch.Tensor:
-    """p [S, m, C] float32 times values: [S, m, D]."""
-    parts = []
-    for part in range(format.packed):
-        weights = p if values.scales is None else p * values.scales[:, part : part + 1]
-        summed = torch.bmm(weights, scratch.widen(values.codes, format, part))
-        if values.zeros is not None:
-            summed += torch.bmm(p, values.zeros[:, part].unsqueeze(-1))
-        parts.append(summed)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+def weighted_sum(p: torch.Tensor, values: Coded, format: VectorFormat, scratch: CodeScratch, out: torch.Tensor) -> None:
+    """Fills out [n, H, G, D] with p [n, H, G, L], float32, times values."""
+    for part, target in enumerate(out.chunk(format.packed, -1)):
+        wide = scratch.widen(values.codes, format, part)
+        weights = p if values.scales is None else p * values.scales[:, :, part : part + 1].float()
+        room = scratch.dots(*wide.shape[:1], *weights.shape[2:]).copy_(weights.flatten(0, 1))
+        if values.zeros is None:
+            torch.bmm(room, wide, out=target.flatten(0, 1))
+        else:
+            shift = (p * values.zeros[:, :, part : part + 1].float()).sum(-1, keepdim=True)
+            torch.add(torch.bmm(room, wide).view(target.shape), shift, out=target)
 
 
-def _gather_plane(plane: torch.Tensor, seen: BlockRun) -> torch.Tensor:
-    """[num_blocks, H, groups, block] -> [S, groups, C]."""
-    num_sequences, num_blocks = seen.block_ids.shape
-    _, heads, groups, block = plane.shape
-    taken = plane.index_select(0, seen.block_ids.flatten()).view(num_sequences, num_blocks, heads, groups, block)
-    found = taken.permute(2, 0, 3, 1, 4).float().reshape(heads, num_sequences, groups, num_blocks * block)
-    if seen.hidden is not None:
-        found = found.masked_fill(seen.hidden, 0.0)
-    return found.flatten(0, 1)
+def _join(plane: torch.Tensor, count: int, tokens: int) -> torch.Tensor:
+    """[count * m, H, ..., T, ...] with T blocks' tokens at axis `tokens`: m neighbours become one, [count, H, ...]."""
+    if len(plane) == count:
+        return plane
+    apart = plane.unflatten(0, (count, -1)).movedim(1, tokens)
+    return apart.flatten(tokens, tokens + 1)

@@ -1,108 +1,159 @@
-"""The new tokens of a run of sequences over the cache: the operation that a batch job spends most of its attention on.
+"""The new tokens of a pass over the cache, in the order of its pool: what a batch job spends most of its attention on.
 
-n sequences, H KV heads, G query heads each, L positions.
+Every piece of the pool meets the query of the sequence that it belongs to, all of a stretch in one batched product, in
+place; what the pieces of a sequence found is summed up afterwards (split keys as in Flash-Decoding, Dao et al., 2023).
+A piece's probabilities are relative to a power of two near its own largest one, so that the weights of the sum are
+exact in every dtype.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from ..kv.pool import take_blocks
+from ...quant.crew import Crew
 from .codes import CodeScratch, Stored, scores, weighted_sum
-from .decode_runs import BlockRun, DecodeRun
-from .limits import NATIVE_NBYTES, WIDE_NUMEL
 from .protocol import AttentionCall
+from .sweeps import Decoding, Job, Sums, Sweep
+
+LOG2E = math.log2(math.e)
+# Below every exponent, and finite: differences stay numbers.
+NOTHING = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One token's queries of each sequence, q [H, n, G, D], as they meet stored keys.
+    """One token's queries of each of S sequences, q [S, Hq, D], as they meet stored keys.
 
-    `shift` [H, n, G, 1], scaled, is what scores lack (`KeyFrame.shifts`); None where it does not matter. `sinks`
-    [H, 1, G, 1].
+    `shift` [S, Hq], scaled, is what scores lack (`KeyFrame.shifts`); None where it does not matter. `sinks` [Hq].
     """
 
     call: AttentionCall
     q: torch.Tensor
     shift: torch.Tensor | None
-    sinks: torch.Tensor | None
 
-    @property
-    def is_plain(self) -> bool:
-        return self.call.softcap is None and self.sinks is None
+    def scaled(self, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """[S, H, G, D] whose products with keys are exponents of two, or scores where a softcap bounds them."""
+        factor = self.call.scale * (1.0 if self.call.softcap is not None else LOG2E)
+        return (self.q.float() * factor).to(dtype).unflatten(1, (kv_heads, -1))
+
+    def exponents(self, products: torch.Tensor, job: Job) -> torch.Tensor:
+        """log2 of what softmax sums, from products [n, H, G, L] of a job, which are overwritten."""
+        softcap = self.call.softcap
+        if self.shift is not None:
+            shift = self.shift if softcap is not None else self.shift * LOG2E
+            products += shift.index_select(0, job.owners).view(*products.shape[:3], 1)
+        if softcap is not None:
+            products.div_(softcap).tanh_().mul_(softcap * LOG2E)
+        if job.hidden is not None:
+            products.masked_fill_(job.hidden[:, None, None], float("-inf"))
+        return products
 
 
 class DecodeScratch:
-    """One thread's memory. Sequences whose native keys and values fit into it whole take torch's fused kernel."""
+    """What the jobs of a sweep leave behind: by place and query head, it only grows."""
 
-    def __init__(self, sharers: int, block_numel: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """One of `sharers`; `block_numel` are the elements of the largest block's keys."""
-        self.codes = CodeScratch(max(WIDE_NUMEL, block_numel), device)
-        self._native = torch.empty(NATIVE_NBYTES // sharers // dtype.itemsize, dtype=dtype, device=device)
+    def __init__(self, members: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.codes = [CodeScratch(dtype, device) for _ in range(members)]
+        self._parts = torch.empty(0, dtype=dtype, device=device)
+        self._exponents = torch.empty(0, device=device)
 
-    def native(self, keys: Stored, values: Stored, num_blocks: int) -> torch.Tensor | None:
-        """[2, H, num_blocks, block, D], or None where it is too small or a format is not that of the arithmetic."""
-        _, heads, block, width = keys.planes.codes.shape
-        numel = 2 * heads * num_blocks * block * width
-        same = all(stored.planes.codes.dtype == self._native.dtype for stored in (keys, values))
-        return (
-            self._native[:numel].view(2, heads, num_blocks, block, width)
-            if same and numel <= len(self._native)
-            else None
+    def found(self, count: int, kv_heads: int, group: int, dim: int) -> Found:
+        shape = (count, kv_heads, group)
+        numel = math.prod(shape)
+        if len(self._parts) < numel * dim:
+            self._parts = self._parts.new_empty(numel * dim)
+        if len(self._exponents) < 2 * numel:
+            self._exponents = self._exponents.new_empty(2 * numel)
+        exponents, totals = self._exponents[: 2 * numel].view(2, *shape)
+        return Found(self._parts[: numel * dim].view(*shape, dim), exponents, totals)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """By place: 2^exponents [P, H, G] times parts [P, H, G, D] are sums of p v, times totals [P, H, G] sums of p."""
+
+    parts: torch.Tensor
+    exponents: torch.Tensor
+    totals: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The same by sequence: 2^exponents [S, Hq] times parts [S, Hq, D] and totals [S, Hq]; parts in float32."""
+
+    parts: torch.Tensor
+    exponents: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def of(cls, found: Found, sums: Sums, num_sequences: int) -> Summed:
+        count, dim = len(found.parts), found.parts.shape[-1]
+        exponents = found.exponents.view(count, -1)
+        among = exponents.index_select(0, sums.places)
+        highest = among.new_full((num_sequences, among.shape[1]), NOTHING)
+        highest.scatter_reduce_(0, sums.owners.unsqueeze(1).expand_as(among), among, "amax")
+        weights = among.sub_(highest.index_select(0, sums.owners)).exp2_()
+        totals = torch.zeros_like(highest)
+        totals.index_add_(0, sums.owners, found.totals.view(count, -1).index_select(0, sums.places).mul_(weights))
+        by_place = torch.empty_like(exponents).index_copy_(0, sums.places, weights)
+        lanes = sums.lanes
+        parts = F.embedding_bag(
+            lanes,
+            found.parts.view(-1, dim),
+            sums.bounds,
+            mode="sum",
+            per_sample_weights=by_place.view(-1).index_select(0, lanes).to(found.parts.dtype),
         )
+        return cls(parts.view(num_sequences, -1, dim).float(), highest, totals)
+
+    def add(self, other: Summed) -> Summed:
+        highest = torch.maximum(self.exponents, other.exponents)
+        mine, others = torch.exp2(self.exponents - highest), torch.exp2(other.exponents - highest)
+        parts = self.parts.mul_(mine.unsqueeze(-1)).addcmul_(other.parts, others.unsqueeze(-1))
+        return Summed(parts, highest, self.totals * mine + other.totals * others)
+
+    def normal(self, sinks: torch.Tensor | None) -> torch.Tensor:
+        totals = self.totals
+        if sinks is not None:
+            totals = totals + torch.exp2(sinks.float() * LOG2E - self.exponents)
+        return self.parts.div_(totals.unsqueeze(-1))
 
 
-def decode(query: Query, keys: Stored, values: Stored, run: DecodeRun, scratch: DecodeScratch) -> torch.Tensor:
-    """[H, n, G, D] in float32 or the arithmetic's dtype."""
-    room = scratch.native(keys, values, run.whole.block_ids.numel()) if query.is_plain else None
-    if room is None:
-        return _decode_codes(query, keys, values, run, scratch.codes)
-    return _decode_native(query, keys, values, run.whole, room)
+class Decoder:
+    """Threads, and their memory."""
 
+    def __init__(self, crew: Crew, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._crew = crew
+        self._dtype = dtype
+        self._scratch = DecodeScratch(crew.size, dtype, device)
 
-def _decode_native(query: Query, keys: Stored, values: Stored, seen: BlockRun, room: torch.Tensor) -> torch.Tensor:
-    """`room` is [2, H, n * B, block, D]."""
-    for stored, part in zip((keys, values), room, strict=True):
-        take_blocks(stored.planes.codes, seen.block_ids.flatten(), part)
-    slots = room.flatten(2, 3)
-    if seen.blank is not None:
-        # What lies there may be NaN, and 0 * NaN is NaN.
-        slots.index_fill_(2, seen.blank, 0)
-    k, v = slots.view(2, slots.shape[1], len(seen.block_ids), -1, slots.shape[3])
-    mask = None if seen.hidden is None else ~seen.hidden
-    return F.scaled_dot_product_attention(query.q, k, v, attn_mask=mask, scale=query.call.scale)
+    def decode(self, query: Query, keys: Stored, values: Stored, plan: Decoding) -> torch.Tensor:
+        """[S, Hq, D] in float32."""
+        q = query.scaled(keys.planes.codes.shape[1], self._dtype)
+        total: Summed | None = None
+        for sweep in plan.sweeps:
+            summed = Summed.of(self._sweep(query, q, (keys, values), sweep), sweep.sums, len(q))
+            total = summed if total is None else total.add(summed)
+        assert total is not None
+        return total.normal(query.call.sinks)
 
+    def _sweep(self, query: Query, q: torch.Tensor, stored: tuple[Stored, Stored], sweep: Sweep) -> Found:
+        keys, values = stored
+        found = self._scratch.found(sweep.count, *q.shape[1:])
 
-def _decode_codes(query: Query, keys: Stored, values: Stored, run: DecodeRun, scratch: CodeScratch) -> torch.Tensor:
-    """Piece by piece: scores of all keys first, which are few numbers, then the values."""
-    pieces, hidden = run.pieces, run.whole.hidden
-    q = (query.q.float() * query.call.scale).flatten(0, 1)
-    found = [scores(q, scratch.gather(keys, piece), keys.format, scratch) for piece in pieces]
-    p = probabilities(query, torch.cat(found, -1).view(*query.q.shape[:3], -1), hidden).flatten(0, 1)
-    out = torch.zeros_like(q)
-    for piece in pieces:
-        coded = scratch.gather(values, piece)
-        length = coded.codes.shape[1]
-        out += weighted_sum(p[..., :length], coded, values.format, scratch)
-        p = p[..., length:]
-    return out.view(query.q.shape)
+        def work(job: Job, member: int) -> None:
+            places, scratch = slice(job.begin, job.end), self._scratch.codes[member]
+            products = scores(q.index_select(0, job.owners), scratch.fetch(keys, job), keys.format, scratch)
+            p = query.exponents(products, job)
+            exponents = torch.amax(p, -1).ceil_()
+            p.sub_(exponents.unsqueeze(-1)).exp2_()
+            found.exponents[places] = exponents
+            torch.sum(p, -1, out=found.totals[places])
+            weighted_sum(p, scratch.fetch_values(values, job), values.format, scratch, found.parts[places])
 
-
-def probabilities(query: Query, scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """softmax of scores [H, n, G, L], which may be overwritten, with everything that the call asks for.
-
-    `hidden` [n, 1, L] are positions that a token does not see: they count for nothing, whatever was done to scores.
-    """
-    if query.shift is not None:
-        scores += query.shift
-    if query.call.softcap is not None:
-        scores.div_(query.call.softcap).tanh_().mul_(query.call.softcap)
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    if query.sinks is None:
-        return torch.softmax(scores, -1)
-    sinks = query.sinks.expand(*scores.shape[:3], 1)
-    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        self._crew.run(sweep.jobs, work)
+        return found

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-# Elements of keys that are widened to float32 at a time: 1 MiB, so that they are still in the core's cache when used.
-WIDE_NUMEL = 1 << 18
-# Bytes of gathered native keys and values, of all threads together.
-NATIVE_NBYTES = 32 << 20
+# Elements of keys (and of values) that one thread multiplies in one call: enough that calls cost little beside it.
+JOB_NUMEL = 1 << 20
+# So little is computed before another thread has woken up.
+LITTLE_NUMEL = 1 << 18
+# Bytes of what blocks contribute to their sequences, before it is summed up.
+PARTS_NBYTES = 32 << 20
+# Blocks of fewer tokens are gathered and joined to pieces of about as many: products of fewer cost as much.
+PIECE_TOKENS = 32

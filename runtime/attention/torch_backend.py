@@ -16,11 +16,11 @@ from ..kv.cache import KVCache, LayerPlace
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
 from .codes import Stored
-from .decode import DecodeScratch, Query, decode
-from .decode_runs import DecodeRun, DecodeRuns
+from .decode import Decoder, Query
 from .kernel import attend_fresh, attend_rows, visibility
 from .places import PassPlaces
 from .protocol import AttentionCall, check_reach, sees_itself_only
+from .sweeps import Decoding, Decodings
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
 ROWS = 256
@@ -46,28 +46,10 @@ class _Layer:
             shift = pool.frame.shifts(index, q).mul_(call.scale)
         return cls(call, pool, index, pool.queries(q), shift)
 
-    @property
-    def kv_heads(self) -> int:
-        return self.pool.spec.group.kv_heads
-
-    def query(self, rows: torch.Tensor, heads: slice) -> Query:
-        """Of one token each, of some KV heads."""
-        sinks = self.call.sinks
-        return Query(
-            self.call,
-            self._by_head(self.q[rows], heads),
-            None if self.shift is None else self._by_head(self.shift[rows].unsqueeze(-1), heads),
-            None if sinks is None else self._by_head(sinks.float().view(1, -1, 1), heads),
-        )
-
-    def _by_head(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
-        """[n, Hq, w] -> [H, n, G, w]."""
-        return x.view(len(x), self.kv_heads, -1, x.shape[-1])[:, heads].transpose(0, 1)
-
 
 class TorchAttention:
-    """One new token of a sequence is computed over the codes of its blocks, sequences in parallel; a chunk of a prompt
-    over keys and values as they are stored, gathered into a scratch that only grows.
+    """New tokens are computed over the codes of the whole pool, in its order; a chunk of a prompt over keys and values
+    as they are stored, gathered into a scratch that only grows.
 
     `tiled` computes query rows in tiles aligned to their position in the sequence, over keys padded to a multiple of
     TILE_KEYS: a token's result then has the same bits in whichever chunk, batch or block size it was computed.
@@ -80,10 +62,8 @@ class TorchAttention:
         self._places = PassPlaces(cache, device)
         # On a GPU one thread keeps the device busy; deterministic rows all go through prompts' path.
         self._crew = Crew(1 if tiled or torch.device(device).type != "cpu" else crew_size())
-        block_numel = max(_block_numel(pool) for pool in cache.pools)
-        count = self._crew.size
-        self._runs = DecodeRuns(cache, count)
-        self._decoding = [] if tiled else [DecodeScratch(count, block_numel, dtype, device) for _ in range(count)]
+        self._decodings = Decodings(cache, self._crew.size, dtype.itemsize, device)
+        self._decoder = Decoder(self._crew, dtype, device)
 
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
@@ -101,7 +81,9 @@ class TorchAttention:
             elif self.tiled or chunk.count > 1:
                 self.attend_past(call, place, chunk, q[rows], out[rows])
         if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
-            self._decode(_Layer.of(call, pool, place.index, q), self._runs.of(call, place.group, places), out)
+            self._decode(
+                _Layer.of(call, pool, place.index, q), self._decodings.of(call, place.group, places, q.shape[1]), out
+            )
         return out
 
     def attend_past(
@@ -124,22 +106,13 @@ class TorchAttention:
             result = attend_rows(call, tile, keys, values, mask, shift)
             out[rows] = result[before : before + last - first]
 
-    def _decode(self, layer: _Layer, runs: list[DecodeRun], out: torch.Tensor) -> None:
-        """The chunks of one row; where there are few runs, the KV heads of long ones are divided among the crew."""
-        parts = -(-self._crew.size // len(runs)) if any(len(run.pieces) > 1 for run in runs) else 1
-        step = -(-layer.kv_heads // min(layer.kv_heads, parts))
+    def _decode(self, layer: _Layer, plan: Decoding, out: torch.Tensor) -> None:
+        """The chunks of one row."""
         planes = zip(layer.pool.planes(layer.index), layer.pool.formats, strict=True)
         keys, values = (Stored(*side) for side in planes)
-        by_head = out.view(len(out), layer.kv_heads, -1, out.shape[-1])
-
-        def work(item: tuple[DecodeRun, slice], member: int) -> None:
-            run, heads = item
-            query = layer.query(run.rows, heads)
-            result = decode(query, keys.heads(heads), values.heads(heads), run, self._decoding[member])
-            by_head[run.rows, heads] = result.transpose(0, 1).to(out.dtype)
-
-        shares = [slice(head, head + step) for head in range(0, layer.kv_heads, step)]
-        self._crew.run([(run, heads) for run in runs for heads in shares], work)
+        shift = None if layer.shift is None else layer.shift[plan.rows]
+        query = Query(layer.call, layer.q[plan.rows], shift)
+        out[plan.rows] = self._decoder.decode(query, keys, values, plan).to(out.dtype)
 
     def _gather(
         self, layer: _Layer, blocks: list[int], low: int, high: int, stored: int
@@ -165,11 +138,6 @@ class TorchAttention:
         if self._scratch.numel() < numel:
             self._scratch = self._scratch.new_empty(numel)
         return self._scratch[:numel].view(2, group.kv_heads, length, group.head_dim)
-
-
-def _block_numel(pool: KVPool) -> int:
-    group = pool.spec.group
-    return group.kv_heads * pool.spec.block * group.head_dim
 
 
 def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:

@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.records.numel() for pool in self.pools)
+        return sum(pool.nbytes for pool in self.pools)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` could ever be stored, were it alone."""

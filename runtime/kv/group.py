@@ -14,7 +14,7 @@ class GroupCache:
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.spec = pool.spec
-        self.allocator = BlockAllocator(len(pool.records))
+        self.allocator = BlockAllocator(len(pool.memory))
         self.block_nbytes = pool.spec.block_nbytes
         self.scale_share = pool.spec.scale_share
 
@@ -96,6 +96,6 @@ class GroupCache:
         """Copy-on-write: others keep the old block as it is."""
         index = stored // self.spec.block
         (own,) = self.allocator.take(1)
-        self.pool.records[own].copy_(self.pool.records[blocks[index]])
+        self.pool.memory.copy(blocks[index], own)
         self.allocator.release([blocks[index]])
         blocks[index] = own

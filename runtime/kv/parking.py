@@ -8,8 +8,25 @@ from dataclasses import dataclass
 import torch
 
 from .allocator import NO_BLOCK, BlockAllocator
+from .block_memory import BlockMemory
 from .group import GroupCache
 from .table import BlockTable
+
+
+class HostSlots:
+    """Blocks of host memory, uint8 [block_nbytes] each, as `BlockMemory` is used here."""
+
+    def __init__(self, slots: Items[torch.Tensor]) -> None:
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def get(self, slot: int) -> torch.Tensor:
+        return self._slots[slot]
+
+    def put(self, slot: int, content: torch.Tensor) -> None:
+        self._slots[slot][: len(content)].copy_(content, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +34,20 @@ class _Place:
     """Blocks of one layer group: which are taken, and the bytes of each, uint8 [block_nbytes]."""
 
     allocator: BlockAllocator
-    memory: Items[torch.Tensor] | torch.Tensor
+    memory: BlockMemory | HostSlots
 
 
 class HostTier:
     """`slots[g]` are blocks of memory for layer group g, uint8 [block_nbytes] each, pinned where there is a device.
 
-    A block moves with one copy, all layers of its group together. Copies go to the stream that computes: it writes a
-    block before it is copied out and reads it after it was copied in, so that order alone makes them safe. They cost
-    it little: a sequence's blocks cross the link in a thousandth of the time that the weights of a pass take.
+    A block crosses the link with one copy, all layers of its group together. Copies go to the stream that computes: it
+    writes a block before it is copied out and reads it after it was copied in, so that order alone makes them safe.
+    They cost it little: a sequence's blocks cross the link in a thousandth of the time that a pass's weights take.
     """
 
     def __init__(self, groups: Items[GroupCache], slots: Items[Items[torch.Tensor]]) -> None:
-        self._cache = [_Place(group.allocator, group.pool.records.flatten(1)) for group in groups]
-        self._host = [_Place(BlockAllocator(len(memory)), memory) for memory in slots]
+        self._cache = [_Place(group.allocator, group.pool.memory) for group in groups]
+        self._host = [_Place(BlockAllocator(len(memory)), HostSlots(memory)) for memory in slots]
         self._block = groups[0].spec.block
 
     @property
@@ -101,7 +118,7 @@ def _move(blocks: list[int], found: list[int], contents: list[bytes], source: _P
         if block_id == NO_BLOCK or there != NO_BLOCK:
             continue
         (moved[index],) = target.allocator.take(1)
-        target.memory[moved[index]].copy_(source.memory[block_id], non_blocking=True)
+        target.memory.put(moved[index], source.memory.get(block_id))
         if index < len(contents):
             target.allocator.publish(moved[index], contents[index])
     return moved

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...quant.format import Plane
 from ...quant.key_frame import KeyFrame
 from ...quant.kv_codec import Coded, decode, encode
 from ...quant.kv_format import VectorFormat, VectorPlanes
-from ...quant.tensor import torch_dtype
+from .block_memory import BlockMemory
 from .spec import KVSpec
 
 # Blocks that are decoded at a time: bounds the float32 copies.
@@ -16,10 +15,9 @@ GATHER_BLOCKS = 32
 
 
 class KVPool:
-    """`records` uint8 [num_blocks, layers, record_nbytes]; H KV heads of D elements, T tokens.
+    """`memory` holds what `spec.layout` says of every block and layer; H KV heads of D elements, T tokens.
 
-    All layers of a block are adjacent, so that one copy moves it. A block's record of a layer is what
-    `spec.layout` says. Quantized keys are kept in `frame`; it is None where keys are kept as they are.
+    Quantized keys are kept in `frame`; it is None where keys are kept as they are.
     """
 
     def __init__(
@@ -34,12 +32,10 @@ class KVPool:
         self.spec = spec
         layout, group = spec.layout, spec.group
         self._formats = (layout.format.keys, layout.format.values)
-        # Zeroed, not empty: an unwritten slot is multiplied with probability 0, and 0 * NaN is NaN.
-        self.records = torch.zeros(num_blocks, len(group.layers), layout.nbytes, dtype=torch.uint8, device=device)
         sides = (layout.keys, layout.values)
-        self._views = [
-            tuple(_views(self.records[:, layer], side) for side in sides) for layer in range(len(group.layers))
-        ]
+        planes = [plane for side in sides for plane in side if plane is not None]
+        self.memory = BlockMemory(planes, layout.nbytes, len(group.layers), num_blocks, device)
+        self._views = [tuple(_views(self.memory, layer, side) for side in sides) for layer in range(len(group.layers))]
         self.frame: KeyFrame | None = None
         if layout.format.keys.quantized:
             if key_offsets is None:
@@ -48,7 +44,7 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        return self.records.numel()
+        return self.memory.bytes.numel()
 
     @property
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
@@ -60,9 +56,9 @@ class KVPool:
         return any(vectors.quantized for vectors in self._formats)
 
     def planes(self, layer: int) -> tuple[Coded, Coded]:
-        """Keys and values of the group's `layer`-th layer, views of `records`.
+        """Keys and values of the group's `layer`-th layer, views of `memory`.
 
-        Codes are [num_blocks, H, block, D/packed], scales and zeros [num_blocks, H, groups, block] or None.
+        Contiguous: codes are [num_blocks, H, block, D/packed], scales and zeros [num_blocks, H, groups, block] or None.
         """
         keys, values = self._views[layer]
         return keys, values
@@ -127,12 +123,8 @@ def _room_for(plane: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return plane.new_empty(heads, num_blocks, *rest)
 
 
-def _views(records: torch.Tensor, side: VectorPlanes) -> Coded:
-    scales, zeros = (None if plane is None else _view(records, plane) for plane in (side.scales, side.zeros))
-    return Coded(_view(records, side.codes), scales, zeros)
-
-
-def _view(records: torch.Tensor, plane: Plane) -> torch.Tensor:
-    """A plane of records uint8 [num_blocks, nbytes] as [num_blocks, *plane.shape]; its bytes are adjacent per block."""
-    part = records[:, plane.offset : plane.offset + plane.nbytes]
-    return part.view(torch_dtype(plane.dtype)).view(len(records), *plane.shape)
+def _views(memory: BlockMemory, layer: int, side: VectorPlanes) -> Coded:
+    codes, *others = side
+    return Coded(
+        memory.plane(layer, codes), *(None if plane is None else memory.plane(layer, plane) for plane in others)
+    )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...moe.limits import most_rows
-from ..attention.limits import NATIVE_NBYTES, WIDE_NUMEL
+from ..attention.limits import JOB_NUMEL, PARTS_NBYTES, PIECE_TOKENS
 from ..shape.layouts import ITEM_NBYTES
 from ..shape.model_shape import ModelShape
 
 # Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
 _HIDDEN_COPIES = 6
 _FP32_COPIES = 2
-# Their scratch shares NATIVE_NBYTES; more threads than these take part of the slack.
+# More threads than these take part of the slack.
 DECODING_THREADS = 4
 # The sampler works in tiles of at most this size.
 SAMPLER_NBYTES = 64 << 20
@@ -61,7 +61,13 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
     )
     logits = num_sampled * widest.vocab * (item + 4) + SAMPLER_NBYTES
     gathered = 2 * longest * widest.kv * item
-    # One sequence of a prompt, keys and values twice; and what some threads gather of decoding sequences.
-    decoding = DECODING_THREADS * max(gathered, 2 * WIDE_NUMEL * item)
-    attention = 2 * gathered + min(NATIVE_NBYTES, decoding) + 2 * DECODING_THREADS * 4 * WIDE_NUMEL
-    return max(layer, logits) + attention
+    # One sequence of a prompt, keys and values twice.
+    return max(layer, logits) + 2 * gathered + _decoding_nbytes(widest, item, num_sampled, longest)
+
+
+def _decoding_nbytes(widest: Widest, item: int, num_sequences: int, longest: int) -> int:
+    """Keys or values of a job gathered and widened, its products in float32; what pieces found, and their sums."""
+    pieces = num_sequences * (longest // PIECE_TOKENS + 1)
+    job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (2 * item + 4)
+    parts = min(PARTS_NBYTES, pieces * widest.dense * item)
+    return DECODING_THREADS * job + parts + 3 * num_sequences * widest.dense * 4

@@ -7,6 +7,7 @@ import torch
 
 from moedge.quant.kv_codec import Coded
 from moedge.quant.kv_format import KV_FORMATS
+from moedge.runtime.attention.decode import Summed
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
 from moedge.runtime.batch import pack
@@ -82,7 +83,7 @@ class Setup:
         num_blocks = sum(spec.blocks_for(length) for length in LENGTHS)
         torch.manual_seed(3)
         self.pool = KVPool(spec, num_blocks, key_offsets=torch.randn(2, kv_heads, dim) * 3, tiled=tiled)
-        self.pool.records.fill_(0xFF)
+        self.pool.memory.bytes.fill_(0xFF)
         self.cache = KVCache([self.pool])
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
         self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in LENGTHS]
@@ -161,11 +162,16 @@ def test_a_dropped_shift_is_seen() -> None:
     assert worst(setup.run(1), setup.wanted()) > 1e-3
 
 
+@pytest.mark.parametrize("block", [8, 32])
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
-def test_long_sequences_are_computed_in_runs_of_blocks(kv_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for two blocks at a time, and none for the fused kernel, the result is the same."""
-    for module in ("decode", "decode_runs"):
-        monkeypatch.setattr(f"moedge.runtime.attention.{module}.WIDE_NUMEL", 2 * 2 * 32 * 64)
-    monkeypatch.setattr("moedge.runtime.attention.decode.NATIVE_NBYTES", 0)
-    setup = Setup((8, 2, 64), kv_format, False, "window")
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_sums_over_many_small_sweeps(name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two pieces a call, and for four in the scratch, the result is the same."""
+    shape = (8, 2, 64)
+    monkeypatch.setattr("moedge.runtime.attention.sweeps.JOB_NUMEL", 2 * 8 * 64)
+    monkeypatch.setattr("moedge.runtime.attention.sweeps.PARTS_NBYTES", 4 * 8 * 64 * 4)
+    added, add = [], Summed.add
+    monkeypatch.setattr(Summed, "add", lambda self, other: (added.append(1), add(self, other))[1])
+    setup = Setup(shape, kv_format, False, name, block)
     assert worst(setup.run(1), setup.wanted()) < 2e-6
+    assert len(added) > 100

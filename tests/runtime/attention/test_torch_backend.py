@@ -44,7 +44,7 @@ class Setup:
     def __init__(self, block: int, tiled: bool, kv_format: str = "fp32", reach: int | None = None) -> None:
         spec = KVSpec(KVGroup((0, 1), KV_HEADS, DIM, reach), kv_format, block)
         pool = KVPool(spec, sum(spec.blocks_for(length) for length in LENGTHS))
-        pool.records.fill_(0xFF)
+        pool.memory.bytes.fill_(0xFF)
         self.cache = KVCache([pool])
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
         torch.manual_seed(1)

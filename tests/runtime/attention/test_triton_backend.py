@@ -120,7 +120,7 @@ class TrimmedSetup(TritonSetup):
         allocator = self.cache.groups[0].allocator
         for block_id in range(allocator.num_blocks):
             if not allocator.references(block_id):
-                self.pool.records[block_id] = 0xFF
+                self.pool.memory.put(block_id, torch.full((self.pool.spec.block_nbytes,), 0xFF, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "int4"])
@@ -146,7 +146,7 @@ def test_blocks_that_were_given_back_behind_the_window_are_never_read(
 def test_reading_back_is_what_the_pool_says_it_stores(kv_format: str) -> None:
     setup = Setup((4, 2, 64), kv_format, tiled=False)
     k, v = setup.k[2], setup.v[2]
-    slots = torch.randperm(setup.pool.records.shape[0] * 32)[: len(k)]
+    slots = torch.randperm(len(setup.pool.memory) * 32)[: len(k)]
     setup.pool.write(1, slots // 32, slots % 32, k, v)
     for found, wanted in zip(
         read_back(setup.pool, 1, slots, torch.float32), setup.pool.as_stored(1, k, v), strict=True

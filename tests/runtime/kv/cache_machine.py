@@ -12,7 +12,9 @@ import hypothesis.strategies as st
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from moedge.quant.format import Plane
 from moedge.runtime.kv.allocator import NO_BLOCK, BlockAllocator
+from moedge.runtime.kv.block_memory import BlockMemory
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.chain import root_hash
 from moedge.runtime.kv.spec import KVSpec
@@ -30,10 +32,13 @@ class TokenPool:
 
     def __init__(self, window: int | None, num_blocks: int, block: int = BLOCK) -> None:
         self.spec = KVSpec(KVGroup((0,), 1, 1, window), "fp16", block)
-        self.records = torch.full((num_blocks, 1, self.spec.record_nbytes), 0xFF, dtype=torch.uint8)
+        record = Plane("checksums", "uint8", (4 * block,), 0)
+        self.memory = BlockMemory([record], self.spec.record_nbytes, 1, num_blocks, "cpu")
+        self.memory.bytes.fill_(0xFF)
+        self.checksums = self.memory.plane(0, record).view(torch.int32)
 
     def slots(self, block_id: int) -> torch.Tensor:
-        return self.records[block_id].view(-1).view(torch.int32)
+        return self.checksums[block_id]
 
 
 class Text:

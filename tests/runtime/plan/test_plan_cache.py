@@ -40,7 +40,7 @@ def _fits(shape: ModelShape, plan: Plan, tokens: int) -> bool:
 
     class Pool:
         def __init__(self, spec: KVSpec, count: int) -> None:
-            self.spec, self.records = spec, range(count)
+            self.spec, self.memory = spec, range(count)
 
     specs = [KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups]
     return all(GroupCache(Pool(*each)).fits(tokens) for each in zip(specs, plan.kv_blocks, strict=True))

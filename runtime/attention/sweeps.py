@@ -1,0 +1,166 @@
+"""A pass's decode attention as a plan: jobs over the pool, and how what they find is summed up by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kv.cache import KVCache
+from .limits import JOB_NUMEL, LITTLE_NUMEL, PARTS_NBYTES
+from .pieces import Pieces, Share, shares
+from .places import GroupPlaces
+from .protocol import AttentionCall
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """n pieces of m blocks, multiplied together; their results go to places `begin` to `end` of a sweep.
+
+    `stretch` is where they lie in the pool side by side, else `block_ids` [n * m] gathers them. `owners` [n] are rows
+    of the queries. `hidden` [n, L] marks what is not seen of a piece's L positions, `blank` the same positions among
+    all n * H * L; both None where all is seen.
+    """
+
+    begin: int
+    end: int
+    stretch: slice | None
+    block_ids: torch.Tensor
+    owners: torch.Tensor
+    hidden: torch.Tensor | None
+    blank: torch.Tensor | None
+
+    @classmethod
+    def of(cls, share: Share, begin: int, size: tuple[int, int], device: torch.device | str) -> Job:
+        """`size` is (L, H)."""
+        tokens, kv_heads = size
+        pieces = share.pieces
+        hidden = pieces.hidden(tokens)
+        blank = None
+        if hidden is not None:
+            blank = torch.from_numpy(np.flatnonzero(np.repeat(hidden[:, None], kv_heads, 1))).to(device)
+        return cls(
+            begin,
+            begin + len(pieces),
+            None if share.begin is None else slice(share.begin, share.begin + len(pieces)),
+            torch.from_numpy(pieces.block_ids.reshape(-1)).to(device),
+            torch.from_numpy(pieces.owners).to(device),
+            None if hidden is None else torch.from_numpy(hidden).to(device),
+            blank,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Which places [N] count, by owner, with Hq query heads each: `owners` [N], and the bags that `embedding_bag` sums.
+
+    `lanes` [N * Hq] are rows place * Hq + head, those of one owner and head side by side; `bounds` [S * Hq] their
+    beginnings.
+    """
+
+    places: torch.Tensor
+    owners: torch.Tensor
+    lanes: torch.Tensor
+    bounds: torch.Tensor
+
+    @classmethod
+    def of(cls, owners: np.ndarray, wanted: np.ndarray, sizes: tuple[int, int], device: torch.device | str) -> Sums:
+        """`owners`, `wanted` of all places of a sweep; `sizes` is (S, Hq)."""
+        num_sequences, num_heads = sizes
+        places = np.flatnonzero(wanted)
+        places = places[np.argsort(owners[places], kind="stable")]
+        owners = owners[places]
+        counts = np.bincount(owners, minlength=num_sequences)
+        begins = np.cumsum(counts) - counts
+        heads = np.arange(num_heads)
+        bounds = begins[:, None] * num_heads + heads * counts[:, None]
+        targets = bounds[owners] + (np.arange(len(places)) - begins[owners])[:, None]
+        lanes = np.empty(targets.size, dtype=np.int32)
+        lanes[targets] = places[:, None] * num_heads + heads
+        arrays = (places, owners, lanes, bounds.astype(np.int32).reshape(-1))
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Jobs whose results fit into the scratch together."""
+
+    jobs: tuple[Job, ...]
+    sums: Sums
+
+    @property
+    def count(self) -> int:
+        return self.jobs[-1].end
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Rows [S] of a pass that are single tokens, and the sweeps that compute them."""
+
+    rows: torch.Tensor
+    sweeps: tuple[Sweep, ...]
+
+
+class Decodings:
+    """The plans of the pass that is running, by layer group: the same for all layers of a group."""
+
+    def __init__(self, cache: KVCache, sharers: int, item_nbytes: int, device: torch.device | str) -> None:
+        self._cache = cache
+        self._sharers = sharers
+        self._item_nbytes = item_nbytes
+        self._device = device
+        self._found: dict[int, tuple[GroupPlaces, Decoding]] = {}
+
+    def of(self, call: AttentionCall, group: int, places: GroupPlaces, num_heads: int) -> Decoding:
+        if group not in self._found or self._found[group][0] is not places:
+            self._found[group] = places, self._make(call, group, places, num_heads)
+        return self._found[group][1]
+
+    def _make(self, call: AttentionCall, group: int, places: GroupPlaces, num_heads: int) -> Decoding:
+        pool = self._cache.pools[group]
+        kv_heads, dim, block = pool.spec.group.kv_heads, pool.spec.group.head_dim, pool.spec.block
+        tables = {chunk: table for chunk, table in places.tables.items() if chunk.count == 1}
+        pieces = Pieces.of(call, tables, block)
+        tokens = pieces.block_ids.shape[1] * block
+        most = _most(len(pieces), kv_heads * tokens * dim, num_heads * max(4 * tokens, dim), self._sharers)
+        together = max(most, PARTS_NBYTES // (num_heads * dim * self._item_nbytes))
+        sizes = (len(tables), num_heads)
+        rows = torch.tensor([chunk.begin for chunk in tables], device=self._device)
+        sweeps = [
+            self._sweep(part, (tokens, kv_heads), sizes)
+            for part in _parts(shares(pieces, tokens, len(pool.memory), most), together)
+        ]
+        return Decoding(rows, tuple(sweeps))
+
+    def _sweep(self, part: list[Share], size: tuple[int, int], sizes: tuple[int, int]) -> Sweep:
+        jobs: list[Job] = []
+        for share in part:
+            jobs.append(Job.of(share, jobs[-1].end if jobs else 0, size, self._device))
+        owners = np.concatenate([share.pieces.owners for share in part])
+        wanted = np.concatenate([share.wanted for share in part])
+        return Sweep(tuple(jobs), Sums.of(owners, wanted, sizes, self._device))
+
+
+def _most(count: int, keys: int, queries: int, sharers: int) -> int:
+    """Pieces of a job, a power of two; `keys` and `queries` are elements of one. Little work is one job, for a thread
+    takes a while to wake up."""
+    most = max(1, JOB_NUMEL // max(keys, queries))
+    if count * keys > LITTLE_NUMEL:
+        most = max(1, min(most, count // sharers))
+    return 1 << (most.bit_length() - 1)
+
+
+def _parts(found: Iterable[Share], most: int) -> Iterator[list[Share]]:
+    """Runs of shares with at most `most` pieces, or a single one."""
+    part: list[Share] = []
+    count = 0
+    for share in found:
+        if part and count + len(share.pieces) > most:
+            yield part
+            part, count = [], 0
+        part.append(share)
+        count += len(share.pieces)
+    if part:
+        yield part
