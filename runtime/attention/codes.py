@@ -35,7 +35,9 @@ class CodeScratch:
     def fetch(self, stored: Stored, job: Job) -> Coded:
         """Codes [n, H, L, D/packed], scales and zeros [n, H, groups, L]: in place where they lie side by side."""
         if job.stretch is not None:
-            return Coded(*(None if plane is None else plane[job.stretch] for plane in stored.planes))
+            codes, *others = stored.planes
+            here = (None if plane is None else plane[job.stretch] for plane in others)
+            return Coded(codes[job.stretch], *here)
         codes, *others = stored.planes
         nbytes = codes[0].numel() * len(job.block_ids) * codes.itemsize
         if len(self._codes) < nbytes:
@@ -76,13 +78,15 @@ class CodeScratch:
 
 
 def scores(q: torch.Tensor, keys: Coded, format: VectorFormat, scratch: CodeScratch) -> torch.Tensor:
-    """q [n, H, G, D], scaled already, times keys: [n, H, G, L] in float32, rounded to q's dtype once."""
+    """q [n, H, G, D] times keys: [n, H, G, L] in float32, rounded to q's dtype once."""
     n, heads, group, _ = q.shape
     total = None
     for part, rows in enumerate(q.chunk(format.packed, -1)):
         wide = scratch.widen(keys.codes, format, part)
         room = scratch.dots(n * heads, group, wide.shape[1])
-        dots = torch.bmm(rows.flatten(0, 1), wide.transpose(1, 2), out=room).view(n, heads, group, -1).float()
+        torch.bmm(rows.flatten(0, 1), wide.transpose(1, 2), out=room)
+        # A copy in any case: the room is used again.
+        dots = room.view(n, heads, group, -1).to(torch.float32, copy=True)
         if keys.scales is not None:
             dots *= keys.scales[:, :, part : part + 1].float()
         if keys.zeros is not None:
@@ -109,5 +113,5 @@ def _join(plane: torch.Tensor, count: int, tokens: int) -> torch.Tensor:
     """[count * m, H, ..., T, ...] with T blocks' tokens at axis `tokens`: m neighbours become one, [count, H, ...]."""
     if len(plane) == count:
         return plane
-    apart = plane.unflatten(0, (count, -1)).movedim(1, tokens)
+    apart = plane.view(count, -1, *plane.shape[1:]).movedim(1, tokens)
     return apart.flatten(tokens, tokens + 1)

@@ -35,16 +35,20 @@ class Query:
     q: torch.Tensor
     shift: torch.Tensor | None
 
-    def scaled(self, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """[S, H, G, D] whose products with keys are exponents of two, or scores where a softcap bounds them."""
-        factor = self.call.scale * (1.0 if self.call.softcap is not None else LOG2E)
-        return (self.q.float() * factor).to(dtype).unflatten(1, (kv_heads, -1))
+    def folded(self, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """[S, H, G, D]."""
+        return self.q.to(dtype).view(len(self.q), kv_heads, -1, self.q.shape[-1])
 
     def exponents(self, products: torch.Tensor, job: Job) -> torch.Tensor:
-        """log2 of what softmax sums, from products [n, H, G, L] of a job, which are overwritten."""
+        """log2 of what softmax sums, from products [n, H, G, L] of a job, which are overwritten.
+
+        Scaled here, in float32: scaled queries would be rounded once more.
+        """
         softcap = self.call.softcap
+        factor = 1.0 if softcap is not None else LOG2E
+        products *= self.call.scale * factor
         if self.shift is not None:
-            shift = self.shift if softcap is not None else self.shift * LOG2E
+            shift = self.shift * factor
             products += shift.index_select(0, job.owners).view(*products.shape[:3], 1)
         if softcap is not None:
             products.div_(softcap).tanh_().mul_(softcap * LOG2E)
@@ -133,7 +137,7 @@ class Decoder:
 
     def decode(self, query: Query, keys: Stored, values: Stored, plan: Decoding) -> torch.Tensor:
         """[S, Hq, D] in float32."""
-        q = query.scaled(keys.planes.codes.shape[1], self._dtype)
+        q = query.folded(keys.planes.codes.shape[1], self._dtype)
         total: Summed | None = None
         for sweep in plan.sweeps:
             summed = Summed.of(self._sweep(query, q, (keys, values), sweep), sweep.sums, len(q))

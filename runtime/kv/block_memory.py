@@ -55,4 +55,4 @@ class BlockMemory:
         """[layers, num_blocks, plane.nbytes]. Planes begin at multiples of 64 in a record, so that this does too."""
         begin = plane.offset * self._num_blocks
         part = self._by_layer[:, begin : begin + plane.nbytes * self._num_blocks]
-        return part.unflatten(1, (self._num_blocks, plane.nbytes))
+        return part.view(-1, self._num_blocks, plane.nbytes)
