@@ -7,6 +7,7 @@ one by one: small integers, exact in every dtype. n pieces, H KV heads, G query 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,9 +29,7 @@ class CodeScratch:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
         self.dtype = dtype
-        self._codes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._wide = torch.empty(0, dtype=dtype, device=device)
-        self._dots = torch.empty(0, dtype=dtype, device=device)
+        self._codes, self._wide, self._dots = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(3))
 
     def fetch(self, stored: Stored, job: Job) -> Coded:
         """Codes [n, H, L, D/packed], scales and zeros [n, H, groups, L]: in place where they lie side by side."""
@@ -59,31 +58,32 @@ class CodeScratch:
         hidden = job.hidden[:, None, None]
         return Coded(codes, *(None if plane is None else plane.masked_fill(hidden, 0) for plane in factors))
 
-    def widen(self, codes: torch.Tensor, format: VectorFormat, part: int) -> torch.Tensor:
+    def widen(self, codes: torch.Tensor, format: VectorFormat, part: int, dtype: torch.dtype) -> torch.Tensor:
         """Part `part` of the elements [n * H, L, D/packed]; a packed code holds as many parts as elements."""
-        if codes.dtype == self.dtype:
+        if codes.dtype == dtype:
             return codes.flatten(0, 1)
         if format.packed > 1:
             codes = codes >> 4 if part else codes & INT4_CODES
-        if len(self._wide) < codes.numel():
-            self._wide = self._wide.new_empty(codes.numel())
-        return self._wide[: codes.numel()].view(codes.shape).copy_(codes).flatten(0, 1)
+        nbytes = codes.numel() * dtype.itemsize
+        if len(self._wide) < nbytes:
+            self._wide = self._wide.new_empty(nbytes)
+        return self._wide[:nbytes].view(dtype).view(codes.shape).copy_(codes).flatten(0, 1)
 
-    def dots(self, *shape: int) -> torch.Tensor:
+    def dots(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
         """Room for products."""
-        numel = shape[0] * shape[1] * shape[2]
-        if len(self._dots) < numel:
-            self._dots = self._dots.new_empty(numel)
-        return self._dots[:numel].view(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if len(self._dots) < nbytes:
+            self._dots = self._dots.new_empty(nbytes)
+        return self._dots[:nbytes].view(dtype).view(shape)
 
 
 def scores(q: torch.Tensor, keys: Coded, format: VectorFormat, scratch: CodeScratch) -> torch.Tensor:
-    """q [n, H, G, D] times keys: [n, H, G, L] in float32, rounded to q's dtype once."""
+    """q [n, H, G, D], float32, times keys: [n, H, G, L] in float32."""
     n, heads, group, _ = q.shape
     total = None
     for part, rows in enumerate(q.chunk(format.packed, -1)):
-        wide = scratch.widen(keys.codes, format, part)
-        room = scratch.dots(n * heads, group, wide.shape[1])
+        wide = scratch.widen(keys.codes, format, part, q.dtype)
+        room = scratch.dots((n * heads, group, wide.shape[1]), q.dtype)
         torch.bmm(rows.flatten(0, 1), wide.transpose(1, 2), out=room)
         # A copy in any case: the room is used again.
         dots = room.view(n, heads, group, -1).to(torch.float32, copy=True)
@@ -99,9 +99,9 @@ def scores(q: torch.Tensor, keys: Coded, format: VectorFormat, scratch: CodeScra
 def weighted_sum(p: torch.Tensor, values: Coded, format: VectorFormat, scratch: CodeScratch, out: torch.Tensor) -> None:
     """Fills out [n, H, G, D] with p [n, H, G, L], float32, times values."""
     for part, target in enumerate(out.chunk(format.packed, -1)):
-        wide = scratch.widen(values.codes, format, part)
+        wide = scratch.widen(values.codes, format, part, scratch.dtype)
         weights = p if values.scales is None else p * values.scales[:, :, part : part + 1].float()
-        room = scratch.dots(*wide.shape[:1], *weights.shape[2:]).copy_(weights.flatten(0, 1))
+        room = scratch.dots((len(wide), *weights.shape[2:]), scratch.dtype).copy_(weights.flatten(0, 1))
         if values.zeros is None:
             torch.bmm(room, wide, out=target.flatten(0, 1))
         else:

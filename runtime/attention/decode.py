@@ -35,15 +35,12 @@ class Query:
     q: torch.Tensor
     shift: torch.Tensor | None
 
-    def folded(self, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """[S, H, G, D]."""
-        return self.q.to(dtype).view(len(self.q), kv_heads, -1, self.q.shape[-1])
+    def folded(self, kv_heads: int) -> torch.Tensor:
+        """[S, H, G, D] in float32: products have the dtype of their factors, and scores must not be rounded."""
+        return self.q.float().view(len(self.q), kv_heads, -1, self.q.shape[-1])
 
     def exponents(self, products: torch.Tensor, job: Job) -> torch.Tensor:
-        """log2 of what softmax sums, from products [n, H, G, L] of a job, which are overwritten.
-
-        Scaled here, in float32: scaled queries would be rounded once more.
-        """
+        """log2 of what softmax sums, from products [n, H, G, L] of a job, which are overwritten."""
         softcap = self.call.softcap
         factor = 1.0 if softcap is not None else LOG2E
         products *= self.call.scale * factor
@@ -132,12 +129,11 @@ class Decoder:
 
     def __init__(self, crew: Crew, dtype: torch.dtype, device: torch.device | str) -> None:
         self._crew = crew
-        self._dtype = dtype
         self._scratch = DecodeScratch(crew.size, dtype, device)
 
     def decode(self, query: Query, keys: Stored, values: Stored, plan: Decoding) -> torch.Tensor:
         """[S, Hq, D] in float32."""
-        q = query.folded(keys.planes.codes.shape[1], self._dtype)
+        q = query.folded(keys.planes.codes.shape[1])
         total: Summed | None = None
         for sweep in plan.sweeps:
             summed = Summed.of(self._sweep(query, q, (keys, values), sweep), sweep.sums, len(q))

@@ -66,8 +66,8 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
 
 
 def _decoding_nbytes(widest: Widest, item: int, num_sequences: int, longest: int) -> int:
-    """Keys or values of a job gathered and widened, its products in float32; what pieces found, and their sums."""
+    """Keys of a job gathered and in float32, and their products; what pieces found, and the sums of it."""
     pieces = num_sequences * (longest // PIECE_TOKENS + 1)
-    job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (2 * item + 4)
+    job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
     parts = min(PARTS_NBYTES, pieces * widest.dense * item)
     return DECODING_THREADS * job + parts + 3 * num_sequences * widest.dense * 4

@@ -174,4 +174,4 @@ def test_sums_over_many_small_sweeps(name: str, kv_format: str, block: int, monk
     monkeypatch.setattr(Summed, "add", lambda self, other: (added.append(1), add(self, other))[1])
     setup = Setup(shape, kv_format, False, name, block)
     assert worst(setup.run(1), setup.wanted()) < 2e-6
-    assert len(added) > 100
+    assert len(added) > 10
