@@ -133,10 +133,19 @@ class Decoder:
 
     def decode(self, query: Query, keys: Stored, values: Stored, plan: Decoding) -> torch.Tensor:
         """[S, Hq, D] in float32."""
-        q = query.folded(keys.planes.codes.shape[1])
+        threads = torch.get_num_threads()
+        if plan.little:
+            torch.set_num_threads(1)
+        try:
+            return self._decode(query, (keys, values), plan)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _decode(self, query: Query, stored: tuple[Stored, Stored], plan: Decoding) -> torch.Tensor:
+        q = query.folded(stored[0].planes.codes.shape[1])
         total: Summed | None = None
         for sweep in plan.sweeps:
-            summed = Summed.of(self._sweep(query, q, (keys, values), sweep), sweep.sums, len(q))
+            summed = Summed.of(self._sweep(query, q, stored, sweep), sweep.sums, len(q))
             total = summed if total is None else total.add(summed)
         assert total is not None
         return total.normal(query.call.sinks)

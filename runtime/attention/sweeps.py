@@ -97,10 +97,14 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Rows [S] of a pass that are single tokens, and the sweeps that compute them."""
+    """Rows [S] of a pass that are single tokens, and the sweeps that compute them.
+
+    `little` work is done before a second thread has woken up.
+    """
 
     rows: torch.Tensor
     sweeps: tuple[Sweep, ...]
+    little: bool
 
 
 class Decodings:
@@ -124,7 +128,9 @@ class Decodings:
         tables = {chunk: table for chunk, table in places.tables.items() if chunk.count == 1}
         pieces = Pieces.of(call, tables, block)
         tokens = pieces.block_ids.shape[1] * block
-        most = _most(len(pieces), kv_heads * tokens * dim, num_heads * max(4 * tokens, dim), self._sharers)
+        little = len(pieces) * kv_heads * tokens * dim <= LITTLE_NUMEL
+        most = max(1, JOB_NUMEL // max(kv_heads * tokens * dim, num_heads * max(4 * tokens, dim)))
+        most = _power(most if little else min(most, len(pieces) // self._sharers))
         together = max(most, PARTS_NBYTES // (num_heads * dim * self._item_nbytes))
         sizes = (len(tables), num_heads)
         rows = torch.tensor([chunk.begin for chunk in tables], device=self._device)
@@ -132,7 +138,7 @@ class Decodings:
             self._sweep(part, (tokens, kv_heads), sizes)
             for part in _parts(shares(pieces, tokens, len(pool.memory), most), together)
         ]
-        return Decoding(rows, tuple(sweeps))
+        return Decoding(rows, tuple(sweeps), little)
 
     def _sweep(self, part: list[Share], size: tuple[int, int], sizes: tuple[int, int]) -> Sweep:
         jobs: list[Job] = []
@@ -143,13 +149,9 @@ class Decodings:
         return Sweep(tuple(jobs), Sums.of(owners, wanted, sizes, self._device))
 
 
-def _most(count: int, keys: int, queries: int, sharers: int) -> int:
-    """Pieces of a job, a power of two; `keys` and `queries` are elements of one. Little work is one job, for a thread
-    takes a while to wake up."""
-    most = max(1, JOB_NUMEL // max(keys, queries))
-    if count * keys > LITTLE_NUMEL:
-        most = max(1, min(most, count // sharers))
-    return 1 << (most.bit_length() - 1)
+def _power(count: int) -> int:
+    """The power of two below: jobs of few different sizes, as oneDNN keeps a kernel for each."""
+    return 1 << (max(1, count).bit_length() - 1)
 
 
 def _parts(found: Iterable[Share], most: int) -> Iterator[list[Share]]:
