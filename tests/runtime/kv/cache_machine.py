@@ -35,6 +35,7 @@ class TokenPool:
         record = Plane("checksums", "uint8", (4 * block,), 0)
         self.memory = BlockMemory([record], self.spec.record_nbytes, 1, num_blocks, "cpu")
         self.memory.bytes.fill_(0xFF)
+        self.nbytes = self.memory.bytes.numel()
         self.checksums = self.memory.plane(0, record).view(torch.int32)
 
     def slots(self, block_id: int) -> torch.Tensor:
