@@ -45,7 +45,7 @@ class Widest:
 
 
 def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, longest: int) -> int:
-    """Bytes of activations, logits and attention scratch of a pass of `num_tokens` tokens.
+    """Bytes of activations, logits and scratch of prompts' attention, of a pass of `num_tokens` tokens.
 
     `num_sampled` rows get logits; `longest` is the longest sequence, whose keys and values are gathered.
     """
@@ -62,11 +62,15 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
     logits = num_sampled * widest.vocab * (item + 4) + SAMPLER_NBYTES
     gathered = 2 * longest * widest.kv * item
     # One sequence of a prompt, keys and values twice.
-    return max(layer, logits) + 2 * gathered + _decoding_nbytes(widest, item, num_sampled, longest)
+    return max(layer, logits) + 2 * gathered
 
 
-def _decoding_nbytes(widest: Widest, item: int, num_sequences: int, longest: int) -> int:
-    """Keys of a job gathered and in float32, and their products; what pieces found, and the sums of it."""
+def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int) -> int:
+    """What torch's attention takes for tokens that are decoded, beside `pass_nbytes`.
+
+    Keys of a job gathered and in float32, and their products; what pieces found, and the sums of it.
+    """
+    item = ITEM_NBYTES[dtype]
     pieces = num_sequences * (longest // PIECE_TOKENS + 1)
     job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
     parts = min(PARTS_NBYTES, pieces * widest.dense * item)

@@ -8,7 +8,7 @@ from ...offload.machine.threads import crew_size
 from ..shape.layouts import helper_nbytes, resident_nbytes, workspace_nbytes
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
-from .activations import Widest, pass_nbytes
+from .activations import Widest, decoding_nbytes, pass_nbytes
 from .cache_size import CacheSize
 from .device_plan import DeviceRoom, on_device_nbytes
 from .kernel_scratch import attention_nbytes, experts_nbytes, groups_experts
@@ -68,11 +68,13 @@ class Draft:
         self.tokens_per_pass = cache.tokens_per_pass
         self.live = max(1, min(live, self.tokens_per_pass))
         computing = pass_nbytes(packed.widest, packed.dtype, self.tokens_per_pass, self.live, cache.longest)
+        decoding = decoding_nbytes(packed.widest, packed.dtype, self.live, cache.longest)
         if packed.gpu is not None and packed.gpu.has_kernels:
-            # Not at the same time: a layer's attention is over when its experts begin.
+            # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
             attention = attention_nbytes(packed.shape, cache, packed.dtype, self.live, packed.gpu)
             experts = experts_nbytes(packed.shape, packed.dtype, self.tokens_per_pass) if packed.grouped_experts else 0
-            computing += max(attention, experts)
+            decoding = max(decoding, attention, experts)
+        computing += decoding
         self.scratch = packed.products + int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
         self.fixed = self.scratch + packed.resident
 
