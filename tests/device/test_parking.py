@@ -1,6 +1,8 @@
 """Host memory for parked blocks is page-locked in pieces that no copy crosses, and given back."""
 
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -36,3 +38,25 @@ def test_what_cannot_be_pinned_whole_is_not_pinned(limit: int, fakes: ModuleType
     assert [len(rows) for rows in memory.slots] == list(COUNTS)
     memory.slots[0][9].fill_(7)
     memory.close()
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+def test_sequences_that_were_parked_go_on_as_if_nothing_had_happened(kv: str, case: Any, fakes: ModuleType) -> None:
+    """A cache with room for two of four sequences at their longest, all of which are admitted: they grow into it."""
+    tiny = case("qwen3_moe")
+    tiny = replace(tiny, settings=replace(tiny.settings, kv=kv), lengths=(20, 21, 22, 23), new_tokens=24)
+    fake = fakes.FakeDevice()
+    specs = [KVSpec(group, kv, 4) for group in tiny.source.shape.kv_groups]
+    blocks = tuple(2 * spec.least_blocks(tiny.job.longest) for spec in specs)
+    # The smallest plan of the tiny model has one sequence in a pass: nobody would be preempted.
+    ample = replace(tiny.plan(fake.device, 1.0), max_sequences=4, kv_block=4, kv_blocks=tuple(4 * n for n in blocks))
+    tight = replace(ample, kv_blocks=blocks, parked_blocks=tuple(2 * count for count in blocks))
+    with fake:
+        wanted, recomputed, parked = (
+            tiny.run(plan, fake.device) for plan in (ample, replace(tight, parked_blocks=(0,) * len(blocks)), tight)
+        )
+    assert wanted.parked == recomputed.parked == recomputed.pinned_for_parking == 0
+    assert parked.parked > 0
+    assert parked.pinned_for_parking > 0
+    assert parked.tokens == recomputed.tokens == wanted.tokens
+    assert recomputed.passes > wanted.passes, "nobody was preempted"
