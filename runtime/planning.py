@@ -11,10 +11,6 @@ from ..offload.machine.saved import read_machine
 from .errors import ModelNotFound, SettingError
 from .headers import Headers
 from .job_plan import KnownMachine
-from .jobs.encode import RowEncoder
-from .jobs.measure import measure
-from .jobs.reader import read_rows
-from .jobs.rows import Defaults
 from .plan.budgets import Budgets
 from .plan.device_plan import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRoom
 from .plan.draft import PROCESS_NBYTES
@@ -22,7 +18,6 @@ from .plan.job import JobShape
 from .plan.outlook import Question
 from .plan.packed_model import PackedModel
 from .plan.plan import Settings
-from .text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +49,13 @@ def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobShape:
     """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
     if headers.folder is None:
         raise ModelNotFound(f"{headers.name} is not here, and counting the tokens of {rows} takes its tokenizer")
+    # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
+    from .jobs.encode import RowEncoder
+    from .jobs.measure import measure
+    from .jobs.reader import read_rows
+    from .jobs.rows import Defaults
+    from .text.tokenizer import Tokenizer
+
     shape, defaults = headers.shape, Defaults(max_tokens=max_tokens)
     with Tokenizer.load(headers.folder) as tokenizer:
         size, _ = measure(read_rows(rows, defaults), RowEncoder(tokenizer, shape.vocab, shape.context))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from ..errors import BadCheckpoint
 from .json_object import described, load_object
@@ -22,6 +23,7 @@ MAX_DIMS = 8
 MAX_NAME_NBYTES = 512
 _MAX_NUMEL = 2**62
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_WHOLE = {int}
 ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -29,8 +31,7 @@ ITEM_BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of one file: `begin` and `end` are byte offsets from the start of the file."""
 
     name: str
@@ -71,8 +72,7 @@ def parse_header(header: bytes, file_nbytes: int, file: str) -> dict[str, Tensor
     if not isinstance(metadata, dict) or not all(_is_text(value) for value in metadata.values()):
         raise BadCheckpoint(f"{file}: __metadata__ is {described(metadata)}, wanted texts by name")
     base = 8 + len(header)
-    entries = [_entry(name, fields, base, file) for name, fields in content.items()]
-    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    entries = sorted(_entries(content, base, file), key=attrgetter("begin", "end"))
     _check_cover(entries, base, file_nbytes, file)
     return {entry.name: entry for entry in entries}
 
@@ -92,48 +92,59 @@ def _load(header: bytes, file: str) -> dict[str, Any]:
         raise BadCheckpoint(f"{file}: the header is not the JSON of a safetensors file ({error})") from None
 
 
-def _entry(name: str, fields: Any, base: int, file: str) -> TensorEntry:
-    if fault := _name_fault(name) or _fault(fields):
-        raise BadCheckpoint(f"{file}: tensor {described(name)}: {fault}")
-    begin, end = fields["data_offsets"]
-    return TensorEntry(name, fields["dtype"], tuple(fields["shape"]), base + begin, base + end)
+def _entries(content: dict[str, Any], base: int, file: str) -> Iterator[TensorEntry]:
+    # Checkpoints have many tensors of few kinds, so what a kind takes is worked out once.
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, fields in content.items():
+        try:
+            yield _entry(name, fields, base, kinds)
+        except ValueError as fault:
+            raise BadCheckpoint(f"{file}: tensor {described(name)}: {fault}") from None
 
 
-def _name_fault(name: str) -> str | None:
-    if 0 < len(name) <= MAX_NAME_NBYTES >= len(name.encode("utf-8", "replace")) and name.isprintable():
-        return None
-    return f"the name is empty, unprintable or over {MAX_NAME_NBYTES} bytes"
-
-
-def _fault(fields: Any) -> str | None:
-    """What is wrong with a tensor's description, None where nothing is."""
+def _entry(name: str, fields: Any, base: int, kinds: dict[tuple[str, tuple[int, ...]], int]) -> TensorEntry:
+    """Raises ValueError, saying what is wrong with the tensor's name or description."""
+    if not (0 < len(name) <= MAX_NAME_NBYTES and name.isprintable() and (name.isascii() or _is_short(name))):
+        raise ValueError(f"the name is empty, unprintable or over {MAX_NAME_NBYTES} bytes")
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        return "wanted exactly dtype, shape and data_offsets"
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        raise ValueError("wanted exactly dtype, shape and data_offsets")
+    dtype, sizes, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        return f"dtype {described(dtype)} is not one of {', '.join(ITEM_BITS)}"
-    if not _are_sizes(shape, MAX_DIMS) or not _are_sizes(offsets, 2) or len(offsets) != 2:
-        return "shape or offsets are not lists of sizes"
+        raise ValueError(f"dtype {described(dtype)} is not one of {', '.join(ITEM_BITS)}")
+    if not _are_whole(sizes, MAX_DIMS) or not _are_whole(offsets, 2) or len(offsets) != 2:
+        raise ValueError("shape or offsets are not lists of sizes")
+    shape, (begin, end) = tuple(sizes), offsets
+    nbytes = kinds.get((dtype, shape))
+    if nbytes is None:
+        nbytes = kinds[dtype, shape] = _nbytes(dtype, shape)
+    # That offsets are inside the file follows from this and from what `_check_cover` adds up.
+    if end - begin != nbytes:
+        raise ValueError(f"{end - begin} bytes found, {dtype} {list(shape)} takes {nbytes}")
+    return TensorEntry(name, dtype, shape, base + begin, base + end)
+
+
+def _is_short(name: str) -> bool:
+    return len(name.encode("utf-8", "replace")) <= MAX_NAME_NBYTES
+
+
+def _are_whole(values: Any, most: int) -> bool:
+    # True and 1.0 are equal to 1, and no sizes.
+    return isinstance(values, list) and len(values) <= most and _WHOLE.issuperset(map(type, values))
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    if shape and min(shape) < 0:
+        raise ValueError("shape or offsets are not lists of sizes")
     # The first product of sizes is 0 where one of them is, however large the others are.
     numel, bound = math.prod(shape), math.prod(size or 1 for size in shape)
     if bound > _MAX_NUMEL:
-        return f"{bound} elements are more than any file holds"
-    if offsets[1] - offsets[0] != numel * ITEM_BITS[dtype] // 8:
-        return f"{offsets[1] - offsets[0]} bytes found, {dtype} {shape} takes {numel * ITEM_BITS[dtype] // 8}"
-    return None
+        raise ValueError(f"{bound} elements are more than any file holds")
+    return numel * ITEM_BITS[dtype] // 8
 
 
 def _is_text(value: object) -> bool:
     # Half of a surrogate pair can be escaped in JSON, and is no text.
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value))
-
-
-def _are_sizes(values: Any, most: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) <= most
-        and all(type(value) is int and 0 <= value <= _MAX_NUMEL for value in values)
-    )
 
 
 def _check_cover(entries: list[TensorEntry], base: int, file_nbytes: int, file: str) -> None:

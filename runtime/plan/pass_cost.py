@@ -13,7 +13,7 @@ from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards
 from .placement import Placement
 from .plan import Plan
-from .rates import ATTENTION, TOGETHER, WIDE, Rates
+from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,15 @@ class PassCost:
         return max(self.disk_s, self.link_s, self.compute_s)
 
 
-@dataclass(frozen=True, slots=True)
 class _LayerKind:
     """Layers that are alike, and how many they are."""
 
-    count: int
-    dense: tuple[Matrix, ...]
-    experts: ExpertsShape | None
+    def __init__(self, count: int, dense: tuple[Matrix, ...], experts: ExpertsShape | None) -> None:
+        self.count = count
+        self.dense = dense
+        self.experts = experts
+        self.dense_numel = sum(matrix.numel for matrix in dense)
+        self.expert_numel = experts.numel if experts else 0
 
     @property
     def width(self) -> int:
@@ -126,35 +128,31 @@ class ComputeCosts:
 
     def __init__(self, model: ModelWork, formats: Formats, rates: Rates) -> None:
         self._shape = model.shape
-        self._formats = formats
-        self._rates = rates
+        self._overheads = rates.overheads
+        self._memory_bytes_s = rates.memory_bytes_s
         self._kinds = model.kinds
         self._width = model.attention_width
-        self._specs = [KVSpec(group, formats.kv, formats.kv_block) for group in model.shape.kv_groups]
+        self._groups = [_Looked.of(KVSpec(group, formats.kv, formats.kv_block)) for group in model.shape.kv_groups]
+        name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
+        # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
+        name = name if formats.dtype == "bf16" else WIDE
+        self._alone, self._together = rates.curve(name), rates.curve(TOGETHER.format(name), name)
+        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant)
 
     def seconds(self, load: PassLoad) -> float:
         compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
         return compute + self._attention(load) + self._head(load)
 
     def _layer(self, kind: _LayerKind, load: PassLoad) -> float:
-        tokens, overheads = load.tokens, self._rates.overheads
-        seconds = self._products(sum(matrix.numel for matrix in kind.dense), tokens)
+        tokens, overheads = load.tokens, self._overheads
+        seconds = _products(self._alone, kind.dense_numel, tokens)
         seconds += overheads.layer_s + overheads.sequence_s * load.sequences
         seconds += overheads.number_s * tokens * self._shape.hidden
         if kind.experts is None:
             return seconds
         union = kind.experts.count * wanted_by(tokens, kind.experts.per_token / kind.experts.count)
         rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
-        return seconds + self._products(union * kind.experts.numel, rows, together=True) + overheads.expert_s * union
-
-    def _products(self, numel: float, rows: float, together: bool = False) -> float:
-        quant, compute = self._formats.quant, self._formats.compute
-        name = quant if compute == "auto" else f"{quant}x{compute}"
-        names = (TOGETHER.format(name), name) if together else (name,)
-        if self._formats.dtype != "bf16":
-            # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
-            names = (TOGETHER.format(WIDE), WIDE) if together else (WIDE,)
-        return 2 * rows * numel / self._rates.of_product(*names, rows=rows)
+        return seconds + _products(self._together, union * kind.expert_numel, rows) + overheads.expert_s * union
 
     def _attention(self, load: PassLoad) -> float:
         """Scores and sums over what tokens look back to. Keys and values are read once for a chunk."""
@@ -162,19 +160,35 @@ class ComputeCosts:
         return decoding + (self._looking(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
 
     def _looking(self, tokens: float, chunk: float, back: float) -> float:
-        rate = self._rates.of_product(ATTENTION.format(self._formats.kv), self._formats.quant, rows=chunk)
-        seconds = 0.0
-        for spec in self._specs:
-            seen = min(back, spec.group.window or back)
+        rate, seconds = self._attending.at(chunk), 0.0
+        for group in self._groups:
+            seen = min(back, group.window or back)
             flop = 4 * tokens * seen * self._width
-            read = tokens / max(1.0, chunk) * seen * spec.record_nbytes / spec.block
-            seconds += len(spec.group.layers) * max(flop / rate, read / self._rates.memory_bytes_s)
+            read = tokens / max(1.0, chunk) * seen * group.token_nbytes
+            seconds += group.num_layers * max(flop / rate, read / self._memory_bytes_s)
         return seconds
 
     def _head(self, load: PassLoad) -> float:
         head = self._shape.head
         numel = head.numel if head else self._shape.embedding_numel
-        return self._products(numel, load.sampled)
+        return _products(self._alone, numel, load.sampled)
+
+
+def _products(rate: Curve, numel: float, rows: float) -> float:
+    return 2 * rows * numel / rate.at(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """Layers whose tokens look back equally far; `token_nbytes` of one layer's keys and values."""
+
+    num_layers: int
+    window: int | None
+    token_nbytes: float
+
+    @classmethod
+    def of(cls, spec: KVSpec) -> _Looked:
+        return cls(len(spec.group.layers), spec.group.window, spec.record_nbytes / spec.block)
 
 
 class _Streamed:

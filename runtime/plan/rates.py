@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from types import MappingProxyType
 
 from ...offload.machine.profile import FlopRates, Machine, Overheads
@@ -40,14 +40,32 @@ class Rates:
     otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
     measured: bool = False
 
-    def of_product(self, *names: str, rows: float) -> float:
-        """FLOP/s of products with `rows` rows under the first of `names` that was measured.
+    def curve(self, *names: str) -> Curve:
+        """Of products under the first of `names` that was measured."""
+        return Curve(next((self.flop_s[name] for name in names if self.flop_s.get(name)), self.otherwise))
 
-        Between numbers of rows that were measured a product's seconds are on a straight line; beyond the most, its
-        rate stays.
-        """
-        rates = next((self.flop_s[name] for name in names if self.flop_s.get(name)), self.otherwise)
-        return _interpolated(rates, max(1.0, rows))
+
+class Curve:
+    """FLOP/s of products by how many rows they have at once, from those numbers of rows that were measured."""
+
+    def __init__(self, rates: Mapping[int, float]) -> None:
+        self._points = sorted(rates.items())
+        self._rows = [rows for rows, _ in self._points]
+
+    def at(self, rows: float) -> float:
+        """Between numbers of rows that were measured a product's seconds are on a straight line; beyond the most, its
+        rate stays."""
+        rows = max(1.0, rows)
+        above = bisect_left(self._rows, rows)
+        if above == len(self._points):
+            return self._points[-1][1]
+        high, fast = self._points[above]
+        if above == 0:
+            # Fewer rows than were measured take as long.
+            return fast * rows / high
+        low, slow = self._points[above - 1]
+        share = (rows - low) / (high - low)
+        return rows / ((1 - share) * low / slow + share * high / fast)
 
 
 def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
@@ -79,16 +97,3 @@ def _device_rates(machine: Machine | None) -> Rates:
         otherwise=SLOW_DEVICE_FLOP_S,
         measured=link is not None,
     )
-
-
-def _interpolated(rates: Mapping[int, float], rows: float) -> float:
-    points = sorted(rates.items())
-    if rows >= points[-1][0]:
-        return points[-1][1]
-    if rows <= points[0][0]:
-        # Fewer rows than were measured take as long.
-        return points[0][1] * rows / points[0][0]
-    (low, slow), (high, fast) = next(pair for pair in pairwise(points) if rows <= pair[1][0])
-    share = (rows - low) / (high - low)
-    seconds = (1 - share) * low / slow + share * high / fast
-    return rows / seconds

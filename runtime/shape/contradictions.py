@@ -15,7 +15,7 @@ from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
 from .config import ModelConfig
 from .heads import head_dim, kv_heads
-from .read import by_layer, expert_index
+from .read import Tensors, expert_index
 
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 # Buffers that old checkpoints carry and models make themselves.
@@ -23,18 +23,21 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _MOST_TOLD = 10
 
 
-def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model."""
-    layers, outer = by_layer(config, checkpoint.entries)
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors) -> None:
+    """`tensors` are the checkpoint's, by layer.
+
+    Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model.
+    """
+    layers = tensors.layers
     num_layers = config.size("num_hidden_layers")
     if sorted(layers) != list(range(num_layers)):
         raise BadCheckpoint(
             f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
             f"config.json wants num_hidden_layers {num_layers}"
         )
-    told = [*_unusable(checkpoint), *_outer(config, outer)]
-    for index, tensors in sorted(layers.items()):
-        told += [f"layer {index}: {text}" for text in (*_attention(config, index, tensors), *_experts(config, tensors))]
+    told = [*_unusable(checkpoint), *_outer(config, tensors.outside)]
+    for index, layer in sorted(layers.items()):
+        told += [f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_experts(config, layer))]
     if told:
         more = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
         raise BadCheckpoint(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.uncollected import uncollected
 from .config import ModelConfig
 from .contradictions import check_tensors
 from .model_shape import ModelShape
-from .read import model_shape
+from .read import by_layer, model_shape
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -17,6 +18,7 @@ def read_shape(folder: Path) -> ModelShape:
     Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
     """
     config = ModelConfig.read(folder)
-    with Checkpoint(folder) as checkpoint:
-        check_tensors(config, checkpoint)
-        return model_shape(config, checkpoint.entries)
+    with uncollected(), Checkpoint(folder) as checkpoint:
+        tensors = by_layer(config, checkpoint.entries)
+        check_tensors(config, checkpoint, tensors)
+        return model_shape(config, checkpoint.entries, tensors)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
 from ...offload.checkpoint.header import TensorEntry
 from ..errors import UnsupportedModel
@@ -30,6 +32,8 @@ def is_matrix(name: str) -> bool:
     return name.endswith(".weight") and not name.endswith("norm.weight") and not is_router(name)
 
 
+# Layers have the same names; more of them than this are no checkpoint's.
+@lru_cache(maxsize=1 << 14)
 def expert_index(name: str) -> int | None:
     """Which expert a tensor belongs to, where a checkpoint keeps its experts apart."""
     match = _EXPERT.search(name)
@@ -41,19 +45,28 @@ def is_expert(name: str, entry: TensorEntry) -> bool:
     return expert_index(name) is not None or len(entry.shape) == 3
 
 
-def by_layer(
-    config: ModelConfig, entries: Mapping[str, TensorEntry]
-) -> tuple[dict[int, dict[str, TensorEntry]], dict[str, TensorEntry]]:
-    """Tensors of each layer, by their name in it, and the others; without layers that only predict further tokens."""
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A checkpoint's tensors: of each layer by their names in it, and those `outside` of layers."""
+
+    layers: Mapping[int, Mapping[str, TensorEntry]]
+    outside: Mapping[str, TensorEntry]
+
+
+def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors:
+    """Without layers that only predict further tokens."""
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
     outside: dict[str, TensorEntry] = {}
+    num_layers, renamed = config.size("num_hidden_layers"), config.family.renamed
     for name, entry in entries.items():
         match = LAYER.search(name)
         if match is None:
             outside[name] = entry
-        elif not is_extra_layer(config, int(match[1])):
-            layers[int(match[1])][_renamed(match[2], config)] = entry
-    return layers, outside
+            continue
+        index = int(match[1])
+        if index < num_layers or not is_extra_layer(config, index):
+            layers[index][_renamed(match[2], renamed) if renamed else match[2]] = entry
+    return Tensors(layers, outside)
 
 
 def is_extra_layer(config: ModelConfig, index: int) -> bool:
@@ -62,15 +75,19 @@ def is_extra_layer(config: ModelConfig, index: int) -> bool:
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
 
 
-def _renamed(name: str, config: ModelConfig) -> str:
-    for found, wanted in config.family.renamed.items():
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    for found, wanted in renamed.items():
         name = name.replace(found, wanted)
     return name
 
 
-def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> ModelShape:
-    """Raises UnsupportedModel where names or shapes are not those of the config's family."""
-    layers, outside = by_layer(config, entries)
+def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors: Tensors | None = None) -> ModelShape:
+    """`tensors` are `entries` by layer, where that is known.
+
+    Raises UnsupportedModel where names or shapes are not those of the config's family.
+    """
+    tensors = tensors or by_layer(config, entries)
+    layers, outside = tensors.layers, tensors.outside
     num_layers = config.size("num_hidden_layers")
     if sorted(layers) != list(range(num_layers)):
         raise UnsupportedModel(f"config.json says {num_layers} layers, the files hold {_ranges(layers)}")
@@ -116,23 +133,22 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) 
 def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:
     """The layer's experts and the names of the tensors that they consist of."""
     fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
-    single = {name: entry for name, entry in tensors.items() if expert_index(name) is not None}
-    if not fused and not single:
+    indices = {name: index for name in tensors if (index := expert_index(name)) is not None}
+    if not fused and not indices:
         return None, set()
     if fused:
         count = {entry.shape[0] for entry in fused.values()}
         transposed = config.family.transposed_experts
         shapes = [(name, entry.shape[:0:-1] if transposed else entry.shape[1:]) for name, entry in fused.items()]
     else:
-        indices = {index for name in single if (index := expert_index(name)) is not None}
-        count = {len(indices)}
-        shapes = [(name, entry.shape) for name, entry in single.items() if f"experts.{min(indices)}." in name]
+        first, count = min(indices.values()), {len(set(indices.values()))}
+        shapes = [(name, tensors[name].shape) for name in indices if f"experts.{first}." in name]
     up = [shape for name, shape in shapes if not _DOWN.search(name)]
     down = [shape for name, shape in shapes if _DOWN.search(name)]
     if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
     matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
-    return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(single)
+    return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(indices)
 
 
 def _find(tensors: Mapping[str, TensorEntry], suffix: str) -> TensorEntry | None:

@@ -52,15 +52,15 @@ def test_arithmetic_is_counted_by_format_and_rows() -> None:
 
 @given(st.floats(1, 1e4), st.floats(1, 1e4))
 def test_more_rows_never_take_less_time_if_none_did_that_was_measured(few: float, more: float) -> None:
-    rates = Rates(flop_s={"none": {1: 2e10, 16: 2e11, 256: 1.5e12}})
+    curve = Rates(flop_s={"none": {1: 2e10, 16: 2e11, 256: 1.5e12}}).curve("none")
     few, more = sorted((few, more))
-    assert few / rates.of_product("none", rows=few) <= more / rates.of_product("none", rows=more) * (1 + 1e-9)
+    assert few / curve.at(few) <= more / curve.at(more) * (1 + 1e-9)
 
 
 def test_what_was_not_measured_is_slow() -> None:
     assert rates_of(None) == Rates()
     assert not rates_of(None).measured
-    assert Rates().of_product("nf4", rows=64) == SLOW_FLOP_S[64]
+    assert Rates().curve("nf4").at(64) == SLOW_FLOP_S[64]
     assert not rates_of(None, on_device=True).measured
 
 

@@ -19,7 +19,7 @@ from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.contradictions import check_tensors
 from moedge.runtime.shape.folder import read_shape
-from moedge.runtime.shape.read import kv_groups
+from moedge.runtime.shape.read import by_layer, kv_groups
 
 
 def random_settings(rng: random.Random) -> dict[str, Any]:
@@ -95,17 +95,22 @@ def spoiled(checkpoint: Callable[[str], Path], tmp_path: Path) -> Spoiled:
     return make
 
 
+def check(folder: Path, files: Checkpoint) -> None:
+    config = ModelConfig.read(folder)
+    check_tensors(config, files, by_layer(config, files.entries))
+
+
 def refusal(folder: Path) -> str:
     """Without torch, by what planning relies on."""
     with Checkpoint(folder) as files, pytest.raises(BadCheckpoint) as refused:
-        check_tensors(ModelConfig.read(folder), files)
+        check(folder, files)
     return str(refused.value)
 
 
 def late_refusal(folder: Path) -> str:
     """By transformers' own conversion, which a reader without torch cannot do; no weight is read."""
     with Checkpoint(folder) as files:
-        check_tensors(ModelConfig.read(folder), files)
+        check(folder, files)
         files.read_into = None  # type: ignore[assignment]
         loader = CheckpointLoader(define(ModelConfig.read(folder), torch.float32), files, torch.float32)
         with pytest.raises(BadCheckpoint) as refused:
