@@ -9,7 +9,7 @@ from typing import Any
 
 from .tolerant import TolerantStream
 
-SCHEMA = "moedge.events/1"
+SCHEMA = "moedge.events/2"
 
 
 class Events:

@@ -6,10 +6,11 @@ from enum import IntEnum
 
 from ..offload.budget import BadSize
 from ..offload.errors import BadCheckpoint, OutOfBudget
+from ..offload.memory_error import is_out_of_memory
 from ..offload.store.errors import BadStore, DiskFull, StoreInUse
 from ..offload.stream.lane import StreamBroken
 from ..quant.format import FormatError
-from ..runtime.errors import DoesNotFit, MissingExtra, ModelNotFound, SettingError, UnsupportedModel
+from ..runtime.errors import DoesNotFit, MemoryGaveOut, MissingExtra, ModelNotFound, SettingError, UnsupportedModel
 from ..runtime.jobs.journal.errors import BadJournal, JournalFailed, OtherVersion
 from ..runtime.jobs.refusals import (
     BadLimit,
@@ -60,7 +61,7 @@ OF_ERROR: dict[type[Exception], ExitCode] = {
     JobMismatch: ExitCode.USAGE,
     JobNotFound: ExitCode.USAGE,
     JournalFailed: ExitCode.GAVE_OUT,
-    MemoryError: ExitCode.GAVE_OUT,
+    MemoryGaveOut: ExitCode.GAVE_OUT,
     MissingExtra: ExitCode.ENVIRONMENT,
     ModelNotFound: ExitCode.MODEL,
     OtherVersion: ExitCode.ENVIRONMENT,
@@ -78,8 +79,6 @@ OF_ERROR: dict[type[Exception], ExitCode] = {
 
 def exit_code(error: Exception) -> ExitCode:
     """The code of an error that moedge raises on purpose; BUG for every other."""
-    # torch's, of a device and of the host; the class is not imported here, because commands that need no torch do not
-    # load it, and the host's is a RuntimeError that only its text tells from others.
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):
+    if is_out_of_memory(error):
         return ExitCode.GAVE_OUT
     return next((code for kind, code in OF_ERROR.items() if isinstance(error, kind)), ExitCode.BUG)

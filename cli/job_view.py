@@ -97,6 +97,7 @@ class JobView:
         for line in _expectation(run.planned):
             self._say(line)
         run.load()
+        self._say_given_up(run, 0)
         self._say(f"loaded in {duration(run.seconds.load or 0)}")
         self._events.emit("loaded", seconds=run.seconds.load)
 
@@ -105,13 +106,22 @@ class JobView:
         tokens_per_pass = run.plan_made.tokens_per_pass
         pace = Pace(Work(run.preflight.num_rows, done, size.prompt_tokens, size.max_generated_tokens, tokens_per_pass))
         with self._progress(pace.total) as progress:
+            told = len(run.concessions.made)
             for _ in run.passes():
+                told = self._say_given_up(run, told)
                 committed = run.ledger.committed
                 pace.update(committed.ok + committed.failed, committed.failed, run.metrics)
                 progress.show(pace)
                 if signals.requested is not None:
                     self._say("stopping after this pass; once more to leave at once")
                     return
+
+    def _say_given_up(self, run: BatchRun, told: int) -> int:
+        """What was given up since so many concessions were told; returns how many are now."""
+        for each in run.concessions.made[told:]:
+            self._say(str(each))
+            self._events.emit("given_up", what=each.what, before=each.before, after=each.after, cause=each.cause)
+        return len(run.concessions.made)
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style

@@ -150,6 +150,9 @@ class ExpertSupply:
 
     def _begin(self, layer: int, groups: ExpertGroups) -> None:
         """The next turn; with the first layer a pass begins, whose modes are chosen now."""
+        while self._computing:
+            # Of a pass that broke off; what it had asked for beyond is passed over with its turn.
+            self._coming.done(self._computing.popleft().arrival)
         self._turn, self._guess = self._next_turn(layer), None
         self._ahead = max(self._ahead, self._turn)
         tokens, wanted = len(groups.expert_ids), groups.wanted

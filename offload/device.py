@@ -63,9 +63,13 @@ class Device:
         """Most bytes that torch's allocator has reserved since `limit`, and what lies outside it now."""
         return int(self.cuda.max_memory_reserved()) + self.context_nbytes
 
+    def give_back(self) -> None:
+        """Frees what torch's allocator keeps for later."""
+        self.cuda.empty_cache()
+
     def limit(self, nbytes: int) -> None:
         """From here on torch's allocator refuses to reserve more than `nbytes`; peaks are counted anew."""
-        self.cuda.empty_cache()
+        self.give_back()
         self.cuda.reset_peak_memory_stats()
         self.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self.total))
 

@@ -54,18 +54,34 @@ class Batch:
 
 def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
     """Packs (sequence, number of its pending tokens)."""
+    return _pack([(sequence, sequence.table.num_tokens, count) for sequence, count in sequences])
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch]:
+    """A batch of several tokens as two, to be run in their order: what the first stores the second may look back to."""
+    cut = batch.num_tokens // 2
+    first = [(each.sequence, each.past, min(each.count, cut - each.begin)) for each in batch.chunks if each.begin < cut]
+    second = [
+        (each.sequence, each.past + max(0, cut - each.begin), each.end - max(cut, each.begin))
+        for each in batch.chunks
+        if each.end > cut
+    ]
+    return _pack(first), _pack(second)
+
+
+def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
+    """Of each sequence so many tokens that are stored already, and so many that follow them."""
     chunks: list[Chunk] = []
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
     sampling: list[Sequence] = []
-    for sequence, count in sequences:
-        past = sequence.table.num_tokens
-        samples = count == sequence.num_pending
+    for sequence, past, count in parts:
+        samples = past + count == sequence.num_tokens
         forks = tuple(sequence.forks) if samples else ()
         chunk = Chunk(sequence, len(token_ids), past, count, samples, forks)
         chunks.append(chunk)
-        token_ids += sequence.pending(count)
+        token_ids += sequence.tokens(past, past + count)
         positions += range(past, past + count)
         sampling += chunk.sampling
         logit_rows += [chunk.end - 1] * len(chunk.sampling)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from .batch import Batch
 from .metrics import Metrics
-from .sampling.draw import Draw
+from .replay import Replay
+from .sampling.draw import Draw, Sampled
 from .sampling.sampler import Sampler
 from .scheduler import ScheduleCounts, Scheduler
 from .sequence import Sequence
@@ -27,11 +28,15 @@ class Model(Protocol):
 class Engine:
     """Knows sequences and passes; nothing of rows, files, text or of where weights come from."""
 
-    def __init__(self, model: Model, scheduler: Scheduler, sampler: Sampler) -> None:
+    def __init__(
+        self, model: Model, scheduler: Scheduler, sampler: Sampler, free: Callable[[], None] = lambda: None
+    ) -> None:
+        """`free` gives back the memory that an allocator keeps for later passes."""
         self.model = model
         self.scheduler = scheduler
         self.sampler = sampler
         self.metrics = Metrics()
+        self.replay = Replay(self._compute, free)
         self._masks = MaskThread()
 
     @property
@@ -44,15 +49,18 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass over the weights; returns the sequences that it finished."""
         batch = self.scheduler.schedule()
-        masks = self._masks.begin(batch.sampling)
-        logits = self.model.forward(batch)
-        samples = self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling], masks.result())
+        samples = self.replay.run(batch)
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples)
         for sequence in finished:
             self.metrics.count_finished(sequence)
         return finished
+
+    def _compute(self, batch: Batch) -> Sampled:
+        masks = self._masks.begin(batch.sampling)
+        logits = self.model.forward(batch)
+        return self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling], masks.result())
 
     def start_counting(self) -> None:
         """What was counted so far does not belong to the job."""

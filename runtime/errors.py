@@ -15,6 +15,10 @@ class DoesNotFit(Exception):
     """The model or the job needs more memory than it was given."""
 
 
+class MemoryGaveOut(Exception):
+    """Memory gave out in spite of the plan, and there is nothing left to give up for it."""
+
+
 class ModelNotFound(Exception):
     """There is no checkpoint under that name, here or on the hub."""
 

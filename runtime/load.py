@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,22 +98,28 @@ class Loading:
         device = self.memory.device
         if device is not None:
             move_resident(self.model, device.place)
-        streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
-        install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
-        if self.compute.deterministic:
-            # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
-            for layer in layers:
-                layer.tile_routers()
-        decoder = self.model.get_decoder()
-        decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
-        packed = PackedModel(self.model, self.compute)
-        offsets = _key_offsets(packed, self.source, self.plan, None if store is None else store.folder, key_offsets)
-        specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
-        parking = ParkingMemory(specs, self.plan.parked_blocks, device)
-        cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
-        packed.attention = make_attention(cache, self.plan, device)
-        limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
-        engine = Engine(packed, Scheduler(limits, cache), Sampler())
+        with ExitStack() as opened:
+            streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
+            opened.callback(streamed.close)
+            install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
+            if self.compute.deterministic:
+                # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
+                for layer in layers:
+                    layer.tile_routers()
+            decoder = self.model.get_decoder()
+            decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
+            packed = PackedModel(self.model, self.compute)
+            folder = None if store is None else store.folder
+            offsets = _key_offsets(packed, self.source, self.plan, folder, key_offsets)
+            specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
+            parking = ParkingMemory(specs, self.plan.parked_blocks, device)
+            opened.callback(parking.close)
+            cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
+            packed.attention = make_attention(cache, self.plan, device)
+            limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
+            free = (lambda: None) if device is None else device.give_back
+            engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
+            opened.pop_all()
         return LoadedEngine(engine, packed, self.shards, streamed, parking, device, offsets)
 
 

@@ -100,6 +100,12 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if not sequence.finished]
         return finished
 
+    def forget_parked(self) -> None:
+        """Sequences that wait in host memory are computed again, and none is parked any more."""
+        for sequence in self.waiting:
+            self.cache.drop_parked(sequence.table)
+        self.cache.host = None
+
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
         """Gives a running sequence its tokens of the pass, at the cost of the youngest where nothing else is left."""
         if sequence.num_pending == 1 and self.cache.grow_in_place(sequence.table):

@@ -84,10 +84,6 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def pending(self, count: int) -> list[int]:
-        """The next `count` tokens whose keys and values are to be computed."""
-        return self.tokens(self.table.num_tokens, self.table.num_tokens + count)
-
     def tokens(self, begin: int, end: int) -> list[int]:
         """The token ids at positions begin to end."""
         prompt = len(self.prompt_ids)

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from typing import Self
 
 from ...offload.heap import Heap
+from ..conceding import load_conceding
 from ..job_plan import JobPlan, plan_job
 from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
+from ..plan.concessions import Concessions
 from ..plan.plan import Plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
@@ -92,10 +94,15 @@ class BatchRun:
         begun = time.perf_counter()
         store = store_for(self.source, self.plan_made, self.request.budgets)
         options, offsets = self.request.experts, self.ledger.key_offsets(self.source.shape)
-        self._loaded = load_engine(self.source, self.plan_made, store, self._tiers.device, options, offsets)
+        self.concessions = Concessions(self.source.shape, self.plan_made, self._job, self._tiers.room)
+
+        def load(plan: Plan) -> LoadedEngine:
+            return load_engine(self.source, plan, store, self._tiers.device, options, offsets)
+
+        self._loaded = load_conceding(load, self.concessions)
         self._resources.callback(self._loaded.close)
         self.ledger.settle_offsets(self._loaded.key_offsets)
-        rehearse(self._loaded, self.plan_made, self._job)
+        rehearse(self._loaded, self.concessions.plan, self._job)
         self.seconds.load = time.perf_counter() - begun
         return self._loaded
 
@@ -108,7 +115,7 @@ class BatchRun:
         """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
         assert self._loaded is not None
         begun, shape, ledger = time.perf_counter(), self.source.shape, self.ledger
-        encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self.plan_made.kv_tokens)
+        encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self.concessions.plan.kv_tokens)
         answers = Answers(ledger.model_name, int(ledger.created.timestamp()))
         job = Job(self._loaded.engine, encoder, answers, ledger.journal, self._file.digest)
         heap = Heap()
@@ -159,6 +166,6 @@ class BatchRun:
         counts = self.ledger.journal.state.counts
         if self._loaded is None:
             return summarise_rows(counts)
-        summary = summarise(self.source, self.planned, self._loaded, counts, self.seconds)
+        summary = summarise(self.source, self.planned, self._loaded, counts, self.seconds, self.concessions)
         self.planned.remember(self.source, self.metrics, self.seconds.generate or 0, summary.peak_nbytes)
         return summary

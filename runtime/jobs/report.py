@@ -10,12 +10,14 @@ from ..job_plan import JobPlan
 from ..load import LoadedEngine
 from ..metrics import Metrics, quantiles
 from ..model_source import ModelSource
+from ..plan.concessions import Concessions
 from ..plan.plan import Plan
 from ..shape.layouts import ITEM_NBYTES
 from .journal.state import Counts
 from .movement import experts, moved, stalls
 from .summary import (
     KV,
+    GivenUp,
     KVBytes,
     Latency,
     Memory,
@@ -34,9 +36,15 @@ from .summary import (
 
 
 def summarise(
-    source: ModelSource, planned: JobPlan, loaded: LoadedEngine, counts: Counts, seconds: Seconds
+    source: ModelSource,
+    planned: JobPlan,
+    loaded: LoadedEngine,
+    counts: Counts,
+    seconds: Seconds,
+    concessions: Concessions,
 ) -> RunSummary:
-    plan, metrics, shape, streamed = planned.plan, loaded.engine.metrics, source.shape, loaded.streamed
+    """Of a run that ended with what `concessions` left of its plan."""
+    plan, metrics, shape, streamed = concessions.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -60,6 +68,7 @@ def summarise(
         memory=_memory(plan, loaded),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
+        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in concessions.made],
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .new_file import NewFile
 
-SCHEMA = "moedge.run/3"
+SCHEMA = "moedge.run/4"
 
 
 @dataclass(slots=True)
@@ -187,6 +187,16 @@ class Weights:
 
 
 @dataclass(slots=True)
+class GivenUp:
+    """Of `what` there were `before`, and `after` when memory had given out, of which an allocator said `cause`."""
+
+    what: str
+    before: int
+    after: int
+    cause: str
+
+
+@dataclass(slots=True)
 class RunSummary:
     version: str
     rows: Rows
@@ -206,6 +216,7 @@ class RunSummary:
     kv: KV = field(default_factory=KV)
     experts: Experts = field(default_factory=Experts)
     weights: Weights = field(default_factory=Weights)
+    given_up: list[GivenUp] = field(default_factory=list)
 
     @property
     def peak_nbytes(self) -> int:

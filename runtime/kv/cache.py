@@ -167,6 +167,12 @@ class KVCache:
             group.release(blocks)
         table.clear()
 
+    def drop_parked(self, table: BlockTable) -> None:
+        """What a table has parked is lost."""
+        if table.parked:
+            table.parked = []
+            table.clear()
+
     def usage(self, tables: Iterable[BlockTable]) -> Usage:
         """What the bytes are used for while a pass runs; `tables` are all that hold blocks."""
         return measure(self.groups, tables)

@@ -28,9 +28,10 @@ class ParkingMemory:
         ]
 
     def close(self) -> None:
-        """To be called when no copy is under way any more."""
+        """To be called when no copy is under way any more; the memory is gone once nobody has a slot."""
         while self._pinned:
             self._pinned.pop().close()
+        self._pieces, self.slots = [], [[] for _ in self.slots]
 
     def _allocate(self, count: int, nbytes: int, device: Device | None) -> Iterable[torch.Tensor]:
         together = max(1, PIN_CHUNK_NBYTES // nbytes)

@@ -67,7 +67,7 @@ def device_ring(shards: ModelShards, room: int) -> int:
     router wants; at most an eighth of `room`, as the rest serves sequences.
     """
     layer = max((layer.num_experts for layer in shards.layers), default=0)
-    expert = _largest_expert(shards)
+    expert = largest_expert(shards)
     return max(0, min(layer, room // 8 // max(1, expert)) - MIN_RING_EXPERTS) * expert
 
 
@@ -101,7 +101,7 @@ def everything(shards: ModelShards) -> Placement:
 def minimum(shards: ModelShards) -> Placement:
     """As little as a pass can do with: the head, and the smallest rings."""
     dense_ring = RING_LAYERS * max(layer.dense.nbytes for layer in shards.layers)
-    return Placement(0, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * _largest_expert(shards))
+    return Placement(0, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * largest_expert(shards))
 
 
 def _hold_dense(shards: ModelShards, smallest: Placement, room: int, keep_ring: bool = False) -> Placement:
@@ -120,7 +120,7 @@ def _hold_dense(shards: ModelShards, smallest: Placement, room: int, keep_ring: 
 
 
 def _largest_ring(shards: ModelShards, placement: Placement, room: int) -> int:
-    expert = _largest_expert(shards)
+    expert = largest_expert(shards)
     free = room - placement.nbytes(shards)
     missing = max(0, RING_EXPERTS * expert - placement.expert_ring)
     return placement.expert_ring + min(missing, free // max(expert, 1) * expert)
@@ -145,5 +145,6 @@ def _hold_experts(shards: ModelShards, placement: Placement, room: int) -> Place
     return Placement(placement.held_dense, tuple(held), placement.dense_ring, placement.expert_ring)
 
 
-def _largest_expert(shards: ModelShards) -> int:
+def largest_expert(shards: ModelShards) -> int:
+    """Bytes; 0 where there are none."""
     return max((layer.expert.nbytes for layer in shards.layers if layer.expert), default=0)

@@ -5,6 +5,7 @@ The one place that chooses between lanes; streams, events and threads are theirs
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,15 @@ class Lanes:
         dense = [key for key in memory.streamed if key.expert == DENSE]
         experts = [key for key in memory.streamed if key.expert != DENSE]
         self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
-        self.dense = self._open(dense, plan.placement.dense_ring, 0)
+        self.dense: ShardStream[Any] | None = None
+        self.experts: ShardStream[Any] | None = None
         # Any expert may come from the disk when some do: which ones are held changes from pass to pass.
         may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
-        self.experts = self._open(may_come, plan.placement.expert_ring, 1)
+        with ExitStack() as opened:
+            opened.callback(self.close)
+            self.dense = self._open(dense, plan.placement.dense_ring, 0)
+            self.experts = self._open(may_come, plan.placement.expert_ring, 1)
+            opened.pop_all()
         if self.dense is not None:
             self.dense.ask(*map(self.shard, dense))
 

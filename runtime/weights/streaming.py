@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
 
 from ...moe.options import DEFAULTS, ExpertOptions
 from ...offload.store.store import Store
+from ...offload.stream.stream import Arrival
 from ..model.assembly import LayerAssembly
 from ..plan.plan import Plan
 from .experts import ModelExperts
@@ -36,12 +39,16 @@ class StreamedWeights:
         self._store = store
         self._lanes = Lanes(memory, plan, store)
         self._arriving = {key.layer for key in memory.streamed if key == ShardKey(key.layer)}
+        self._passing: Iterator[Arrival[Any]] = iter(())
         self._not_counted = (0, 0)
         self._waited_before = (0.0, 0.0)
         for index, layer in enumerate(layers):
             if ShardKey(index) in memory.held:
                 layer.bind_dense(memory.shard(ShardKey(index)))
-        self.experts = ModelExperts(memory, self._lanes, layers, options, plan.max_sequences, self._profile())
+        with ExitStack() as opened:
+            opened.callback(self._lanes.close)
+            self.experts = ModelExperts(memory, self._lanes, layers, options, plan.max_sequences, self._profile())
+            opened.pop_all()
 
     @property
     def head_shard(self) -> torch.Tensor | None:
@@ -95,13 +102,15 @@ class StreamedWeights:
 
     def arrivals(self) -> Iterator[int]:
         """Layers of one pass, each usable until the next is asked for."""
+        # Shards come in a fixed order: what a pass that broke off has left comes, and goes again.
+        deque(self._passing, maxlen=0)
+        if self._lanes.dense is not None:
+            self._passing = self._lanes.dense.cycle(len(self._arriving))
         for index, layer in enumerate(self._layers):
-            if self._lanes.dense is None or index not in self._arriving:
-                yield index
-                continue
-            for arrival in self._lanes.dense.cycle(1):
-                layer.bind_dense(arrival.view)
-                yield index
+            if index in self._arriving:
+                layer.bind_dense(next(self._passing).view)
+            yield index
+        deque(self._passing, maxlen=0)
 
     def close(self) -> None:
         self._lanes.close()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.engine import Engine
+from moedge.runtime.batch import Batch
+from moedge.runtime.model.packed_model import PackedModel
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -81,23 +82,39 @@ def test_m5_m6_memory_that_gives_out_in_a_pass_costs_no_row_and_changes_no_token
     error: Exception, checkpoint: Callable[[str], Path], cli: Callable[..., int], rows: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In the third pass: the run goes on, or ends resumable and the same command goes on."""
+    """In the third pass and in the parts that it runs in again: the run goes on, and says what it gave up."""
     command = ["batch", checkpoint("mixtral"), rows, "--max-sequences", 3, "--deterministic", "-q"]
     command += ["--disk-dir", tmp_path / "stores", "-o"]
     assert cli(*command, tmp_path / "undisturbed.jsonl") == 0
-    step, passes = Engine.step, itertools.count(1)
+    forward, passes, summary = PackedModel.forward, itertools.count(1), tmp_path / "summary.json"
 
-    def failing(self: Engine) -> Any:
-        if next(passes) == 3:
+    def failing(self: PackedModel, batch: Batch) -> Any:
+        if next(passes) in {3, 4}:
             raise error
-        return step(self)
+        return forward(self, batch)
 
-    monkeypatch.setattr(Engine, "step", failing)
-    code = cli(*command, tmp_path / "out.jsonl")
-    assert next(passes) > 3
-    assert code in {0, 8}
-    assert code == 0 or cli(*command, tmp_path / "out.jsonl") == 0
+    monkeypatch.setattr(PackedModel, "forward", failing)
+    assert cli(*command, tmp_path / "out.jsonl", "--summary", summary) == 0
+    assert next(passes) > 4
+    told = json.loads(summary.read_text())
+    assert {given["what"] for given in told["given_up"]} == {"tokens of a pass"}
+    assert told["plan"]["tokens_per_pass"] == told["given_up"][-1]["after"]
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
+
+
+def test_m5_memory_that_is_never_enough_ends_resumable_with_the_smallest_budget(
+    checkpoint: Callable[[str], Path], cli: Callable[..., int], rows: Path, tmp_path: Path, capsys: Any
+) -> None:
+    command = ["batch", checkpoint("mixtral"), rows, "--deterministic", "--disk-dir", tmp_path / "stores", "-o"]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def failing(self: PackedModel, batch: Batch) -> Any:
+            raise MemoryError
+
+        patch.setattr(PackedModel, "forward", failing)
+        assert cli(*command, tmp_path / "out.jsonl") == 8
+    assert re.search(r"nothing is left .* --ram \d+MiB.*the same command goes on", capsys.readouterr().err)
+    assert cli(*command, tmp_path / "out.jsonl") == 0
 
 
 CONTRADICTIONS: dict[str, tuple[list[str], int, str]] = {

@@ -132,6 +132,21 @@ def run_alike(engine: Engine, count: int = 6) -> list[list[int]]:
     return [sequence.output_ids for sequence in sequences]
 
 
+def test_what_is_parked_can_be_given_up_and_is_computed_again() -> None:
+    engine = make_engine(7, PassLimits(64, 8), 50, sharing=False)
+    sequences = [Sequence([start] * 3, SamplingParams(20)) for start in range(6)]
+    for sequence in sequences:
+        engine.add(sequence)
+    while not any(sequence.table.parked for sequence in engine.scheduler.waiting):
+        engine.step()
+    engine.scheduler.forget_parked()
+    parked = engine.scheduler.counts.parked
+    list(engine.run())
+    assert [sequence.output_ids for sequence in sequences] == [alone([start] * 3, 20) for start in range(6)]
+    assert engine.scheduler.counts.recomputed_tokens > 0
+    assert engine.scheduler.counts.parked == parked
+
+
 def test_a_small_pool_preempts_and_an_ample_one_does_not() -> None:
     """The counters that make the law above mean something."""
     counts, tokens = [], []

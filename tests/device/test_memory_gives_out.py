@@ -1,0 +1,157 @@
+"""Memory gives out at a chosen allocation of a device, of a pass or of loading: the job goes on, with the same tokens.
+
+Cases M5 and M6 of the failure table.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moedge.moe.modes import Mode
+from moedge.moe.options import ExpertOptions
+from moedge.runtime import replay
+from moedge.runtime.conceding import load_conceding
+from moedge.runtime.errors import MemoryGaveOut
+from moedge.runtime.load import LoadedEngine, load_engine
+from moedge.runtime.plan.concessions import Concession, Concessions
+from moedge.runtime.plan.device_plan import DeviceRoom
+from moedge.runtime.plan.plan import Plan
+from moedge.runtime.sequence import Sequence
+
+ALL = ExpertOptions(Mode.ALL)
+GAVE_OUT = "CUDA out of memory, as told"
+
+
+class Refusals:
+    """Counts a fake device's allocations while `counting`, and refuses those of which `refused` says so."""
+
+    def __init__(self, fake: Any, refused: Callable[[int], bool]) -> None:
+        self.counting = False
+        self.num_counted = self.num_refused = 0
+        take = fake.cuda.take
+
+        def refusing(nbytes: int) -> None:
+            if self.counting:
+                self.num_counted += 1
+                if refused(self.num_counted):
+                    self.num_refused += 1
+                    raise torch.OutOfMemoryError(GAVE_OUT)
+            take(nbytes)
+
+        fake.cuda.take = refusing
+
+    @contextmanager
+    def counted(self, wanted: bool) -> Iterator[None]:
+        self.counting = wanted
+        try:
+            yield
+        finally:
+            self.counting = False
+
+
+@dataclass
+class Ended:
+    tokens: list[list[int]]
+    made: list[Concession]
+    plan: Plan
+    allocations: int
+    refused: int
+
+
+def run(
+    case: Any,
+    fake: Any,
+    plan: Plan,
+    *,
+    loading: bool = False,
+    refused: Callable[[int], bool] = lambda _: False,
+    experts: ExpertOptions = ALL,
+) -> Ended:
+    """Allocations of passes count, or those of `loading`."""
+    refusals = Refusals(fake, refused)
+    room = DeviceRoom(plan.device.budget_nbytes, fake.device.context_nbytes, 0) if plan.device else None
+    concessions = Concessions(case.source.shape, plan, case.job, room)
+
+    def load(lesser: Plan) -> LoadedEngine:
+        store = case.store if lesser.streams else None
+        with refusals.counted(loading):
+            return load_engine(case.source, lesser, store, fake.device, experts)
+
+    with fake, closing(load_conceding(load, concessions)) as loaded:
+        sequences = [Sequence(ids, case.params(index, 0.0)) for index, ids in enumerate(case.prompts)]
+        for sequence in sequences:
+            loaded.engine.add(sequence)
+        with refusals.counted(not loading):
+            list(loaded.engine.run())
+        assert not loaded.engine.busy
+    tokens = [sequence.output_ids for sequence in sequences]
+    return Ended(tokens, concessions.made, concessions.plan, refusals.num_counted, refusals.num_refused)
+
+
+PLANS: dict[str, tuple[Callable[[Any, Any], Plan], ExpertOptions]] = {
+    "staged": (lambda case, device: case.plan(device, 0.0), ALL),
+    "half held, wanted": (lambda case, device: case.plan(device, 0.5), ExpertOptions(Mode.WANTED)),
+    "from disk": (lambda case, device: case.three_tiers(device), ExpertOptions(Mode.FORECAST)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "moment"), [("staged", 1), ("staged", 150), ("half held, wanted", 90), ("from disk", 60)]
+)
+def test_m6_wherever_a_pass_fails_its_rows_run_again_in_halves(
+    name: str, moment: int, case: Any, fakes: ModuleType
+) -> None:
+    make, experts = PLANS[name]
+    tiny, fake = case("qwen3_moe"), fakes.FakeDevice(seed=moment)
+    ended = run(tiny, fake, make(tiny, fake.device), refused=lambda number: number == moment, experts=experts)
+    assert ended.refused == 1
+    assert ended.tokens == tiny.run(tiny.plan(None)).tokens
+    (given_up,) = ended.made
+    assert given_up.what == "tokens of a pass"
+    assert given_up.after == given_up.before // 2 == ended.plan.tokens_per_pass
+    assert GAVE_OUT in str(given_up)
+
+
+def test_m6_a_pass_that_fails_again_and_again_is_halved_until_it_fits(case: Any, fakes: ModuleType) -> None:
+    tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
+    ended = run(tiny, fake, tiny.plan(fake.device, 0.8), refused=lambda number: number <= 3)
+    assert ended.tokens == tiny.run(tiny.plan(None)).tokens
+    assert [each.after for each in ended.made] == [each.before // 2 for each in ended.made]
+    assert len(ended.made) == 3
+
+
+def test_m6_where_nothing_is_left_the_refusal_names_the_smallest_budget(case: Any, fakes: ModuleType) -> None:
+    tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
+    with pytest.raises(MemoryGaveOut, match=r"nothing is left .* --gpu-mem \d+MiB.*goes on"):
+        run(tiny, fake, tiny.plan(fake.device, 0.0), refused=lambda _: True)
+
+
+def test_m6_a_replay_that_loses_the_first_half_is_caught(
+    case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests above."""
+    halves = replay.halves
+    monkeypatch.setattr(replay, "halves", lambda batch: halves(batch)[::-1])
+    tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
+    ended = run(tiny, fake, tiny.plan(fake.device, 0.8), refused=lambda number: number == 9)
+    assert ended.tokens != tiny.run(tiny.plan(None)).tokens
+
+
+def test_m5_wherever_loading_fails_it_begins_anew_with_less(case: Any, fakes: ModuleType) -> None:
+    """Held weights, rings, cache and what else is allocated, each once."""
+    tiny = case("qwen3_moe")
+    wanted = tiny.run(tiny.plan(None)).tokens
+    fake = fakes.FakeDevice()
+    allocations = run(tiny, fake, tiny.plan(fake.device, 0.5), loading=True).allocations
+    for moment in range(1, allocations + 1, max(1, allocations // 3)):
+        fake = fakes.FakeDevice(seed=moment)
+        plan = tiny.plan(fake.device, 0.5)
+        ended = run(tiny, fake, plan, loading=True, refused=lambda number, at=moment: number == at)
+        assert (ended.tokens, ended.refused, len(ended.made)) == (wanted, 1, 1)
+        assert ended.plan.used_nbytes < plan.used_nbytes
+        assert not fake.cuda.registered, "what failed to load left something pinned"
