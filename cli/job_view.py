@@ -75,7 +75,10 @@ class JobView:
             )
         plan = run.plan()
         if failing := size.longer_than(plan.kv_tokens):
-            self._say(f"{failing:,} rows may need more than the {plan.kv_tokens:,} tokens that fit: error rows")
+            self._say(
+                f"{failing:,} rows may need more than the {plan.kv_tokens:,} tokens that fit: error rows; "
+                f"every row takes {run.for_every_row}"
+            )
         self._events.emit(
             "job",
             id=run.ledger.job_id,

@@ -12,6 +12,7 @@ from . import options
 from .exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from ..runtime.jobs.measure import JobSize
     from ..runtime.planning import Asked
 
 INPUT = Annotated[
@@ -65,16 +66,16 @@ def plan(
     from ..runtime.planning import ask, equal_rows, measured_job
 
     headers = read_headers(model)
-    if input_file is None:
-        job = equal_rows(rows, prompt_tokens, output_tokens)
-    else:
-        job = measured_job(headers, input_file, max_tokens)
+    size = None if input_file is None else measured_job(headers, input_file, max_tokens)
+    job = equal_rows(rows, prompt_tokens, output_tokens) if size is None else size.shape()
     settings = Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute)
     asked = ask(headers, settings, Budgets(ram, disk, disk_dir, gpu_mem), machine, job)
-    raise typer.Exit(_answer(model, asked, explain, as_json, save))
+    raise typer.Exit(_answer(model, asked, size, explain, as_json, save))
 
 
-def _answer(model: str, asked: Asked, explain: bool, as_json: bool, save: Path | None) -> ExitCode:
+def _answer(
+    model: str, asked: Asked, size: JobSize | None, explain: bool, as_json: bool, save: Path | None
+) -> ExitCode:
     from ..runtime.errors import DoesNotFit
     from ..runtime.plan.outlook import by_budget, by_sequences, nearest, ways_up
     from ..runtime.plan_document import document, refusal
@@ -91,7 +92,9 @@ def _answer(model: str, asked: Asked, explain: bool, as_json: bool, save: Path |
             print_refusal(str(error), fitting)
         return ExitCode.DOES_NOT_FIT
     points = [*by_sequences(question, choice), *by_budget(question, choice)]
-    found = document(model, asked.machine.hardware, question, choice, points, ways_up(question, choice))
+    # Rows that are all alike fit all of them or not at all.
+    left_out = 0 if size is None else size.longer_than(choice.plan.kv_tokens)
+    found = document(model, asked.machine.hardware, question, choice, points, ways_up(question, choice), left_out)
     text = json.dumps(found, indent=1)
     if save is not None:
         save.write_text(text + "\n")

@@ -51,6 +51,11 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"weights {plan['quant']}, KV cache {plan['kv']}, arithmetic {plan['dtype']}; "
         f"{plan['max_sequences']:,} sequences together, {plan['tokens_per_pass']:,} tokens a pass"
     )
+    if left_out := found["left_out"]:
+        yield (
+            f"{left_out['rows']:,} rows may need more than the {plan['kv_tokens']:,} tokens that fit: error rows; "
+            f"every row takes {left_out['takes']}"
+        )
     yield ""
 
 

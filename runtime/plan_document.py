@@ -32,7 +32,9 @@ def document(
     choice: Choice,
     points: list[Point],
     ways: list[Way],
+    left_out: int,
 ) -> dict[str, Any]:
+    """`left_out` rows may need more tokens than the plan's cache has room for."""
     return {
         "schema": SCHEMA,
         "version": version("moedge"),
@@ -44,6 +46,7 @@ def document(
             "measured": question.speed.rates.measured,
         },
         "job": asdict(question.job),
+        "left_out": {"rows": left_out, "takes": question.drafting().for_every_row} if left_out else None,
         "settings": asdict(question.settings),
         "tiers": [asdict(tier) for tier in used_by_tier(question, choice.plan)],
         "plan": choice.plan.as_dict(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..offload.budget import auto_device, auto_host, parse_size
 from ..offload.machine.hardware import Hardware
@@ -18,6 +19,9 @@ from .plan.job import JobShape
 from .plan.outlook import Question
 from .plan.packed_model import PackedModel
 from .plan.plan import Settings
+
+if TYPE_CHECKING:
+    from .jobs.measure import JobSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> JobShape:
     return JobShape(rows, longest, longest, rows * prompt_tokens, rows * output_tokens)
 
 
-def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobShape:
+def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobSize:
     """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
     if headers.folder is None:
         raise ModelNotFound(f"{headers.name} is not here, and counting the tokens of {rows} takes its tokenizer")
@@ -59,7 +63,7 @@ def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobShape:
     shape, defaults = headers.shape, Defaults(max_tokens=max_tokens)
     with Tokenizer.load(headers.folder) as tokenizer:
         size, _ = measure(read_rows(rows, defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
-    return size.shape()
+    return size
 
 
 def _other(path: Path) -> KnownMachine:

@@ -15,6 +15,7 @@ from ..load import LoadedEngine, load_engine
 from ..metrics import Metrics
 from ..model_source import open_source
 from ..plan.concessions import Concessions
+from ..plan.drafting import Drafting
 from ..plan.plan import Plan
 from ..rehearsal import rehearse
 from ..text.tokenizer import Tokenizer
@@ -105,6 +106,11 @@ class BatchRun:
         rehearse(self._loaded, self.concessions.plan, self._job)
         self.seconds.load = time.perf_counter() - begun
         return self._loaded
+
+    @property
+    def for_every_row(self) -> str:
+        """The least budget that leaves no row out, as an option."""
+        return Drafting(self.source.shape, self.ledger.settings(), self._job, self._tiers.room).for_every_row
 
     @property
     def metrics(self) -> Metrics:

@@ -19,7 +19,7 @@ from ..shape.model_shape import ModelShape
 from ..shape.shards import model_shards
 from .cache_size import CacheSize
 from .device_plan import DeviceRoom
-from .drafting import MIB, Drafting
+from .drafting import Drafting
 from .job import JobShape
 from .placement import MIN_RING_EXPERTS, largest_expert
 from .plan import Plan, Settings
@@ -85,9 +85,7 @@ class Concessions:
         """The smallest budget, in the formats that the job has."""
         plan = self.plan
         settings = Settings(plan.dtype, plan.quant, plan.kv, deterministic=plan.deterministic, compute=plan.compute)
-        option = "--ram" if self._device is None else "--gpu-mem"
-        smallest = Drafting(self._shape, settings, self._job, self._device).smallest
-        return f"{option} {-(-smallest // MIB)}MiB"
+        return Drafting(self._shape, settings, self._job, self._device).for_every_row
 
     def _prefetch(self) -> _Given | None:
         """A device's ring and the one in the host that feeds it are as large as each other afterwards."""

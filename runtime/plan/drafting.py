@@ -101,14 +101,14 @@ class Drafting:
         return min(self.quants, key=lambda quant: (self.packed(quant).streaming_nbytes, self.packed(quant).nbytes))
 
     def _does_not_fit(self, draft: Draft, budget: int) -> DoesNotFit:
-        tier, option = ("host", "--ram") if self.device is None else ("device", "--gpu-mem")
+        tier = "host" if self.device is None else "device"
         less = "Shorter prompts or a smaller --tokens-per-pass need"
         if draft.packed.quant != "nf4":
             less = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
             f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in {draft.packed.quant}: "
-            f"the smallest that works is {option} {-(-draft.smallest // MIB)}MiB, of which {draft.fixed / MIB:,.0f} "
-            f"are for the process and what a pass computes with{self._for_every_row(draft, option)}. "
+            f"the smallest that works is {self._option(draft.smallest)}, of which {draft.fixed / MIB:,.0f} "
+            f"are for the process and what a pass computes with{self._beyond(draft)}. "
             f"{less} less{'' if self.device is None else '; --gpu-mem 0 computes on the processor'}."
         )
 
@@ -117,11 +117,20 @@ class Drafting:
         """The least budget of the tier that computes in which every row of the job fits."""
         return self.draft(self.smallest_quant).smallest
 
-    def _for_every_row(self, shortest: Draft, option: str) -> str:
+    @property
+    def for_every_row(self) -> str:
+        """That budget as a person would type it."""
+        return self._option(self.smallest)
+
+    def _option(self, nbytes: int) -> str:
+        return f"{'--ram' if self.device is None else '--gpu-mem'} {-(-nbytes // MIB)}MiB"
+
+    def _beyond(self, shortest: Draft) -> str:
         """What `shortest`, of the job's shortest rows, leaves out."""
         # As they are told, in whole MiB.
-        some, every = (-(-nbytes // MIB) for nbytes in (shortest.smallest, self.smallest))
-        return f", and fits only the shortest rows; every row takes {option} {every}MiB" if every > some else ""
+        if self.for_every_row == self._option(shortest.smallest):
+            return ""
+        return f", and fits only the shortest rows; every row takes {self.for_every_row}"
 
 
 def _quants(settings: Settings) -> tuple[str, ...]:

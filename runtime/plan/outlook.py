@@ -47,6 +47,9 @@ class Question:
         """Raises DoesNotFit."""
         return choose(self.shape, self.settings, self.host, self.job, self.room, self.speed, self.disk, self.model)
 
+    def drafting(self) -> Drafting:
+        return Drafting(self.shape, self.settings, self.job, self.room, self.model)
+
     def attempt(self) -> Choice | None:
         try:
             return self.answer()
@@ -120,11 +123,10 @@ def ways_up(question: Question, choice: Choice) -> list[Way]:
 def nearest(question: Question) -> list[str]:
     """What is needed where a job does not fit: changes that fit, one of each kind."""
     tier = next(iter(question.tiers))
-    option = _OPTIONS[tier]
-    smallest = Drafting(question.shape, question.settings, question.job, question.room, question.model).smallest
+    drafting = question.drafting()
     fitting = []
-    if question.with_budget(tier, smallest).attempt():
-        fitting.append(f"{option} {_mib(smallest)}")
+    if question.with_budget(tier, drafting.smallest).attempt():
+        fitting.append(drafting.for_every_row)
     if question.settings.quant not in ("auto", "nf4") and question.with_settings(quant="nf4").attempt():
         fitting.append("--quant nf4")
     shorter = question.job.longest
@@ -161,7 +163,3 @@ def _changes(question: Question, choice: Choice) -> Iterator[list[tuple[str, Que
 def _point(varied: str, value: int, question: Question) -> Point:
     choice = question.attempt()
     return Point(varied, value, choice.prediction.generated_tok_s if choice else None)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{-(-nbytes // (1 << 20))}MiB"

@@ -1,6 +1,7 @@
 """`moedge plan`: from headers alone, without torch; its numbers are those of the job that then runs."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,6 +77,25 @@ def test_the_rows_of_a_file_are_measured(
     assert job["longest"] > job["shortest"] > 5
     job = planned(checkpoint("llama"), "--rows", 7, "--prompt-tokens", 11, "--output-tokens", 2)["job"]
     assert (job["sequences"], job["prompt_tokens"], job["generated_tokens"], job["longest"]) == (7, 77, 14, 13)
+
+
+def test_rows_that_are_left_out_are_counted_with_the_budget_that_takes_them(
+    planned: Callable[..., dict[str, Any]], cli: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, rows = files("moedge.demo") / "model", tmp_path / "rows.jsonl"
+    prompts = [[300]] * 30 + [[300] * 2000] * 2
+    lines = (json.dumps({"id": str(n), "prompt": text, "max_tokens": 5}) for n, text in enumerate(prompts))
+    rows.write_text("\n".join(lines))
+    refused = planned(model, rows, "--ram", "10MiB")["reason"]
+    smallest, every = re.findall(r"--ram (\d+)MiB", refused)
+    tight = planned(model, rows, "--ram", f"{smallest}MiB")["left_out"]
+    assert tight == {"rows": 2, "takes": f"--ram {every}MiB"}
+    assert planned(model, rows, "--ram", f"{every}MiB")["left_out"] is None
+    for command in (["plan", model, rows], ["batch", model, rows, "-o", tmp_path / "out.jsonl"]):
+        capsys.readouterr()
+        cli(*command, "--ram", f"{smallest}MiB")
+        told = " ".join("".join(capsys.readouterr()).split())
+        assert re.search(rf"2 rows may need more than the \d+ tokens .* every row takes --ram {every}MiB", told), told
 
 
 CHANGES: dict[str, tuple[list[object], Callable[[dict[str, Any]], Any], Any]] = {
