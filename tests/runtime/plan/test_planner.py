@@ -18,6 +18,7 @@ from moedge.runtime.plan.packed_model import PackedModel
 from moedge.runtime.plan.planner import WORTH, Choice, Settings, Speed, budget_range, choose
 from moedge.runtime.plan.rates import Rates
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+from moedge.runtime.shape.shards import weights_nbytes
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
@@ -102,17 +103,38 @@ def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower
     assert after.prediction.seconds <= before.prediction.seconds * (1 + 1e-9)
 
 
-@given(models(), SETTINGS, jobs(), st.integers(0, 3))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_disk_is_a_ceiling_too(shape: ModelShape, wanted: Settings, job: JobShape, part: int) -> None:
+@given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1.5), st.floats(0, 1.5))
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slower(
+    shape: ModelShape, wanted: Settings, job: JobShape, share: float, some: float, other: float
+) -> None:
+    """Two budgets of disk for every shape and budget of memory: 500 pairs."""
     smallest, whole = budget_range(shape, wanted, job)
-    budget = smallest + part * (whole - smallest) // 3
-    try:
-        plan = choose(shape, wanted, budget, job, None, SPEED, 0).plan
-    except DoesNotFit:
-        assert choose(shape, wanted, budget, job, None, SPEED).plan.streams
-        return
-    assert not plan.streams
+    host = smallest + int(share * (whole - smallest))
+    store = weights_nbytes(shape, wanted.quant, shape.dtype)
+
+    def seconds(disk: int) -> float | None:
+        try:
+            choice = choose(shape, wanted, host, job, None, SPEED, disk)
+        except DoesNotFit as refused:
+            refusal = str(refused)
+        else:
+            refusal = ""
+        if refusal:
+            assert f"give --disk {-(-store // MIB)}MiB" in refusal
+            return None
+        assert disk >= store or not choice.plan.streams
+        return choice.prediction.seconds
+
+    # Without any, weights must have room in memory.
+    minimum = 0 if seconds(0) is not None else store
+    if minimum:
+        assert seconds(minimum - 1) is None
+    lower, higher = sorted(int(each * store) for each in (some, other))
+    before, after = seconds(lower), seconds(higher)
+    assert (before is not None, after is not None) == (lower >= minimum, higher >= minimum)
+    if before is not None and after is not None:
+        assert after <= before * (1 + 1e-9)
 
 
 def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken() -> None:
