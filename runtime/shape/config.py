@@ -97,7 +97,9 @@ class ModelConfig:
         num_layers = self.size("num_hidden_layers")
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer"):
             given = self.get(name)
-            if given and len(given) != num_layers:
+            # Llama 4 takes an empty list as one that was not given.
+            absent = given is None or (name == "no_rope_layers" and not given)
+            if not absent and len(given) != num_layers:
                 raise out_of_range(name, given, f"an item for each of {num_layers} layers")
         kinds = {kind(self, layer) for layer in range(num_layers)}
         if "chunked_attention" in kinds and self.family.model_type not in CHUNKED:
