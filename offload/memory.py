@@ -51,4 +51,9 @@ def _process_limits() -> list[tuple[int, int]]:
 def _statm() -> list[int]:
     """Sizes of this process in bytes: total, resident, shared, text, 0, data and stack, 0."""
     page = os.sysconf("SC_PAGE_SIZE")
-    return [int(pages) * page for pages in Path("/proc/self/statm").read_text().split()]
+    # Asked for after every pass: without Python's layers of files it takes a third of the time.
+    descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [int(pages) * page for pages in os.read(descriptor, 256).split()]
+    finally:
+        os.close(descriptor)

@@ -61,8 +61,7 @@ class Job:
                 while more and self._engine.scheduler.hungry:
                     more = self._admit(list(islice(rows, _ADMITTED_TOGETHER)))
                 if self._engine.busy:
-                    for sequence in self._engine.step():
-                        self._finish(sequence)
+                    self._finish(self._engine.step())
                 yield
 
     def _admit(self, rows: list[Row | BadRow]) -> bool:
@@ -78,7 +77,7 @@ class Job:
     def _start(self, row: Row | BadRow) -> None:
         choices = row.error if isinstance(row, BadRow) else self._encoder.encode(row)
         if isinstance(choices, RowError):
-            self._fail(row, choices)
+            self._journal.done(self._failed(row, choices))
             return
         assert isinstance(row, Row)
         opened = _OpenRow(row, num_open=len(choices))
@@ -98,29 +97,34 @@ class Job:
         for sequence in first:
             self._engine.add(sequence)
 
-    def _finish(self, sequence: Sequence) -> None:
-        opened = self._open.pop(sequence)
-        opened.num_open -= 1
-        if opened.num_open:
-            return
+    def _finish(self, sequences: Iterable[Sequence]) -> None:
+        """Writes the answers of all rows that a pass finished at once; a fault keeps those that came before it."""
+        done: list[Done] = []
+        try:
+            for sequence in sequences:
+                opened = self._open.pop(sequence)
+                opened.num_open -= 1
+                if not opened.num_open:
+                    done.append(self._answered(opened))
+        finally:
+            self._journal.done(*done)
+
+    def _answered(self, opened: _OpenRow) -> Done:
         row = opened.row
         broken = next((each for each in opened.sequences if each.finish_reason == "error"), None)
         if broken is not None:
-            self._fail(row, _error(broken, row))
-            return
+            return self._failed(row, _error(broken, row))
         completions = [
             _completion(each, text, self._encoder.tokenizer)
             for each, text in zip(opened.sequences, opened.texts, strict=True)
         ]
         tokens = usage(completions, row.num_samples)
         line = self._answers.answer(row, completions)
-        self._record(row.index, False, tokens["prompt_tokens"], tokens["completion_tokens"], line)
+        prompt, generated = tokens["prompt_tokens"], tokens["completion_tokens"]
+        return Done(row.index, False, prompt, generated, self._digest(row.index), line)
 
-    def _fail(self, row: Row | BadRow, error: RowError) -> None:
-        self._record(row.index, True, 0, 0, self._answers.failure(row, error))
-
-    def _record(self, row: int, failed: bool, prompt_tokens: int, generated_tokens: int, line: str) -> None:
-        self._journal.done(Done(row, failed, prompt_tokens, generated_tokens, self._digest(row), line))
+    def _failed(self, row: Row | BadRow, error: RowError) -> Done:
+        return Done(row.index, True, 0, 0, self._digest(row.index), self._answers.failure(row, error))
 
 
 def _error(broken: Sequence, row: Row) -> RowError:

@@ -13,7 +13,7 @@ from ....offload.store.durable import TEMPORARY_SUFFIX, write_file
 from .ballast import Ballast
 from .committer import Committer, Mark
 from .errors import BadJournal, JournalFailed
-from .record import VERSION, Done, Kind, encode, encode_done, frame, printed_crc
+from .record import VERSION, Done, Kind, chained, encode, encode_done, frame
 from .state import replay
 from .suspicion import Ending
 
@@ -62,9 +62,15 @@ class Journal:
         """Rows go into work. In the page cache when this returns, which is what outlives the death of the process."""
         self._append_as(Kind.BEGIN, rows=list(rows))
 
-    def done(self, done: Done) -> None:
-        """A row has its answer. Raises JournalFailed when the disk is full, with the row saved if there was room."""
-        self._append(encode_done(done, self._committer.synced.end))
+    def done(self, *rows: Done) -> None:
+        """Rows have their answers. Raises JournalFailed when the disk is full, with them saved if there was room."""
+        if not rows:
+            return
+        synced = self._committer.synced.end
+        begins = self._append(*(encode_done(row, synced) for row in rows))
+        for begin, row in zip(begins, rows, strict=True):
+            self.state.done(begin, row)
+        self._tell()
 
     def retry(self, rows: Iterable[int]) -> None:
         self._append_as(Kind.RETRY, rows=list(rows))
@@ -111,7 +117,10 @@ class Journal:
         return scan.torn_nbytes
 
     def _append_as(self, kind: Kind, **content: Any) -> None:
-        self._append(encode(kind, self._committer.synced.end, content))
+        payload = encode(kind, self._committer.synced.end, content)
+        (begin,) = self._append(payload)
+        self.state.apply(begin, payload)
+        self._tell()
 
     def _append_settled(self, kind: Kind, **content: Any) -> None:
         """The record says that all before it is on disk: damage there is told from a torn tail from now on."""
@@ -119,38 +128,45 @@ class Journal:
         self._append_as(kind, **content)
         self.sync()
 
-    def _append(self, payload: bytes) -> None:
+    def _append(self, *payloads: bytes) -> list[int]:
+        """One write for all of them; returns where each begins."""
         self._committer.check()
-        line = frame(payload, self._crc)
-        self._write(line)
-        self.state.apply(self._end, payload)
-        self._crc = printed_crc(line) or 0
-        self._end += len(line)
+        lines, begins, end, crc = [], [], self._end, self._crc
+        for payload in payloads:
+            lines.append(frame(payload, crc))
+            begins.append(end)
+            end, crc = end + len(lines[-1]), chained(payload, crc)
+        self._write(b"".join(lines))
+        self._end, self._crc = end, crc
+        return begins
+
+    def _tell(self) -> None:
+        """The committer of what was written; whoever writes, of a disk that is full."""
         self._committer.written(self._mark())
         self._raise_full()
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, lines: bytes) -> None:
         try:
-            self._write_all(line)
+            self._write_all(lines)
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             if error.errno not in _DISK_FULL or not self._ballast.drop():
                 raise _failed(self._path, error) from error
             self._full = error
-            self._retry_write(line)
+            self._retry_write(lines)
 
-    def _retry_write(self, line: bytes) -> None:
+    def _retry_write(self, lines: bytes) -> None:
         """With the room that the ballast took."""
         try:
-            self._write_all(line)
+            self._write_all(lines)
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             raise _failed(self._path, error) from error
 
-    def _write_all(self, line: bytes) -> None:
+    def _write_all(self, lines: bytes) -> None:
         position = 0
-        while position < len(line):
-            position += os.pwrite(self._descriptor, line[position:], self._end + position)
+        while position < len(lines):
+            position += os.pwrite(self._descriptor, lines[position:], self._end + position)
 
     def _raise_full(self) -> None:
         """Once: the stop that follows may still be written."""

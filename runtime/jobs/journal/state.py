@@ -103,7 +103,7 @@ class JobState:
     def apply(self, offset: int, payload: bytes) -> None:
         """Raises BadJournal for a record that cannot follow those before it."""
         if (done := decode_done(payload, with_line=False)) is not None:
-            self._done(offset, done)
+            self.done(offset, done)
             return
         record = json.loads(payload)
         kind = record.get("kind")
@@ -146,7 +146,8 @@ class JobState:
         self.started, self.stopped, self.cancelled = record, None, None
         self.key_offsets = record.get("key_offsets") or self.key_offsets
 
-    def _done(self, offset: int, done: Done) -> None:
+    def done(self, offset: int, done: Done) -> None:
+        """What `apply` does with the record of an answer."""
         if done.row >= len(self._offsets) or self._offsets[done.row]:
             raise BadJournal(f"row {done.row} has a second answer at byte {offset} of the journal")
         self._offsets[done.row] = offset

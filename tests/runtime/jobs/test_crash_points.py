@@ -40,9 +40,9 @@ def crash(job: Callable[..., Any], disk: Any, patched: Any, crash_type: Any) -> 
     """(whether the job ended before the disk did, how many rows had been confirmed)."""
     confirmed, journals, real = 0, [], Journal.done
 
-    def spied(self: Journal, record: Any) -> None:
+    def spied(self: Journal, *records: Any) -> None:
         journals.append(self)
-        real(self, record)
+        real(self, *records)
 
     def look(live: list[Any]) -> None:
         nonlocal confirmed

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from moedge.runtime.jobs import batch_run, ending, identity
+from moedge.runtime.jobs.answers import Answers
 from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.limits import Limits
@@ -382,6 +383,28 @@ def test_the_error_file_goes_when_no_row_failed_in_the_end(job: Job, tmp_path: P
     assert outputs()["out.jsonl"] == b""
     job(go_on=GoOn(failed=True))
     assert set(outputs()) == {"out.jsonl"}
+
+
+def test_of_rows_that_end_in_one_pass_those_before_a_fault_keep_their_answers(
+    job: Job, tmp_path: Path, outputs: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps({"id": str(row), "prompt": "x", "max_tokens": 2}) for row in range(6)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    answer = Answers.answer
+
+    def faulty(self: Answers, row: Any, completions: Any) -> str:
+        if row.index == 4:
+            raise ZeroDivisionError
+        return answer(self, row, completions)
+
+    monkeypatch.setattr(Answers, "answer", faulty)
+    with pytest.raises(ZeroDivisionError):
+        job()
+    monkeypatch.setattr(Answers, "answer", answer)
+    state = read_state(tmp_path / "out.job" / "journal")
+    assert (state.counts.ok, list(state.pending())) == (4, [4, 5])
+    job()
+    assert [json.loads(line)["id"] for line in outputs()["out.jsonl"].splitlines()] == list("012345")
 
 
 def test_too_many_failures_stop_the_job(job: Job, tmp_path: Path) -> None:

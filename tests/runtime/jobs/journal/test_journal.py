@@ -102,6 +102,22 @@ def test_j4_a_torn_tail_is_cut_off_and_every_record_before_it_kept(tmp_path: Pat
     assert torn > 1500
 
 
+def test_j4_of_rows_that_are_written_at_once_those_before_the_tear_are_kept(tmp_path: Path) -> None:
+    path, calls = tmp_path / "journal", []
+    with Journal.create(path, {"num_rows": NUM_ROWS}) as journal, pytest.MonkeyPatch.context() as patch:
+        begin, pwrite = path.stat().st_size, os.pwrite
+        patch.setattr(os, "pwrite", lambda *arguments: calls.append(arguments) or pwrite(*arguments))
+        journal.done(*map(done, range(9)))
+        journal.done()
+        assert len(calls) == 1
+        assert journal.state.counts == read_state(path).counts
+    assert answers(path) == {row: done(row) for row in range(9)}
+    whole = path.read_bytes()
+    for end in range(begin, len(whole)):
+        path.write_bytes(whole[:end])
+        assert answers(path) == {row: done(row) for row in range(whole[begin:end].count(b"\n"))}
+
+
 def test_j4_without_the_repair_the_next_record_would_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the tail is really in the way."""
     path = write(tmp_path / "journal", range(10))
