@@ -69,7 +69,7 @@ class BatchRun:
         shape, ledger = self.source.shape, self.ledger
         self._tokenizer = self._resources.enter_context(Tokenizer.load(self.source.folder, ledger.created))
         file = self._resources.enter_context(seekable(ledger.input, ledger.folder))
-        self._file = RowFile(file, self.request.defaults)
+        self._file = RowFile(file, self.preflight.places, self.request.defaults)
         bad = set(self.preflight.bad_rows)
         rows = (self._file.row(row) for row in ledger.rows_to_run() if row not in bad)
         self.size, order = measure(rows, RowEncoder(self._tokenizer, shape.vocab, shape.context))
@@ -123,7 +123,7 @@ class BatchRun:
         begun, shape, ledger = time.perf_counter(), self.source.shape, self.ledger
         encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self.concessions.plan.kv_tokens)
         answers = Answers(ledger.model_name, int(ledger.created.timestamp()))
-        job = Job(self._loaded.engine, encoder, answers, ledger.journal, self._file.digest)
+        job = Job(self._loaded.engine, encoder, answers, ledger.journal, self.preflight.places.digest)
         heap = Heap()
         pending = Pending(ledger.journal.state, self._file, self._order, self._bad_rows())
         with ledger.working(), StallGuard(self._work, self._loaded.streamed, ledger.folder.stacks) as guard:

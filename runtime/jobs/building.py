@@ -13,8 +13,6 @@ from .prompts import MAX_PROMPTS
 from .rows import Defaults, Endpoint, Prompt, Row
 from .seeds import row_seed
 
-_PARAMS = tuple(field.name for field in fields(SamplingParams))
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -25,28 +23,61 @@ class Place:
     id: str
 
 
-def build_row(body: Mapping[str, Any], endpoint: Endpoint, place: Place, defaults: Defaults) -> Row:
-    """Raises `RowFault` naming the first field that cannot be run as it stands."""
-    given = read_fields(body, endpoint)
-    prompts, num_samples = _prompts(given, endpoint), given.get("n", 1)
-    if len(prompts) * num_samples > MAX_PROMPTS:
-        raise RowFault(
-            ErrorCode.INVALID_VALUE,
-            f"{len(prompts)} prompts with n {num_samples} are more than {MAX_PROMPTS} answers; split the row",
-            "n",
+class RowBuilder:
+    """Builds the rows of one file."""
+
+    def __init__(self, defaults: Defaults) -> None:
+        self._seed = defaults.seed
+        self._defaults: Mapping[str, Any] = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+
+    def build(self, body: Mapping[str, Any], endpoint: Endpoint, place: Place) -> Row:
+        """Raises `RowFault` naming the first field that cannot be run as it stands."""
+        given = read_fields(body, endpoint)
+        prompts, num_samples = _prompts(given, endpoint), given.get("n", 1)
+        if len(prompts) * num_samples > MAX_PROMPTS:
+            raise RowFault(
+                ErrorCode.INVALID_VALUE,
+                f"{len(prompts)} prompts with n {num_samples} are more than {MAX_PROMPTS} answers; split the row",
+                "n",
+            )
+        return Row(
+            index=place.index,
+            line=place.line,
+            id=place.id,
+            endpoint=endpoint,
+            prompts=prompts,
+            params=self._params(given, place.id),
+            num_samples=num_samples,
+            model=given.get("model"),
+            return_token_ids=given.get("return_token_ids", False),
+            schema=self._schema(given),
         )
-    return Row(
-        index=place.index,
-        line=place.line,
-        id=place.id,
-        endpoint=endpoint,
-        prompts=prompts,
-        params=_params(given, place.id, defaults),
-        num_samples=num_samples,
-        model=given.get("model"),
-        return_token_ids=given.get("return_token_ids", False),
-        schema=_schema(given, defaults),
-    )
+
+    def _params(self, given: Mapping[str, Any], row_id: str) -> SamplingParams:
+        values = dict(self._defaults)
+        for name in given:
+            if name in values:
+                values[name] = given[name]
+        values["logprobs"] = _num_logprobs(given)
+        values["top_k"] = max(values["top_k"], 0)
+        if "max_completion_tokens" in given:
+            values["max_tokens"] = _max_tokens(given)
+        if "seed" not in given:
+            values["seed"] = row_seed(self._seed, row_id)
+        return SamplingParams(**values)
+
+    def _schema(self, given: Mapping[str, Any]) -> str | None:
+        """A grammar alone ends its text: whatever else might would cut it."""
+        schema: str | None = given.get("response_format")
+        for name in ("stop", "stop_token_ids", "ignore_eos") if schema is not None else ():
+            if given.get(name, self._defaults[name]):
+                raise RowFault(
+                    ErrorCode.INVALID_VALUE,
+                    f"{name} and a JSON response_format are both given; keep one of them: JSON ends where it is "
+                    "complete",
+                    name,
+                )
+        return schema
 
 
 def _prompts(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]:
@@ -59,37 +90,16 @@ def _prompts(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]
     raise RowFault(ErrorCode.MISSING_PARAMETER, f"{name} is missing: there is nothing to answer", name)
 
 
-def _params(given: Mapping[str, Any], row_id: str, defaults: Defaults) -> SamplingParams:
-    values = {name: given.get(name, getattr(defaults, name)) for name in _PARAMS}
-    values["max_tokens"] = _max_tokens(given, defaults)
-    values["top_k"] = max(values["top_k"], 0)
-    values["seed"] = given["seed"] if "seed" in given else row_seed(defaults.seed, row_id)
-    values["logprobs"] = _num_logprobs(given)
-    return SamplingParams(**values)
-
-
-def _schema(given: Mapping[str, Any], defaults: Defaults) -> str | None:
-    """A grammar alone ends its text: whatever else might would cut it."""
-    schema: str | None = given.get("response_format")
-    for name in ("stop", "stop_token_ids", "ignore_eos") if schema is not None else ():
-        if given.get(name, getattr(defaults, name)):
-            raise RowFault(
-                ErrorCode.INVALID_VALUE,
-                f"{name} and a JSON response_format are both given; keep one of them: JSON ends where it is complete",
-                name,
-            )
-    return schema
-
-
-def _max_tokens(given: Mapping[str, Any], defaults: Defaults) -> int:
-    both = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
-    if len(both) > 1:
+def _max_tokens(given: Mapping[str, Any]) -> int:
+    """Of a row that has OpenAI's newer name for it."""
+    tokens: int = given["max_completion_tokens"]
+    if given.get("max_tokens", tokens) != tokens:
         raise RowFault(
             ErrorCode.INVALID_VALUE,
-            f"max_tokens {given['max_tokens']} and max_completion_tokens {given['max_completion_tokens']} disagree",
+            f"max_tokens {given['max_tokens']} and max_completion_tokens {tokens} disagree",
             "max_tokens",
         )
-    return both.pop() if both else defaults.max_tokens
+    return tokens
 
 
 def _num_logprobs(given: Mapping[str, Any]) -> int | None:

@@ -28,22 +28,22 @@ class RowEncoder:
         """Token ids and settings of each of the row's choices, in the order of its answer."""
         try:
             self.grammar(row)
-            ids_of = {prompt: self._ids(prompt) for prompt in dict.fromkeys(row.prompts)}
+            ids_of_prompts = [self._ids(prompt) for prompt in row.prompts]
         except PromptError as error:
             return RowError(ErrorCode.INVALID_VALUE, str(error), "prompt", row.line)
         except SchemaError as error:
             fault = invalid_schema(error)
             return RowError(fault.code, fault.message, fault.param, row.line)
-        for token_ids in ids_of.values():
+        for token_ids in ids_of_prompts:
             if not token_ids:
                 return RowError(
                     ErrorCode.INVALID_VALUE, "the prompt has no tokens; give it some text", "prompt", row.line
                 )
-            if max(token_ids) >= self._vocab:
-                message = f"token id {max(token_ids)} is not in the model's vocabulary of {self._vocab}"
+            if (highest := max(token_ids)) >= self._vocab:
+                message = f"token id {highest} is not in the model's vocabulary of {self._vocab}"
                 return RowError(ErrorCode.INVALID_VALUE, message, "prompt", row.line)
-        longest = max(map(len, ids_of.values()))
-        return self._too_long(row, longest) or [(ids_of[prompt], params) for prompt, params in row.choices()]
+        longest = max(map(len, ids_of_prompts))
+        return self._too_long(row, longest) or [(ids_of_prompts[prompt], params) for prompt, params in row.choices()]
 
     def grammar(self, row: Row) -> GrammarState | None:
         """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""

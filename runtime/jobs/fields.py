@@ -51,6 +51,11 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "return_token_ids": _everywhere(flag),
 }
 
+# The same by endpoint: a row has one, and many fields.
+_CHECKS: Mapping[Endpoint, Mapping[str, Check]] = {
+    endpoint: {name: checks[endpoint] for name, checks in FIELDS.items() if endpoint in checks} for endpoint in Endpoint
+}
+
 IGNORED = (
     "user",
     "metadata",
@@ -107,14 +112,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
     """The checked values of the fields that were given; null is not given. Raises `RowFault`."""
-    given = {}
+    given, checks = {}, _CHECKS[endpoint]
     for name, value in body.items():
-        if value is None or name in IGNORED or name.startswith(FREE_PREFIX):
+        if value is None:
             continue
-        check = FIELDS.get(name, {}).get(endpoint)
+        check = checks.get(name)
         if check is not None:
             given[name] = check(value, name)
-        elif not _neutral(name, value):
+        elif not (name in IGNORED or name.startswith(FREE_PREFIX) or _neutral(name, value)):
             raise _refusal(name, endpoint)
     return given
 
@@ -136,6 +141,5 @@ def _refusal(name: str, endpoint: Endpoint) -> RowFault:
     elif name in UNSUPPORTED:
         message = f"{name} would change the answer and is not supported; remove it"
     else:
-        here = tuple(known for known, checks in FIELDS.items() if endpoint in checks)
-        return unknown(name, here)
+        return unknown(name, tuple(_CHECKS[endpoint]))
     return RowFault(ErrorCode.UNSUPPORTED_PARAMETER, message, name)

@@ -30,12 +30,12 @@ from .journal.committer import Mark
 from .journal.errors import JournalFailed
 from .journal.journal import Journal
 from .outputs import OutputPaths
-from .preflight import file_fingerprint, preflight
+from .preflight import Preflight, preflight
 from .refusals import ExportFailed, InputChanged, InputRefused, JobMismatch
 from .registry import register
 from .request import BatchRequest
-from .row_file import RowFile
-from .spool import regular_input, seekable
+from .row_places import RowPlaces
+from .spool import regular_input
 from .stall import Stalled
 
 # What ends a process without a row being to blame.
@@ -59,7 +59,7 @@ class JobLedger:
             resources.callback(lock.close)
             resources.callback(self.folder.remove_unbegun)
             self.input = regular_input(request.input, self.folder)
-            self.preflight = preflight(self.input, request.defaults)
+            self.preflight = self._read_input()
             if self.preflight.refused(request.lenient):
                 raise InputRefused(self.preflight.report(request.lenient))
             self._identity = identity(source, request.defaults, request.lenient)
@@ -158,7 +158,7 @@ class JobLedger:
 
     def cancelled(self) -> str | None:
         """Why to stop, where somebody asked for it."""
-        if not self.folder.cancel.exists():
+        if not os.path.exists(self.folder.cancel):
             return None
         self.folder.cancel.unlink(missing_ok=True)
         self.journal.cancel(at=now_text())
@@ -208,7 +208,7 @@ class JobLedger:
             raise JobMismatch(
                 f"{self.folder.path} belongs to the output {opened['request']['output']}; choose another output name"
             )
-        self._refuse_other_input(self.preflight.fingerprint)
+        self._refuse_other_input(self.preflight)
         self._identity.refuse_other(opened, self._request.settings, go_on.drift)
         if state.cancelled is not None and not go_on.cancelled:
             raise JobMismatch(f"job {opened['id']} was cancelled; `moedge jobs resume {opened['id']}` goes on with it")
@@ -220,20 +220,21 @@ class JobLedger:
     def _refuse_changed_meanwhile(self) -> None:
         before, now = self.preflight.fingerprint, self.input.stat()
         if (now.st_size, now.st_mtime_ns) != (before.nbytes, before.mtime_ns):
-            self._refuse_other_input(file_fingerprint(self.input))
+            self._refuse_other_input(self._read_input())
 
-    def _refuse_other_input(self, found: Fingerprint) -> None:
+    def _read_input(self) -> Preflight:
+        return preflight(self.input, self._request.defaults)
+
+    def _refuse_other_input(self, found: Preflight) -> None:
         """Raises InputChanged where the input is not the one that the job was begun with, naming the row."""
         opened = self.journal.state.opened
-        if not found.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
+        if not found.fingerprint.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
             raise InputChanged(
-                f"{self.input} is not the input that job {opened['id']} was begun with: {self._where_changed()}. "
-                "Put it back as it was, or choose another output name"
+                f"{self.input} is not the input that job {opened['id']} was begun with: "
+                f"{self._where_changed(found.places)}. Put it back as it was, or choose another output name"
             )
 
-    def _where_changed(self) -> str:
-        with seekable(self.input, self.folder) as file:
-            rows = RowFile(file, self._request.defaults)
+    def _where_changed(self, rows: RowPlaces) -> str:
         for done in read_answers(self.folder.journal, self.journal.state):
             if done.row >= len(rows):
                 return f"it has {len(rows):,} rows, and row {done.row + 1:,} was answered"

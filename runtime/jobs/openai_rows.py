@@ -11,11 +11,12 @@ from .ids import row_id
 from .rows import Endpoint
 
 LINE_KEYS = ("custom_id", "method", "url", "body")
+_ANY_OF_THEM = frozenset(LINE_KEYS)
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION)}
 
 
 def is_openai(line: dict[str, Any]) -> bool:
-    return any(key in line for key in LINE_KEYS)
+    return not _ANY_OF_THEM.isdisjoint(line)
 
 
 def openai_id(line: dict[str, Any], number: int) -> str:

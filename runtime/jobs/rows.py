@@ -85,13 +85,14 @@ class Row:
     def short(self) -> bool:
         return self.endpoint is Endpoint.SHORT
 
-    def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
-        """The row's sequences in the order of its answer: all samples of a prompt, then the next prompt."""
+    def choices(self) -> Iterator[tuple[int, SamplingParams]]:
+        """The row's sequences in the order of its answer: all samples of a prompt, which is counted from 0, then the
+        next prompt."""
         # The first keeps the row's seed; most rows have no other.
-        yield self.prompts[0], self.params
+        yield 0, self.params
         for choice in range(1, len(self.prompts) * self.num_samples):
             seed = choice_seed(self.params.seed, choice)
-            yield self.prompts[choice // self.num_samples], replace(self.params, seed=seed)
+            yield choice // self.num_samples, replace(self.params, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from .folder import JobFolder
 from .new_file import NewFile
 from .preflight import file_fingerprint
 from .refusals import InputChanged, InputUnreadable
-from .source import STDIN, open_input, open_regular, plain, zipped
+from .source import STDIN, open_input, open_regular, plain
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -47,12 +47,13 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
 
 
 def seekable(path: Path, folder: JobFolder) -> BufferedReader:
-    """The rows as plain bytes; an unpacked copy has no name and goes with the process."""
+    """The rows as plain bytes, from the first one on; an unpacked copy has no name and goes with the process."""
     raw = open_regular(path)
-    if not zipped(raw):
+    text = plain(raw)
+    if text is raw:
         return raw
     unpacked = tempfile.TemporaryFile(dir=folder.path)  # noqa: SIM115 (the caller closes it)
     with raw:
-        shutil.copyfileobj(plain(raw), unpacked, _CHUNK_NBYTES)
-    unpacked.flush()
+        shutil.copyfileobj(text, unpacked, _CHUNK_NBYTES)
+    unpacked.seek(0)
     return cast(BufferedReader, unpacked)

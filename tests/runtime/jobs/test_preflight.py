@@ -116,8 +116,8 @@ def test_i12_a_file_that_grows_while_it_is_read_is_refused(
 ) -> None:
     path = write(GOOD, GOOD)
 
-    def growing(*args: Any) -> Any:
-        yield from rows_from(*args)
+    def growing(*args: Any, **keywords: Any) -> Any:
+        yield from rows_from(*args, **keywords)
         path.write_bytes(path.read_bytes() + b"\n" + GOOD)
 
     rows_from = preflight_file.rows_from

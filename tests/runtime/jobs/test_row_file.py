@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,43 +13,70 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.runtime.jobs.folder import JobFolder
+from moedge.runtime.jobs.reader import rows_from
 from moedge.runtime.jobs.refusals import InputChanged, InputUnreadable
 from moedge.runtime.jobs.row_file import RowFile
-from moedge.runtime.jobs.rows import Defaults, Row
+from moedge.runtime.jobs.row_places import RowPlaces
+from moedge.runtime.jobs.rows import BadRow, Defaults, Row
 from moedge.runtime.jobs.spool import regular_input, seekable
 
-LINES = st.sampled_from([b'{"prompt":"a"}', b'{"id":"x","prompt":"\xc3\xa9"}', b"", b" \t", b"{oops", b"x" * 70_000])
+LINES = st.sampled_from([
+    b'{"prompt":"a"}', b'{"id":"x","prompt":"\xc3\xa9"}', b' {"prompt":"\\u00e9","top_p":5e-1,"seed":18446744073}\t',
+    b"", b" \t", b"{oops", b"x" * 70_000,
+])  # fmt: skip
 
 
-def row_file(data: bytes) -> RowFile:
-    return RowFile(io.BufferedReader(io.BytesIO(data)), Defaults())  # type: ignore[arg-type]
+Rows = list[Row | BadRow]
 
 
-@given(st.lists(LINES), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
-def test_every_row_is_read_at_its_place(lines: list[bytes], end: bytes, marked: bool) -> None:
-    from moedge.runtime.jobs.reader import rows_from
+def read_at_places(path: Path, folder: JobFolder) -> tuple[RowFile, RowPlaces, Rows]:
+    """The file as a job reads it a second time, where its rows are, and what they were the first time."""
+    places = RowPlaces()
+    with path.open("rb") as file:
+        rows = list(rows_from(file, Defaults(), places=places))
+    return RowFile(seekable(path, folder), places, Defaults()), places, rows
 
-    data = (b"\xef\xbb\xbf" if marked else b"") + end.join(lines)
-    file = row_file(data)
-    wanted = list(rows_from(io.BufferedReader(io.BytesIO(data)), Defaults()))  # type: ignore[arg-type]
-    assert len(file) == len(wanted)
+
+@given(
+    st.lists(LINES),
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.sampled_from([b"", b"\xef\xbb\xbf", 2 * b"\xef\xbb\xbf"]),
+    st.sampled_from([bytes, gzip.compress]),
+)
+def test_every_row_is_read_at_its_place(
+    lines: list[bytes], end: bytes, mark: bytes, pack: Callable[[bytes], bytes]
+) -> None:
+    with TemporaryDirectory() as name:
+        path, folder = Path(name) / "in.jsonl", JobFolder(Path(name) / "out.job")
+        folder.make()
+        path.write_bytes(pack(mark + end.join(lines)))
+        file, places, wanted = read_at_places(path, folder)
+    assert len(places) == len(wanted)
     for row in reversed(wanted):
-        if isinstance(row, Row) and row.id != "x":
+        if isinstance(row, Row):
             assert file.row(row.index) == row
-        assert file.line_number(row.index) == row.line
+        assert places.line_number(row.index) == row.line
 
 
-def test_equal_lines_have_equal_digests_and_a_changed_one_is_noticed(tmp_path: Path) -> None:
+def test_equal_lines_have_equal_digests(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"prompt":"a"}\n{"prompt":"a"}\n{"prompt":"b"}\n')
-    with path.open("rb") as opened:
-        file = RowFile(opened, Defaults())
-        assert file.digest(0) == file.digest(1) != file.digest(2)
-        path.write_bytes(path.read_bytes().replace(b"b", b"c"))
-        assert file.row(1).line == 2
-        opened.seek(0)
-        with pytest.raises(InputChanged, match="line 3 of the input was changed"):
-            RowFile.row(file, 2)
+    _, places, _ = read_at_places(path, JobFolder(tmp_path))
+    assert places.digest(0) == places.digest(1) != places.digest(2)
+
+
+@pytest.mark.parametrize("change", [b"a\nc\n", b"a", b"a\n", b"ab", b"\na\nb\n", b"", b"a\r\nb\r\n"])
+def test_a_line_that_is_not_what_it_was_when_the_file_was_first_read_is_not_used(tmp_path: Path, change: bytes) -> None:
+    path, places = tmp_path / "in.jsonl", RowPlaces()
+    path.write_bytes(b'{"prompt":"a"}\n{"prompt":"b"}\n')
+    with path.open("rb") as file:
+        assert len(list(rows_from(file, Defaults(), places=places))) == 2
+    path.write_bytes(change.replace(b"a", b'{"prompt":"a"}').replace(b"b", b'{"prompt":"b"}'))
+    with seekable(path, JobFolder(tmp_path)) as again:
+        rows = RowFile(again, places, Defaults())
+        assert not change.startswith(b"a") or rows.row(0).line == 1
+        with pytest.raises(InputChanged, match="line 2 of the input was changed"):
+            rows.row(1)
 
 
 def test_gzip_is_unpacked_into_a_file_without_a_name(tmp_path: Path) -> None:
@@ -56,10 +84,9 @@ def test_gzip_is_unpacked_into_a_file_without_a_name(tmp_path: Path) -> None:
     folder.make()
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"prompt":"a"}\n{"prompt":"b"}\n'))
-    with seekable(path, folder) as file:
-        rows = RowFile(file, Defaults())
-        assert [rows.row(row).prompts[0].text for row in (1, 0)] == ["b", "a"]
-        assert list(folder.path.iterdir()) == []
+    rows, _, _ = read_at_places(path, folder)
+    assert [rows.row(row).prompts[0].text for row in (1, 0)] == ["b", "a"]
+    assert list(folder.path.iterdir()) == []
 
 
 class Terminal(io.TextIOWrapper):
