@@ -8,6 +8,8 @@ its implementations of experts, accelerate's disk offload (`--offload SIZE`, its
 (`--llama-bin`, where llama-batched-bench lies, and `--gguf` files). `--ceiling` puts every contender in a memory cgroup
 of its own, page cache included, which takes root.
 
+`--products` times the bare matrix products of the same passes as well (bare_products.py), the roof in bfloat16.
+
 Prints a table for docs/performance.md: medians; ratios of moedge's best to the peers' best in the same phase and batch;
 the share of CPU time that other processes used meanwhile. Above 0.05 a figure says little about its contender.
 """
@@ -35,6 +37,8 @@ def tasks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     common = {name: getattr(options, name) for name in ("batches", "prompt", "new", "repeats", "threads", "ram")}
     for setting in options.moedge:
         yield common | {"contender": "moedge", "model": options.model, "setting": setting}
+    if options.products:
+        yield common | {"contender": "products", "model": options.model, "setting": "alone", "repeats": 1}
     for setting in options.transformers:
         yield common | {"contender": "transformers", "model": options.model, "setting": setting}
         if options.offload:
@@ -77,21 +81,17 @@ def line(name: str, cells: list[str]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def ratios(results: dict[str, Cells], batches: list[int]) -> list[str]:
-    """moedge's best over the peers' best, prompt / decode."""
+def ratios(ours: dict[str, Cells], others: dict[str, Cells], batches: list[int]) -> list[str]:
+    """The best of ours over the best of the others, prompt / decode."""
     cells = []
     for batch in batches:
         pair = []
         for phase in (0, 1):
-            ours = [
-                found[batch][phase] for name, found in results.items() if name.startswith("moedge") and batch in found
+            best = [
+                max((found[batch][phase] for found in side.values() if batch in found), default=0.0)
+                for side in (ours, others)
             ]
-            peers = [
-                found[batch][phase]
-                for name, found in results.items()
-                if not name.startswith("moedge") and batch in found
-            ]
-            pair.append(f"{max(ours) / max(peers):.2f}" if ours and peers else "-")
+            pair.append(f"{best[0] / best[1]:.2f}" if all(best) else "-")
         cells.append(" / ".join(pair))
     return cells
 
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--ram", default="auto", help="moedge's --ram")
     parser.add_argument("--moedge", nargs="*", default=["none", "int4", "nf4", "int8+int8"])
     parser.add_argument("--transformers", nargs="*", default=["eager", "grouped_mm"])
+    parser.add_argument("--products", action="store_true", help="time the bare matrix products as well")
     parser.add_argument("--offload", help="accelerate's max_memory for weights, such as 2GiB")
     parser.add_argument("--llama-bin", default="")
     parser.add_argument("--gguf", nargs="*", default=[])
@@ -124,7 +125,12 @@ def main() -> None:
         peak = max((one["peak_gib"] for one in timings), default=0.0)
         others = max((one["others"] for one in timings), default=0.0)
         print(line(title(task), [*shown, f"{peak:.1f}", f"{others:.2f}"]), flush=True)
-    print(line("moedge's best / peers' best", [*ratios(results, options.batches), "", ""]))
+    ours, roof, peers = ({name: found for name, found in results.items() if name.startswith(prefixes)} for prefixes in (
+        "moedge", "products", ("transformers", "accelerate", "llama.cpp"),
+    ))  # fmt: skip
+    print(line("moedge's best / peers' best", [*ratios(ours, peers, options.batches), "", ""]))
+    if roof:
+        print(line("moedge's best / bare products", [*ratios(ours, roof, options.batches), "", ""]))
 
 
 if __name__ == "__main__":

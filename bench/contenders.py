@@ -207,11 +207,28 @@ def run_llama(task: Task) -> Iterator[Timing]:
                 yield Timing(found["pl"], found["speed_pp"], found["speed_tg"], peak, bystanders.share())
 
 
+def run_products(task: Task) -> Iterator[Timing]:
+    """What no engine can beat in bfloat16: the products of the same passes and nothing else."""
+    from bare_products import seconds
+
+    from moedge.runtime.model_source import open_source
+
+    with open_source(task.model) as source:
+
+        def run(batch: int) -> tuple[float, float]:
+            tokens = min(PASS_TOKENS, batch * task.prompt)
+            prompt = seconds(source.shape, tokens, task.threads) * batch * task.prompt / tokens
+            return prompt, seconds(source.shape, batch, task.threads) * (task.new - 1)
+
+        yield from repeated(task, run)
+
+
 CONTENDERS: dict[str, Callable[[Task], Iterator[Timing]]] = {
     "moedge": run_moedge,
     "transformers": run_transformers,
     "accelerate": run_transformers,
     "llama.cpp": run_llama,
+    "products": run_products,
 }
 
 
