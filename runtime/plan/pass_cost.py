@@ -11,9 +11,15 @@ from ...moe.union import wanted_by
 from ..kv.spec import KVSpec
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards
-from .placement import Placement
+from .placement import Placement, largest_expert
 from .plan import Plan
 from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
+
+# While threads compute on some experts of a ring others arrive, so a small one makes the disk wait for compute and
+# compute for the disk. Measured from 3 experts to 24: from this many on nothing waits, below it up to half of what
+# could overlap does not (docs/performance.md).
+DEEP_RING = 8
+MOST_UNHIDDEN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +51,17 @@ class PassLoad:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links."""
+    """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links.
+
+    `unhidden` is the share of the shorter of disk and compute that overlaps with nothing.
+    """
 
     disk_s: float
     link_s: float
     compute_s: float
     disk_nbytes: float
     link_nbytes: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.disk_s, self.link_s, self.compute_s)
+    unhidden: float
 
 
 class _LayerKind:
@@ -116,11 +122,19 @@ class PassCosts:
         self._computing = ComputeCosts(model, plan, rates)
         self._disk = _Streamed(shape, shards, plan.placement if plan.device is None else plan.device.staging)
         self._link = None if plan.device is None else _Streamed(shape, shards, plan.placement)
+        self._unhidden = unhidden(shards, plan.placement) if plan.device is None else 0.0
 
     def cost(self, load: PassLoad) -> PassCost:
         disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
         rates, compute = self._rates, self._computing.seconds(load)
-        return PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link)
+        return PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link, self._unhidden)
+
+
+def unhidden(shards: ModelShards, placement: Placement) -> float:
+    """What a ring this small keeps from overlapping, as a share; 0 where no expert streams."""
+    if not placement.expert_ring:
+        return 0.0
+    return MOST_UNHIDDEN * max(0.0, 1 - placement.expert_ring / largest_expert(shards) / DEEP_RING)
 
 
 class ComputeCosts:

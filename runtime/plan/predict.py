@@ -59,7 +59,7 @@ def predict(
     phases = list(phases_of(job, live, plan.tokens_per_pass))
     costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
     busy = {name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES}
-    total = sum(passes * max(_seconds(cost, name, factors) for name in RESOURCES) for passes, cost in costed)
+    total = sum(passes * _pass_seconds(cost, factors) for passes, cost in costed)
     waited = {name: sum(passes for passes, cost in costed if _binding(cost, factors) == name) for name in RESOURCES}
     generated = job.mean_generated * job.sequences
     return Prediction(
@@ -131,6 +131,11 @@ def _looked_at(job: JobShape) -> float:
 def _seconds(cost: PassCost, name: str, factors: Mapping[str, float]) -> float:
     seconds = {"disk": cost.disk_s, "link": cost.link_s, "compute": cost.compute_s}[name]
     return seconds * factors.get(name, 1.0)
+
+
+def _pass_seconds(cost: PassCost, factors: Mapping[str, float]) -> float:
+    seconds = {name: _seconds(cost, name, factors) for name in RESOURCES}
+    return max(seconds.values()) + cost.unhidden * min(seconds["disk"], seconds["compute"])
 
 
 def _binding(cost: PassCost, factors: Mapping[str, float]) -> str:

@@ -1,5 +1,7 @@
 """Predictions against what can be worked out by hand, and against the arithmetic of a pass."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,9 +9,12 @@ from known_shapes import plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.pass_cost import DEEP_RING, MOST_UNHIDDEN, ModelWork
+from moedge.runtime.plan.placement import largest_expert
 from moedge.runtime.plan.planner import Settings, Speed, choose
-from moedge.runtime.plan.predict import RESOURCES
+from moedge.runtime.plan.predict import RESOURCES, predict
 from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
+from moedge.runtime.shape.shards import model_shards
 
 GIB = 1 << 30
 NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15)
@@ -72,3 +77,32 @@ def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
     slowed = choose(shape, wanted, 3 * GIB, job, None, Speed(factors={"none": {resource: 3.0}})).prediction
     assert slowed.busy_s[resource] == pytest.approx(3 * plain.busy_s[resource])
     assert slowed.seconds >= plain.seconds
+
+
+def test_a_ring_of_few_experts_makes_disk_and_compute_wait_for_each_other() -> None:
+    """A large ring hides the shorter of the two; the cost of a small one is a share of it, and falls as it grows."""
+    shape, job = plain_model(), JobShape(64, 64, 64, 64 * 32, 64 * 32)
+    rates = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e12}}, measured=True)
+    plan = choose(shape, Settings(quant="none"), 3 * GIB, job, None, Speed(rates)).plan
+    work = ModelWork(shape, model_shards(shape, plan.quant, plan.dtype))
+    expert = largest_expert(work.shards)
+
+    def seconds(experts: int) -> float:
+        ring = replace(plan, placement=replace(plan.placement, expert_ring=experts * expert))
+        return predict(work, ring, job, rates).seconds
+
+    deep = [seconds(experts) for experts in (DEEP_RING, 24)]
+    shallow = [seconds(experts) for experts in range(3, DEEP_RING)]
+    assert deep[0] == deep[1] < shallow[-1]
+    assert shallow == sorted(shallow, reverse=True)
+    busy = predict(work, plan, job, rates).busy_s
+    assert shallow[0] <= deep[0] + MOST_UNHIDDEN * min(busy["disk"], busy["compute"])
+
+
+def test_where_all_prompts_at_once_would_leave_the_ring_no_room_the_plan_takes_them_in_parts() -> None:
+    """Scratch of the largest passes would eat the ring, and every pass that decodes would pay for that."""
+    rates = Rates(1.7e9, 1e10, 1e11, NOTHING, {"nf4": {1: 1e11, 64: 4e11}}, measured=True)
+    job = JobShape(128, 32, 32, 128 * 28, 128 * 28)
+    plan = choose(plain_model(), Settings(quant="nf4"), 3 * GIB // 2, job, None, Speed(rates)).plan
+    assert plan.streams
+    assert plan.placement.expert_ring >= DEEP_RING * largest_expert(model_shards(plain_model(), plan.quant, plan.dtype))
