@@ -124,7 +124,7 @@ def mix_experts(
     def left_alone(arrived: list[Arrived]) -> list[Arrived]:
         """Those that were not computed together here; largest groups first, so that no thread ends with one."""
         if not body.forward_together(hidden, rows, groups, arrived, compute):
-            return sorted(arrived, key=lambda one: -groups.sizes[one.expert_id])
+            return sorted(arrived, key=lambda one: -groups.counts[one.expert_id])
         for one in arrived:
             one.finish()
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import embedding_bag
@@ -30,14 +30,9 @@ class ExpertGroups:
         return self.offsets[-1]
 
     @property
-    def sizes(self) -> list[int]:
-        """Rows of every expert."""
-        return [end - begin for begin, end in pairwise(self.offsets)]
-
-    @property
     def wanted(self) -> list[int]:
         """The experts that some token asked for, ascending."""
-        return [expert for expert, size in enumerate(self.sizes) if size]
+        return [expert for expert, count in enumerate(self.counts) if count]
 
     def rows(self, expert_id: int) -> slice:
         return slice(self.offsets[expert_id], self.offsets[expert_id + 1])
