@@ -3,7 +3,7 @@
     python bench/make_model.py --shape m --out models/m
     moedge doctor --disk-dir stores
     python bench/planner.py budgets --model models/m --disk-dir stores --ram 2GiB 3GiB 4GiB 5GiB 6GiB 8GiB --rows 96
-    python bench/planner.py budgets --model demo --ram 700MiB 725MiB 750MiB 800MiB 1GiB 2GiB --rows 400
+    python bench/planner.py budgets --model demo --ram 740MiB 760MiB 800MiB 900MiB 1GiB 2GiB --rows 400
     python bench/planner.py grid --model demo --workload chat
     python bench/planner.py table
 

@@ -7,9 +7,12 @@ work: the same code as in any model.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -17,12 +20,17 @@ from ..moe.union import expected_union
 from ..offload.machine.profile import Overheads
 from .engine import Engine
 from .load import load_engine
-from .model_source import open_source
+from .model_source import ModelSource, open_source
+from .plan.budgets import Budgets
 from .plan.job import JobShape
+from .plan.placement import RING_EXPERTS, Placement, largest_expert
+from .plan.plan import Plan
 from .plan.planner import Settings, make_plan
 from .sampling.params import SamplingParams
 from .sequence import Sequence
 from .shape.model_shape import ModelShape
+from .shape.shards import model_shards
+from .weights.making import prepare
 
 # Sequences and prompt tokens of each: enough kinds of passes to tell the four costs apart.
 KINDS = ((1, 16), (8, 16), (48, 16), (64, 64))
@@ -33,27 +41,46 @@ _BUDGET_NBYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """One pass: its tokens, the sequences in it, and its seconds."""
+    """One pass: its tokens, the sequences in it, whether experts streamed, and its seconds."""
 
     tokens: int
     sequences: int
+    streamed: bool
     seconds: float
 
 
 def measure_overheads() -> Overheads:
-    """About two seconds, on the processor."""
+    """About three seconds, on the processor, and on the disk of temporary files."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
         most = max(count for count, _ in KINDS)
         settings = Settings(quant="none", tokens_per_pass=TOKENS, max_sequences=most)
         plan = make_plan(source.shape, settings, _BUDGET_NBYTES, JobShape(most, 128))
-        with closing(load_engine(source, plan)) as loaded:
-            for count, length in KINDS:
-                _passes(loaded.engine, source.shape, count, length)
-            timed = [each for kind in KINDS for each in _passes(loaded.engine, source.shape, *kind)]
+        timed = list(_timed(source, plan, None))
+        with TemporaryDirectory(prefix="moedge-overheads-") as folder:
+            store = Path(folder, "store")
+            prepare(source, store, plan.quant, plan.dtype, Budgets())
+            timed += _timed(source, streaming(source.shape, plan), store)
     return _solve(source.shape, timed)
 
 
-def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[_Timed]:
+def streaming(shape: ModelShape, plan: Plan) -> Plan:
+    """The same with every expert streamed, through a ring that makes nobody wait."""
+    shards = model_shards(shape, plan.quant, plan.dtype)
+    ring = RING_EXPERTS * largest_expert(shards)
+    return replace(plan, placement=Placement(len(shards.layers), (0,) * len(shards.layers), 0, ring))
+
+
+def _timed(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[_Timed]:
+    with closing(load_engine(source, plan, store)) as loaded:
+        for kind in KINDS:
+            _passes(loaded.engine, source.shape, *kind)
+        for kind in KINDS:
+            for tokens, seconds in _passes(loaded.engine, source.shape, *kind):
+                yield _Timed(tokens, kind[0], plan.streams, seconds)
+
+
+def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[tuple[int, float]]:
+    """Tokens and seconds of the first pass, and of the fastest of those that decode."""
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
         prompt = torch.randint(1, shape.vocab, (length,), generator=generator).tolist()
@@ -63,18 +90,18 @@ def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[
     while engine.busy:
         before, begun = engine.metrics.pass_tokens, time.perf_counter()
         engine.step()
-        timed.append(_Timed(engine.metrics.pass_tokens - before, count, time.perf_counter() - begun))
-    return [timed[0], min(timed[1:], key=lambda one: one.seconds)]
+        timed.append((engine.metrics.pass_tokens - before, time.perf_counter() - begun))
+    return [timed[0], min(timed[1:], key=lambda one: one[1])]
 
 
 def _solve(shape: ModelShape, timed: list[_Timed]) -> Overheads:
-    """Least squares of relative errors over layers, experts, sequences and numbers of activations."""
+    """Least squares of relative errors over layers, experts, sequences, numbers of activations and arrivals."""
     experts = shape.layers[0].experts
     assert experts is not None
-    rows = [
-        (1.0, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens * shape.hidden)
-        for one in timed
-    ]
+    rows = []
+    for one in timed:
+        wanted = expected_union(experts.count, experts.per_token, one.tokens)
+        rows.append((1.0, wanted, one.sequences, one.tokens * shape.hidden, wanted * one.streamed))
     seconds = torch.tensor([one.seconds for one in timed], dtype=torch.float64)
     causes = len(shape.layers) * torch.tensor(rows, dtype=torch.float64) / seconds[:, None]
     solved = torch.linalg.lstsq(causes, torch.ones_like(seconds)[:, None]).solution.flatten()

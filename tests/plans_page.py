@@ -28,7 +28,7 @@ PROFILE = Machine(
     {},
     device_memory_bytes_s=4e11,
     device_flop_s={name: {1: 2e11, 64: 8e12, 1024: 2e13} for name in ("none", "int8", "int4", "nf4")},
-    overheads=Overheads(1e-3, 5e-5, 2e-6, 2e-10),
+    overheads=Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4),
 )
 
 HEAD = """# Plans

@@ -11,14 +11,12 @@ from ...moe.union import wanted_by
 from ..kv.spec import KVSpec
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards
-from .placement import Placement, largest_expert
+from .placement import DEEP_RING_EXPERTS, Placement, largest_expert
 from .plan import Plan
 from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
 
-# While threads compute on some experts of a ring others arrive, so a small one makes the disk wait for compute and
-# compute for the disk. Measured from 3 experts to 24: from this many on nothing waits, below it up to half of what
-# could overlap does not (docs/performance.md).
-DEEP_RING = 8
+# With a ring of hardly any expert half of what disk and compute could do together they do in turns: what was measured
+# from 3 experts to 24, drawn on to none (docs/performance.md).
 MOST_UNHIDDEN = 0.5
 
 
@@ -122,11 +120,14 @@ class PassCosts:
         self._computing = ComputeCosts(model, plan, rates)
         self._disk = _Streamed(shape, shards, plan.placement if plan.device is None else plan.device.staging)
         self._link = None if plan.device is None else _Streamed(shape, shards, plan.placement)
+        # On a device neither was measured.
         self._unhidden = unhidden(shards, plan.placement) if plan.device is None else 0.0
+        self._arrival_s = rates.overheads.arrival_s if plan.device is None else 0.0
 
     def cost(self, load: PassLoad) -> PassCost:
         disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
-        rates, compute = self._rates, self._computing.seconds(load)
+        rates = self._rates
+        compute = self._computing.seconds(load) + self._arrival_s * self._disk.arrivals(load.tokens)
         return PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link, self._unhidden)
 
 
@@ -134,7 +135,7 @@ def unhidden(shards: ModelShards, placement: Placement) -> float:
     """What a ring this small keeps from overlapping, as a share; 0 where no expert streams."""
     if not placement.expert_ring:
         return 0.0
-    return MOST_UNHIDDEN * max(0.0, 1 - placement.expert_ring / largest_expert(shards) / DEEP_RING)
+    return MOST_UNHIDDEN * max(0.0, 1 - placement.expert_ring / largest_expert(shards) / DEEP_RING_EXPERTS)
 
 
 class ComputeCosts:
@@ -210,12 +211,18 @@ class _Streamed:
 
     def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
         self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
-        # By the share of a layer's experts that a token asks for.
+        # By the share of a layer's experts that a token asks for: bytes, and how many.
         self._experts: Counter[float] = Counter()
+        self._counts: Counter[float] = Counter()
         for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True):
             if layer.experts and packed.expert:
                 share = layer.experts.per_token / layer.experts.count
                 self._experts[share] += (packed.num_experts - count) * packed.expert.nbytes
+                self._counts[share] += packed.num_experts - count
 
     def nbytes(self, tokens: float) -> float:
         return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
+
+    def arrivals(self, tokens: float) -> float:
+        """Experts that come."""
+        return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())

@@ -13,6 +13,9 @@ from ..shape.shards import ModelShards
 # Room for streamed experts: enough in flight that the disk never waits for compute, a small part of any budget.
 RING_EXPERTS = 24
 MIN_RING_EXPERTS = 3
+# While threads compute on some experts of a ring others arrive, so a small one makes the disk wait for compute and
+# compute for the disk. Measured from 3 experts to 24: from this many on nothing waits (docs/performance.md).
+DEEP_RING_EXPERTS = 8
 # A layer computes while the next one's dense shard arrives.
 RING_LAYERS = 2
 
@@ -46,14 +49,16 @@ class Placement:
 def place(shards: ModelShards, room: int, expert_ring: int = 0) -> Placement | None:
     """The placement that holds most in `room` bytes; None where not even the smallest rings fit.
 
-    `expert_ring` bytes beyond the smallest ring come before anything is held, as far as there is room.
+    A deep ring, or one `expert_ring` bytes larger than the smallest, comes before anything is held, as far as there is
+    room.
     """
     if shards.nbytes <= room:
         return everything(shards)
     smallest = minimum(shards)
     if smallest.nbytes(shards) > room:
         return None
-    ahead = min(expert_ring, room - smallest.nbytes(shards))
+    deep = (DEEP_RING_EXPERTS - MIN_RING_EXPERTS) * largest_expert(shards)
+    ahead = min(max(deep, expert_ring), room - smallest.nbytes(shards))
     smallest = replace(smallest, expert_ring=smallest.expert_ring + ahead)
     dense = _hold_dense(shards, smallest, room)
     ring = _largest_ring(shards, dense, room)

@@ -16,7 +16,7 @@ SLOW_MEMORY_BYTES_S = 1e10
 SLOW_DEVICE_MEMORY_BYTES_S = 2e11
 SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
 SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
-SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, number_s=2e-7)
+SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, number_s=2e-7, arrival_s=4e-4)
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
 NUMBER_NBYTES = 50
 # How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.

@@ -27,7 +27,7 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measure, "measure_memory", lambda nbytes: 1e10)
     monkeypatch.setattr(weight_rates, "weight_rates", lambda device: {"nf4": {1: 1e9, 1024: 1e12}})
     monkeypatch.setattr(pass_rates, "pass_rates", dict)
-    monkeypatch.setattr(overheads, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8))
+    monkeypatch.setattr(overheads, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

@@ -31,7 +31,7 @@ MACHINE = Machine(
     {"int8": {1: 1e11}},
     "2026-11-21T14:00:00+00:00",
     "2.13.0",
-    Overheads(1e-3, 1e-4, 1e-4, 1e-8),
+    Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4),
 )
 SPEEDS = st.floats(1, 1e15)
 COUNTS = st.integers(1, 1 << 40)
@@ -49,7 +49,7 @@ MACHINES = st.builds(
     RATES,
     st.just("") | st.datetimes().map(datetime.isoformat),
     st.text(),
-    st.none() | st.builds(Overheads, SPEEDS, SPEEDS, SPEEDS, SPEEDS),
+    st.none() | st.builds(Overheads, SPEEDS, SPEEDS, SPEEDS, SPEEDS, SPEEDS),
 )
 
 

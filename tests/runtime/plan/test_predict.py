@@ -9,15 +9,15 @@ from known_shapes import plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan.job import JobShape
-from moedge.runtime.plan.pass_cost import DEEP_RING, MOST_UNHIDDEN, ModelWork
-from moedge.runtime.plan.placement import largest_expert
+from moedge.runtime.plan.pass_cost import MOST_UNHIDDEN, ModelWork
+from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, largest_expert
 from moedge.runtime.plan.planner import Settings, Speed, choose
 from moedge.runtime.plan.predict import RESOURCES, predict
 from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
 from moedge.runtime.shape.shards import model_shards
 
 GIB = 1 << 30
-NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15)
+NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15, 1e-12)
 # Arithmetic that takes no time, so that only reading counts.
 INSTANT = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e18}}, measured=True)
 
@@ -91,8 +91,8 @@ def test_a_ring_of_few_experts_makes_disk_and_compute_wait_for_each_other() -> N
         ring = replace(plan, placement=replace(plan.placement, expert_ring=experts * expert))
         return predict(work, ring, job, rates).seconds
 
-    deep = [seconds(experts) for experts in (DEEP_RING, 24)]
-    shallow = [seconds(experts) for experts in range(3, DEEP_RING)]
+    deep = [seconds(experts) for experts in (DEEP_RING_EXPERTS, 24)]
+    shallow = [seconds(experts) for experts in range(3, DEEP_RING_EXPERTS)]
     assert deep[0] == deep[1] < shallow[-1]
     assert shallow == sorted(shallow, reverse=True)
     busy = predict(work, plan, job, rates).busy_s
@@ -105,4 +105,17 @@ def test_where_all_prompts_at_once_would_leave_the_ring_no_room_the_plan_takes_t
     job = JobShape(128, 32, 32, 128 * 28, 128 * 28)
     plan = choose(plain_model(), Settings(quant="nf4"), 3 * GIB // 2, job, None, Speed(rates)).plan
     assert plan.streams
-    assert plan.placement.expert_ring >= DEEP_RING * largest_expert(model_shards(plain_model(), plan.quant, plan.dtype))
+    assert plan.placement.expert_ring >= DEEP_RING_EXPERTS * largest_expert(
+        model_shards(plain_model(), plan.quant, plan.dtype)
+    )
+
+
+def test_every_expert_that_streams_costs_time_besides_its_bytes() -> None:
+    shape, job, arrival_s = plain_model(), JobShape(64, 64, 64, 64 * 32, 64 * 32), 1e-3
+    settings = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
+    slow = replace(INSTANT, overheads=replace(NOTHING, arrival_s=arrival_s))
+    free, costly = (choose(shape, settings, 3 * GIB, job, None, Speed(rates)).prediction for rates in (INSTANT, slow))
+    experts = (costly.busy_s["compute"] - free.busy_s["compute"]) / arrival_s
+    # Dense weights are held here, so that what comes from the disk is experts.
+    nbytes = largest_expert(model_shards(shape, "none", "bf16"))
+    assert experts == pytest.approx(costly.disk_nbytes / nbytes, rel=0.01)
