@@ -37,6 +37,7 @@ KINDS = ((1, 16), (8, 16), (48, 16), (64, 64))
 TOKENS = 4096
 DECODED = 8
 _BUDGET_NBYTES = 2 << 30
+LEAST_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +96,28 @@ def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[
 
 
 def _solve(shape: ModelShape, timed: list[_Timed]) -> Overheads:
-    """Least squares of relative errors over layers, experts, sequences, numbers of activations and arrivals."""
+    """Least squares of relative errors over layers, experts, sequences and activations where nothing streams;
+    what passes take longer that stream is put down to arrivals."""
+    held, streamed = ([one for one in timed if one.streamed == kind] for kind in (False, True))
+    causes, seconds = _causes(shape, held), _seconds(held)
+    solved = torch.linalg.lstsq(causes / seconds[:, None], torch.ones_like(seconds)[:, None]).solution.flatten()
+    # A cost that noise made negative is none.
+    solved = solved.clamp(min=LEAST_S)
+    causes = _causes(shape, streamed)
+    longer = (_seconds(streamed) - causes @ solved) / causes[:, 1]
+    return Overheads(*solved.tolist(), arrival_s=max(LEAST_S, longer.median().item()))
+
+
+def _causes(shape: ModelShape, timed: list[_Timed]) -> torch.Tensor:
+    """[passes, 4] of layers, experts that are wanted, sequences and numbers, over all layers."""
     experts = shape.layers[0].experts
     assert experts is not None
-    rows = []
-    for one in timed:
-        wanted = expected_union(experts.count, experts.per_token, one.tokens)
-        rows.append((1.0, wanted, one.sequences, one.tokens * shape.hidden, wanted * one.streamed))
-    seconds = torch.tensor([one.seconds for one in timed], dtype=torch.float64)
-    causes = len(shape.layers) * torch.tensor(rows, dtype=torch.float64) / seconds[:, None]
-    solved = torch.linalg.lstsq(causes, torch.ones_like(seconds)[:, None]).solution.flatten()
-    # A cost that noise made negative is none.
-    return Overheads(*(max(1e-12, float(value)) for value in solved))
+    rows = [
+        (1.0, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens * shape.hidden)
+        for one in timed
+    ]
+    return len(shape.layers) * torch.tensor(rows, dtype=torch.float64)
+
+
+def _seconds(timed: list[_Timed]) -> torch.Tensor:
+    return torch.tensor([one.seconds for one in timed], dtype=torch.float64)
