@@ -41,7 +41,7 @@ LEAST_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class Timed:
     """One pass: its tokens, the sequences in it, whether experts streamed, and its seconds."""
 
     tokens: int
@@ -61,7 +61,7 @@ def measure_overheads() -> Overheads:
             store = Path(folder, "store")
             prepare(source, store, plan.quant, plan.dtype, Budgets())
             timed += _timed(source, streaming(source.shape, plan), store)
-    return _solve(source.shape, timed)
+    return solve(source.shape, timed)
 
 
 def streaming(shape: ModelShape, plan: Plan) -> Plan:
@@ -71,13 +71,13 @@ def streaming(shape: ModelShape, plan: Plan) -> Plan:
     return replace(plan, placement=Placement(len(shards.layers), (0,) * len(shards.layers), 0, ring))
 
 
-def _timed(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[_Timed]:
+def _timed(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[Timed]:
     with closing(load_engine(source, plan, store)) as loaded:
         for kind in KINDS:
             _passes(loaded.engine, source.shape, *kind)
         for kind in KINDS:
             for tokens, seconds in _passes(loaded.engine, source.shape, *kind):
-                yield _Timed(tokens, kind[0], plan.streams, seconds)
+                yield Timed(tokens, kind[0], plan.streams, seconds)
 
 
 def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[tuple[int, float]]:
@@ -95,7 +95,7 @@ def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[
     return [timed[0], min(timed[1:], key=lambda one: one[1])]
 
 
-def _solve(shape: ModelShape, timed: list[_Timed]) -> Overheads:
+def solve(shape: ModelShape, timed: list[Timed]) -> Overheads:
     """Least squares of relative errors over layers, experts, sequences and activations where nothing streams;
     what passes take longer that stream is put down to arrivals."""
     held, streamed = ([one for one in timed if one.streamed == kind] for kind in (False, True))
@@ -105,10 +105,11 @@ def _solve(shape: ModelShape, timed: list[_Timed]) -> Overheads:
     solved = solved.clamp(min=LEAST_S)
     causes = _causes(shape, streamed)
     longer = (_seconds(streamed) - causes @ solved) / causes[:, 1]
-    return Overheads(*solved.tolist(), arrival_s=max(LEAST_S, longer.median().item()))
+    layer_s, expert_s, sequence_s, number_s = solved.tolist()
+    return Overheads(layer_s, expert_s, sequence_s, number_s, max(LEAST_S, longer.median().item()))
 
 
-def _causes(shape: ModelShape, timed: list[_Timed]) -> torch.Tensor:
+def _causes(shape: ModelShape, timed: list[Timed]) -> torch.Tensor:
     """[passes, 4] of layers, experts that are wanted, sequences and numbers, over all layers."""
     experts = shape.layers[0].experts
     assert experts is not None
@@ -119,5 +120,5 @@ def _causes(shape: ModelShape, timed: list[_Timed]) -> torch.Tensor:
     return len(shape.layers) * torch.tensor(rows, dtype=torch.float64)
 
 
-def _seconds(timed: list[_Timed]) -> torch.Tensor:
+def _seconds(timed: list[Timed]) -> torch.Tensor:
     return torch.tensor([one.seconds for one in timed], dtype=torch.float64)

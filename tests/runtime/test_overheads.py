@@ -1,0 +1,51 @@
+"""What passes cost beside their products, recovered from passes whose cost is known."""
+
+from dataclasses import astuple, replace
+
+import pytest
+from known_shapes import plain_model
+
+from moedge.moe.union import expected_union
+from moedge.offload.machine.profile import Overheads
+from moedge.runtime.overheads import LEAST_S, Timed, solve, streaming
+from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.planner import Settings, make_plan
+
+SHAPE = plain_model()
+TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-9, 3e-4)
+KINDS = ((16, 1), (1, 1), (128, 8), (8, 8), (4096, 64), (64, 64))
+
+
+def timed(tokens: int, sequences: int, streamed: bool, true: Overheads = TRUE) -> Timed:
+    experts = SHAPE.layers[0].experts
+    assert experts is not None
+    wanted = expected_union(experts.count, experts.per_token, tokens)
+    seconds = true.layer_s + true.expert_s * wanted + true.sequence_s * sequences
+    seconds += true.number_s * tokens * SHAPE.hidden + streamed * true.arrival_s * wanted
+    return Timed(tokens, sequences, streamed, len(SHAPE.layers) * seconds)
+
+
+def test_costs_are_recovered_and_arrivals_kept_apart() -> None:
+    passes = [timed(*kind, streamed) for kind in KINDS for streamed in (False, True)]
+    assert astuple(solve(SHAPE, passes)) == pytest.approx(astuple(TRUE), rel=1e-4)
+
+
+def test_what_streaming_costs_does_not_change_what_other_passes_cost() -> None:
+    dear = replace(TRUE, arrival_s=1e-2)
+    found = solve(SHAPE, [timed(*kind, streamed, dear) for kind in KINDS for streamed in (False, True)])
+    assert found.layer_s == pytest.approx(TRUE.layer_s, rel=1e-4)
+
+
+def test_a_cost_that_noise_made_negative_is_none() -> None:
+    passes = [timed(*kind, streamed) for kind in KINDS for streamed in (False, True)]
+    faster = [replace(one, seconds=one.seconds / 100) if one.streamed else one for one in passes]
+    assert solve(SHAPE, faster).arrival_s == LEAST_S
+
+
+def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
+    plan = make_plan(SHAPE, Settings(quant="none"), 64 << 30, JobShape(4, 64))
+    place = streaming(SHAPE, plan).placement
+    assert not plan.streams
+    assert place.held_dense == len(SHAPE.layers)
+    assert not any(place.held_experts)
+    assert place.expert_ring > 0
