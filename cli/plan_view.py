@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -105,18 +106,27 @@ def _busy(told: Mapping[str, Any]) -> str:
 
 def _curves(points: list[Mapping[str, Any]]) -> Iterator[str]:
     best = max((point["generated_tok_s"] or 0 for point in points), default=0) or 1
-    varied = ""
-    for point in points:
-        if point["varied"] != varied:
-            varied = point["varied"]
-            yield ""
-            yield "tok/s by sequences together" if varied == "sequences" else f"tok/s by {varied} memory"
-        rate = point["generated_tok_s"]
-        value = f"{point['value']:,}" if varied == "sequences" else gib(point["value"])
-        if rate is None:
-            yield f"{value:>12}  does not fit"
-        else:
-            yield f"{value:>12}  {rate:>9,.1f}  {'#' * max(1, round(WIDTH * rate / best))}"
+    for varied, curve in groupby(points, key=lambda point: point["varied"]):
+        yield ""
+        yield "tok/s by sequences together" if varied == "sequences" else f"tok/s by {varied} memory"
+        told = list(curve)
+        shown = _until_flat(told)
+        for point in shown:
+            rate = point["generated_tok_s"]
+            value = f"{point['value']:,}" if varied == "sequences" else gib(point["value"])
+            if rate is None:
+                yield f"{value:>12}  does not fit"
+                continue
+            more = "  and with more" if point is shown[-1] and len(shown) < len(told) else ""
+            yield f"{value:>12}  {rate:>9,.1f}  {'#' * max(1, round(WIDTH * rate / best))}{more}"
+
+
+def _until_flat(curve: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without the points at its end that say the same as the one before them."""
+    count = len(curve)
+    while count > 1 and curve[count - 1]["generated_tok_s"] == curve[count - 2]["generated_tok_s"]:
+        count -= 1
+    return curve[:count]
 
 
 def _ways(found: Mapping[str, Any]) -> Iterator[str]:

@@ -216,3 +216,14 @@ def test_a_run_is_remembered_beside_what_was_predicted(
     assert first.predicted_tok_s == pytest.approx(32 / predicted[0])
     assert predicted[1] == pytest.approx(predicted[0] * first.ratio, rel=0.05)
     assert newest.measured_peak_nbytes > 0
+
+
+def test_memory_that_changes_nothing_is_told_in_one_line(
+    cli: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoint: Callable[[str], Path]
+) -> None:
+    """Of a curve that ends flat the first of the equal points stands for the rest; one that rises keeps them all."""
+    assert cli("plan", checkpoint("qwen3_moe"), "--ram", "8GiB", "--rows", "64") == 0
+    sequences, memory = capsys.readouterr().out.split("tok/s by ")[1:]
+    assert memory.count("#") and memory.count("and with more") == 1
+    assert len([line for line in memory.splitlines() if "#" in line]) == 1
+    assert len([line for line in sequences.splitlines() if "#" in line]) > 2
