@@ -224,6 +224,6 @@ def test_memory_that_changes_nothing_is_told_in_one_line(
     """Of a curve that ends flat the first of the equal points stands for the rest; one that rises keeps them all."""
     assert cli("plan", checkpoint("qwen3_moe"), "--ram", "8GiB", "--rows", "64") == 0
     sequences, memory = capsys.readouterr().out.split("tok/s by ")[1:]
-    assert memory.count("#") and memory.count("and with more") == 1
+    assert memory.count("and with more") == 1
     assert len([line for line in memory.splitlines() if "#" in line]) == 1
     assert len([line for line in sequences.splitlines() if "#" in line]) > 2
