@@ -7,7 +7,7 @@
     python bench/planner.py grid --model demo --workload chat
     python bench/planner.py table
 
-Every point is a job of its own process, run twice; its numbers are lines of `planner.jsonl` (`--results`), points that
+Every point is a job of its own process, those of `budgets` run twice; its numbers are lines of `planner.jsonl` (`--results`), points that
 are there are not run again, so that the work can be cut and gone on with. `table` prints what is there.
 """
 
@@ -49,7 +49,8 @@ def main() -> None:
     for point in points(options):
         if not any(done["point"] == point for done in read(options.results)):
             with options.results.open("a") as file:
-                file.write(json.dumps({"point": point, "runs": [run(point), run(point)]}) + "\n")
+                runs = [run(point) for _ in range(2 if options.part == "budgets" else 1)]
+                file.write(json.dumps({"point": point, "runs": runs}) + "\n")
 
 
 def points(options: argparse.Namespace) -> list[dict[str, Any]]:
