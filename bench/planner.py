@@ -7,8 +7,9 @@
     python bench/planner.py grid --model demo --workload chat
     python bench/planner.py table
 
-Every point is a job of its own process, those of `budgets` run twice; its numbers are lines of `planner.jsonl` (`--results`), points that
-are there are not run again, so that the work can be cut and gone on with. `table` prints what is there.
+Every point is a job of its own process, those of `budgets` run twice; its numbers are lines of `planner.jsonl`
+(`--results`). Points that are there are not run again, so that the work can be cut and gone on with. `table` prints what
+is there.
 """
 
 from __future__ import annotations
