@@ -8,8 +8,8 @@
     python bench/planner.py table
 
 Every point is a job of its own process, those of `budgets` run twice; its numbers are lines of `planner.jsonl`
-(`--results`). Points that are there are not run again, so that the work can be cut and gone on with. `table` prints what
-is there.
+(`--results`). Points that are there are not run again, so that the work can be cut and gone on with. `table` prints
+what is there.
 """
 
 from __future__ import annotations
