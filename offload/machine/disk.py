@@ -43,7 +43,7 @@ def measure_disk(
         return None
     with TemporaryFile(dir=folder, buffering=0) as file:
         written = _fill(file.fileno(), room, max(blocks))
-        descriptor, direct = _open_cold(file.fileno())
+        descriptor, direct = open_cold(file.fileno())
         try:
             ways = list(itertools.product(blocks, threads, ORDERS))
             rates = dict.fromkeys(ways, 0.0)
@@ -76,7 +76,7 @@ def _drop_cached(descriptor: int) -> None:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _open_cold(descriptor: int) -> tuple[int, bool]:
+def open_cold(descriptor: int) -> tuple[int, bool]:
     """The same file opened for reading, with O_DIRECT where its file system has it; then True."""
     path = f"/proc/self/fd/{descriptor}"
     try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from ..memory import host_available
 from .arithmetic import measure_memory
+from .cold_reads import large_files, measure_cold_reads
 from .device import measure_device_memory, measure_link, measure_pin_limit
 from .disk import measure_disk
 from .hardware import Hardware, nearest_existing
-from .profile import FlopRates, Machine
+from .profile import Disk, FlopRates, Machine
 
 _LEAST_NBYTES = 64 << 20
 _BUFFER_NBYTES = 256 << 20
@@ -36,7 +38,7 @@ def measure_machine(
     return Machine(
         hardware=hardware,
         memory_bytes_s=measure_memory(min(_BUFFER_NBYTES, room)),
-        disk=measure_disk(nearest_existing(folder)),
+        disk=_measure_disk(nearest_existing(folder)),
         link=link,
         pin=measure_pin_limit(min(_PIN_NBYTES, room)),
         flop_s=measure_flop_s("cpu"),
@@ -45,3 +47,8 @@ def measure_machine(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=version("torch"),
     )
+
+
+def _measure_disk(folder: Path) -> Disk | None:
+    disk = measure_disk(folder)
+    return disk and replace(disk, cold_bytes_s=measure_cold_reads(large_files(folder), disk.best_random))

@@ -32,15 +32,25 @@ class DiskRead:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Reads of a file of `nbytes`; `direct` is false where the file system has no O_DIRECT."""
+    """Reads of a file of `nbytes`; `direct` is false where the file system has no O_DIRECT.
+
+    `cold_bytes_s` is how fast files were read that had been there before; None where there were none.
+    """
 
     direct: bool
     nbytes: int
     reads: tuple[DiskRead, ...]
+    cold_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_whole(self.nbytes, len(self.reads))
         _check_flag(self.direct)
+        _check_speed(*([] if self.cold_bytes_s is None else [self.cold_bytes_s]))
+
+    @property
+    def bytes_s(self) -> float:
+        """What weights are read at, pass after pass."""
+        return min(self.best.bytes_s, self.cold_bytes_s or self.best.bytes_s)
 
     @property
     def best(self) -> DiskRead:

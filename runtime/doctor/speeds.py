@@ -35,9 +35,10 @@ def check_disk(disk: Disk | None, device: str) -> Finding:
     if disk is None:
         return warn("disk", f"{device}: too full to be measured", "free 256 MiB there, or give --disk-dir FOLDER")
     best, scattered = disk.best, disk.best_random
+    cold = "" if disk.cold_bytes_s is None else f", {_rate(disk.cold_bytes_s)} of stores that are there"
     says = (
         f"{device}: {_rate(best.bytes_s)} in order ({best.threads} x {best.block_nbytes >> 20} MiB), "
-        f"{_rate(scattered.bytes_s)} at random" + ("" if disk.direct else "; without O_DIRECT, a cache may help")
+        f"{_rate(scattered.bytes_s)} at random{cold}" + ("" if disk.direct else "; without O_DIRECT, a cache may help")
     )
     if best.bytes_s < _SLOW_DISK:
         return warn("disk", says, "give --disk-dir FOLDER on an NVMe disk: weights on disk are read in every pass")

@@ -75,7 +75,7 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
     if on_device:
         return _device_rates(machine)
     return Rates(
-        disk_bytes_s=machine.disk.best.bytes_s if machine.disk else SLOW_DISK_BYTES_S,
+        disk_bytes_s=machine.disk.bytes_s if machine.disk else SLOW_DISK_BYTES_S,
         memory_bytes_s=machine.memory_bytes_s,
         overheads=machine.overheads or SLOW_OVERHEADS,
         flop_s=machine.flop_s,
@@ -89,7 +89,7 @@ def _device_rates(machine: Machine | None) -> Rates:
     # Launches cost what operations cost on the processor; elementwise work is the device's memory's.
     overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, number_s=NUMBER_NBYTES / memory)
     return Rates(
-        disk_bytes_s=machine.disk.best.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
+        disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
         link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
         memory_bytes_s=memory,
         overheads=overheads,
