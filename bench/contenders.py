@@ -23,10 +23,10 @@ from typing import Any
 
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
 if __name__ == "__main__" and '"moedge"' in sys.argv[1]:
-    from moedge.cli.process import wait_without_spinning
+    from moedge.cli.process import settle
     from moedge.offload.heap import return_memory
 
-    wait_without_spinning()
+    settle()
     return_memory()
 
 

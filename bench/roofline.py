@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 

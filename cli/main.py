@@ -20,7 +20,7 @@ from .jobs import app as jobs
 from .models import app as models
 from .plan import plan
 from .prepare import prepare
-from .process import wait_without_spinning
+from .process import settle
 from .run import run
 from .standing import StandingCommand
 
@@ -60,7 +60,7 @@ def _root(
 
 def main() -> None:
     """Runs the command line; a refusal prints one message and exits with its code, a bug saves its traceback."""
-    wait_without_spinning()
+    settle()
     return_memory()
     try:
         app()
