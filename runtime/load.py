@@ -24,6 +24,7 @@ from .kv.pool import KVPool
 from .kv.spec import KVSpec
 from .model.assembly import LayerAssembly, install_head
 from .model.definition import define
+from .model.norms_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, norm_in_pieces
 from .model.packed_model import PackedModel
 from .model.resident import move_resident
 from .model.weights_seam import ArrivingLayers
@@ -106,6 +107,8 @@ class Loading:
                 # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
                 for layer in layers:
                     layer.tile_routers()
+            if self.place.type == "cpu":
+                norm_in_pieces(self.model, PIECE_NUMEL if _keeps_memory(self.plan) else SMALL_PIECE_NUMEL)
             decoder = self.model.get_decoder()
             decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
             packed = PackedModel(self.model, self.compute)
@@ -135,7 +138,7 @@ def load_engine(
 
     `key_offsets` are what quantized keys are less; the store's, or measured now, where none are given.
     """
-    keep_memory() if plan.free_nbytes >= KEPT_NBYTES else return_memory()
+    keep_memory() if _keeps_memory(plan) else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
         return loading.finish(_read_checkpoint(loading), None, experts, key_offsets)
@@ -183,3 +186,8 @@ def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
         preparation = Preparation(loading.model, checkpoint, loading.compute, window)
         preparation.run(loading.shards, MemorySink(loading.memory))
     return preparation.layers
+
+
+def _keeps_memory(plan: Plan) -> bool:
+    """Whether there is room for a heap that keeps the buffers of a pass for the next one."""
+    return plan.free_nbytes >= KEPT_NBYTES
