@@ -56,11 +56,11 @@ def measure_overheads() -> Overheads:
         most = max(count for count, _ in KINDS)
         settings = Settings(quant="none", tokens_per_pass=TOKENS, max_sequences=most)
         plan = make_plan(source.shape, settings, _BUDGET_NBYTES, JobShape(most, 128))
-        timed = list(_timed(source, plan, None))
+        timed = list(timed_passes(source, plan, None))
         with TemporaryDirectory(prefix="moedge-overheads-") as folder:
             store = Path(folder, "store")
             prepare(source, store, plan.quant, plan.dtype, Budgets())
-            timed += _timed(source, streaming(source.shape, plan), store)
+            timed += timed_passes(source, streaming(source.shape, plan), store)
     return solve(source.shape, timed)
 
 
@@ -71,8 +71,10 @@ def streaming(shape: ModelShape, plan: Plan) -> Plan:
     return replace(plan, placement=Placement(len(shards.layers), (0,) * len(shards.layers), 0, ring))
 
 
-def _timed(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[Timed]:
+def timed_passes(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[Timed]:
     with closing(load_engine(source, plan, store)) as loaded:
+        # Prompts are the same each time: found in the cache, hardly a token of them would be computed.
+        loaded.engine.scheduler.cache.sharing = False
         for kind in KINDS:
             _passes(loaded.engine, source.shape, *kind)
         for kind in KINDS:
@@ -96,7 +98,7 @@ def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[
 
 
 def solve(shape: ModelShape, timed: list[Timed]) -> Overheads:
-    """Least squares of relative errors over layers, experts, sequences and activations where nothing streams;
+    """Least squares of relative errors over layers, experts, sequences and tokens where nothing streams;
     what passes take longer that stream is put down to arrivals."""
     held, streamed = ([one for one in timed if one.streamed == kind] for kind in (False, True))
     causes, seconds = _causes(shape, held), _seconds(held)
@@ -105,17 +107,16 @@ def solve(shape: ModelShape, timed: list[Timed]) -> Overheads:
     solved = solved.clamp(min=LEAST_S)
     causes = _causes(shape, streamed)
     longer = (_seconds(streamed) - causes @ solved) / causes[:, 1]
-    layer_s, expert_s, sequence_s, number_s = solved.tolist()
-    return Overheads(layer_s, expert_s, sequence_s, number_s, max(LEAST_S, longer.median().item()))
+    layer_s, expert_s, sequence_s, token_s = solved.tolist()
+    return Overheads(layer_s, expert_s, sequence_s, token_s, max(LEAST_S, longer.median().item()))
 
 
 def _causes(shape: ModelShape, timed: list[Timed]) -> torch.Tensor:
-    """[passes, 4] of layers, experts that are wanted, sequences and numbers, over all layers."""
+    """[passes, 4] of layers, experts that are wanted, sequences and tokens, over all layers."""
     experts = shape.layers[0].experts
     assert experts is not None
     rows = [
-        (1.0, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens * shape.hidden)
-        for one in timed
+        (1.0, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens) for one in timed
     ]
     return len(shape.layers) * torch.tensor(rows, dtype=torch.float64)
 

@@ -94,17 +94,17 @@ class PinLimit:
 @dataclass(frozen=True, slots=True)
 class Overheads:
     """Seconds that a pass takes in every layer beside its products: for the layer itself, for each expert that is
-    wanted, for each sequence, and for each number of a token's hidden state; `arrival_s` more for each expert that
+    wanted, for each sequence, and for each token; `arrival_s` more for each expert that
     streams, however small: it is asked for, waited for, handed over and its place given back."""
 
     layer_s: float
     expert_s: float
     sequence_s: float
-    number_s: float
+    token_s: float
     arrival_s: float
 
     def __post_init__(self) -> None:
-        _check_speed(self.layer_s, self.expert_s, self.sequence_s, self.number_s, self.arrival_s)
+        _check_speed(self.layer_s, self.expert_s, self.sequence_s, self.token_s, self.arrival_s)
 
 
 @dataclass(frozen=True, slots=True)

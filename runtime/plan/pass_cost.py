@@ -13,7 +13,7 @@ from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards
 from .placement import DEEP_RING_EXPERTS, Placement, largest_expert
 from .plan import Plan
-from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
+from .rates import ATTENTION, NUMBER_NBYTES, TOGETHER, WIDE, Curve, Rates
 
 # With a ring of hardly any expert half of what disk and compute could do together they do in turns: what was measured
 # from 3 experts to 24, drawn on to none (docs/performance.md).
@@ -162,7 +162,7 @@ class ComputeCosts:
         tokens, overheads = load.tokens, self._overheads
         seconds = _products(self._alone, kind.dense_numel, tokens)
         seconds += overheads.layer_s + overheads.sequence_s * load.sequences
-        seconds += overheads.number_s * tokens * self._shape.hidden
+        seconds += overheads.token_s * tokens + tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
         if kind.experts is None:
             return seconds
         union = kind.experts.count * wanted_by(tokens, kind.experts.per_token / kind.experts.count)

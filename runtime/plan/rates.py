@@ -16,9 +16,10 @@ SLOW_MEMORY_BYTES_S = 1e10
 SLOW_DEVICE_MEMORY_BYTES_S = 2e11
 SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
 SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
-SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, number_s=2e-7, arrival_s=4e-4)
+SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s=1e-4, arrival_s=4e-4)
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
 NUMBER_NBYTES = 50
+NO_SECONDS = 1e-12
 # How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
 TOGETHER = "{} together"
 ATTENTION = "attention {}"
@@ -86,8 +87,8 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
 def _device_rates(machine: Machine | None) -> Rates:
     link = machine.link if machine else None
     memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
-    # Launches cost what operations cost on the processor; elementwise work is the device's memory's.
-    overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, number_s=NUMBER_NBYTES / memory)
+    # Launches cost what operations cost on the processor; what a token takes besides is the device's memory's.
+    overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, token_s=NO_SECONDS)
     return Rates(
         disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
         link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,

@@ -1,18 +1,21 @@
 """What passes cost beside their products, recovered from passes whose cost is known."""
 
 from dataclasses import astuple, replace
+from importlib.resources import as_file, files
 
 import pytest
 from known_shapes import plain_model
 
 from moedge.moe.union import expected_union
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.overheads import LEAST_S, Timed, solve, streaming
+from moedge.runtime.model_source import open_source
+from moedge.runtime.overheads import KINDS as MEASURED
+from moedge.runtime.overheads import LEAST_S, Timed, solve, streaming, timed_passes
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.planner import Settings, make_plan
 
 SHAPE = plain_model()
-TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-9, 3e-4)
+TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-6, 3e-4)
 KINDS = ((16, 1), (1, 1), (128, 8), (8, 8), (4096, 64), (64, 64))
 
 
@@ -21,7 +24,7 @@ def timed(tokens: int, sequences: int, streamed: bool, true: Overheads = TRUE) -
     assert experts is not None
     wanted = expected_union(experts.count, experts.per_token, tokens)
     seconds = true.layer_s + true.expert_s * wanted + true.sequence_s * sequences
-    seconds += true.number_s * tokens * SHAPE.hidden + streamed * true.arrival_s * wanted
+    seconds += true.token_s * tokens + streamed * true.arrival_s * wanted
     return Timed(tokens, sequences, streamed, len(SHAPE.layers) * seconds)
 
 
@@ -49,3 +52,12 @@ def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
     assert place.held_dense == len(SHAPE.layers)
     assert not any(place.held_experts)
     assert place.expert_ring > 0
+
+
+def test_every_prompt_is_computed_each_time() -> None:
+    """The cache would find prompts that it has seen: passes of prompts would have hardly a token."""
+    with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
+        plan = make_plan(source.shape, Settings(quant="none"), 2 << 30, JobShape(64, 128))
+        passes = list(timed_passes(source, plan, None))
+    assert max(one.tokens for one in passes) == max(count * length for count, length in MEASURED)
+    assert {one.tokens for one in passes if one.tokens == one.sequences} == {count for count, _ in MEASURED}
