@@ -83,7 +83,7 @@ def timed_passes(source: ModelSource, plan: Plan, store: Path | None) -> Iterato
 
 
 def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[tuple[int, float]]:
-    """Tokens and seconds of the first pass, and of the fastest of those that decode."""
+    """Tokens and seconds of the first pass, and of the middle one of those that decode."""
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
         prompt = torch.randint(1, shape.vocab, (length,), generator=generator).tolist()
@@ -94,7 +94,8 @@ def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[
         before, begun = engine.metrics.pass_tokens, time.perf_counter()
         engine.step()
         timed.append((engine.metrics.pass_tokens - before, time.perf_counter() - begun))
-    return [timed[0], min(timed[1:], key=lambda one: one[1])]
+    decoding = sorted(timed[1:], key=lambda one: one[1])
+    return [timed[0], decoding[len(decoding) // 2]]
 
 
 def solve(shape: ModelShape, timed: list[Timed]) -> Overheads:
