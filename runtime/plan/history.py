@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import MappingProxyType
 from typing import Any
 
 from platformdirs import user_state_path
@@ -30,6 +31,10 @@ MOST_KEPT = 200
 # Runs of one kind that a factor is the mean of, the newest; and how far runs of other kinds may move it.
 LEARNED_FROM = 3
 MOST_BORROWED = 2.0
+# Where no run of this machine has taught better. What a job does beside bare passes (sampling, text, the journal,
+# caches that they empty) is in no profile. First jobs took 1.05 to 1.7 times what arithmetic alone would have, the
+# middle one a quarter more (docs/performance.md).
+UNTAUGHT = MappingProxyType({"compute": 1.25})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ def factors(
 
     Runs of the same model in the same formats count in full, their newest few; else runs of this machine that waited
     for the same resource, within bounds, so that trying something new is predicted about as well as what is known.
+    Where there are none either, what first jobs take.
     """
     mine = [record for record in records if record.machine == machine]
     learned: dict[str, dict[str, float]] = {}
@@ -100,6 +106,8 @@ def factors(
                 learned[quant][resource] = statistics.geometric_mean(same[:LEARNED_FROM])
             elif like:
                 learned[quant][resource] = min(MOST_BORROWED, max(1 / MOST_BORROWED, statistics.median(like)))
+            elif resource in UNTAUGHT:
+                learned[quant][resource] = UNTAUGHT[resource]
     return learned
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from moedge.runtime.plan.history import LEARNED_FROM, MOST_BORROWED, MOST_KEPT, RunRecord, factors, keep, last_runs
+from moedge.runtime.plan.history import (
+    LEARNED_FROM,
+    MOST_BORROWED,
+    MOST_KEPT,
+    UNTAUGHT,
+    RunRecord,
+    factors,
+    keep,
+    last_runs,
+)
 
 RUN = RunRecord(
     "2026-11-21T10:00:00+00:00", "box", "a model", "shape", "nf4 bf16", "compute", 1.4, 10.0, 7.1, 1 << 30, 1 << 29
@@ -60,4 +69,4 @@ def test_runs_of_other_kinds_count_within_bounds_and_those_of_other_machines_not
     runs = [replace(RUN, ratio=ratio) for ratio in (5.0, 6.0, 7.0)]
     assert factors(runs, "box", "shape", KINDS)["none"] == {"compute": MOST_BORROWED}
     assert factors(runs, "box", "another", KINDS)["nf4"] == {"compute": MOST_BORROWED}
-    assert factors(runs, "elsewhere", "shape", KINDS) == {"nf4": {}, "none": {}}
+    assert factors(runs, "elsewhere", "shape", KINDS) == {"nf4": UNTAUGHT, "none": UNTAUGHT}
