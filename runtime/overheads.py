@@ -51,7 +51,7 @@ class Timed:
 
 
 def measure_overheads() -> Overheads:
-    """About three seconds, on the processor, and on the disk of temporary files."""
+    """About six seconds, on the processor, and on the disk of temporary files."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
         most = max(count for count, _ in KINDS)
         settings = Settings(quant="none", tokens_per_pass=TOKENS, max_sequences=most)
