@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
-from moedge.runtime.batch import Batch, pack
+from moedge.runtime.engine.batch import Batch, pack
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.model_shape import KVGroup
 
 # Query heads, KV heads, head size.

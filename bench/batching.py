@@ -29,14 +29,14 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
-from moedge.runtime.engine import Engine
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.engine.engine import Engine
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 
 DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 # Of the logarithm; answers of chats spread about as much (ShareGPT: 0.9 to 1.1).
@@ -169,7 +169,7 @@ def main() -> None:
     with open_source(options.model) as source:
         settings = Settings(max_sequences=options.sequences, tokens_per_pass=512)
         room = Budgets(options.ram).host_nbytes()
-        plan = make_plan(source.shape, settings, room, JobShape(options.sequences, 2 * LONGEST))
+        plan = make_plan(source.shape, settings, room, Workload(options.sequences, 2 * LONGEST))
         with closing(load_engine(source, plan)) as loaded:
             for _ in range(options.repeats):
                 for policy, outcome in outcomes.items():

@@ -23,7 +23,7 @@ from typing import Any
 
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
 if __name__ == "__main__" and '"moedge"' in sys.argv[1]:
-    from moedge.cli.process import settle
+    from moedge.cli.options.process import settle
     from moedge.offload.heap import return_memory
 
     settle()
@@ -106,14 +106,14 @@ def repeated(task: Task, run: Callable[[int], tuple[float, float]]) -> Iterator[
 def run_moedge(task: Task) -> Iterator[Timing]:
     import torch
 
-    from moedge.runtime.load import load_engine
-    from moedge.runtime.model_source import open_source
-    from moedge.runtime.plan.budgets import Budgets
-    from moedge.runtime.plan.job import JobShape
+    from moedge.runtime.engine.sequence import Sequence
+    from moedge.runtime.loading.engine_loader import load_engine
+    from moedge.runtime.loading.prepare import place_for, prepare
+    from moedge.runtime.plan.plan import Workload
     from moedge.runtime.plan.planner import Settings, make_plan
     from moedge.runtime.sampling.params import SamplingParams
-    from moedge.runtime.sequence import Sequence
-    from moedge.runtime.weights.making import place_for, prepare
+    from moedge.runtime.settings.budgets import Budgets
+    from moedge.runtime.source.model_source import open_source
 
     torch.set_num_threads(task.threads)
     quant, _, compute = task.setting.partition("+")
@@ -122,7 +122,7 @@ def run_moedge(task: Task) -> Iterator[Timing]:
         most = max(task.batches)
         tokens = max(most, min(PASS_TOKENS, most * task.prompt))
         settings = Settings("auto", quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto")
-        job = JobShape(max(task.batches), task.prompt + task.new)
+        job = Workload(max(task.batches), task.prompt + task.new)
         plan = make_plan(source.shape, settings, Budgets(task.ram).host_nbytes(), job)
         store = None
         if plan.streams:
@@ -211,7 +211,7 @@ def run_products(task: Task) -> Iterator[Timing]:
     """What no engine can beat in bfloat16: the products of the same passes and nothing else."""
     from bare_products import seconds
 
-    from moedge.runtime.model_source import open_source
+    from moedge.runtime.source.model_source import open_source
 
     with open_source(task.model) as source:
 

@@ -23,9 +23,9 @@ import tiny_engine
 import torch
 from tiny_families import build_model, build_tokenizer
 
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 
 
 def check(family: str, folder: Path) -> int:

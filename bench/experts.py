@@ -33,22 +33,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "moe"))
 import torch
 from replay import belady, replay
 
-from moedge.moe.key import ExpertKey
-from moedge.moe.modes import Mode
-from moedge.moe.options import ExpertOptions, Hold
-from moedge.moe.policy import Lru
+from moedge.moe.policy import ExpertKey, Lru
+from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
 from moedge.offload.heap import return_memory
 from moedge.offload.memory import host_peak
-from moedge.runtime.jobs.movement import experts as experts_of
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
-from moedge.runtime.load import LoadedEngine, load_engine
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.loading.prepare import place_for, prepare
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Plan, Settings, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.weights.making import place_for, prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import ModelSource, open_source
 
 PROMPT, GENERATED = 32, 160
 # Of the flat distributions of random weights every token would be sorted at each draw; no trained model asks for that.
@@ -109,7 +107,7 @@ def _sampled(seed: int) -> SamplingParams:
 def planned(source: ModelSource, sequences: int, ram: str, quant: str, share: float | None = None) -> Plan:
     """The plan for a budget, or one that holds a share of every layer's experts, whatever that takes."""
     settings = Settings(quant=quant, max_sequences=sequences)
-    plan = make_plan(source.shape, settings, Budgets(ram).host_nbytes(), JobShape(sequences, PROMPT + GENERATED))
+    plan = make_plan(source.shape, settings, Budgets(ram).host_nbytes(), Workload(sequences, PROMPT + GENERATED))
     if share is None:
         return plan
     held = tuple(int(share * (layer.experts.count if layer.experts else 0)) for layer in source.shape.layers)

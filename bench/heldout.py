@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from moedge.runtime.batch import pack
-from moedge.runtime.engine import Engine
-from moedge.runtime.errors import DoesNotFit
+from moedge.runtime.engine.batch import pack
+from moedge.runtime.engine.engine import Engine
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.settings.errors import DoesNotFit
 
 DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe"
 

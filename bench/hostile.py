@@ -102,7 +102,7 @@ def run_batch(batch: Batch) -> list[Result]:
 def load(folder: Path) -> None:
     from hostile_load import load_weights
 
-    from moedge.runtime.shape.folder import read_shape
+    from moedge.runtime.shape.checkpoint_shape import read_shape
 
     load_weights(folder, read_shape(folder))
 
@@ -138,8 +138,8 @@ def header(seed: int, batch: Batch) -> Result:
 
 def limit(seed: int, batch: Batch) -> Result:
     from moedge.offload.errors import BadCheckpoint
-    from moedge.runtime.errors import UnsupportedModel
-    from moedge.runtime.shape.folder import read_shape
+    from moedge.runtime.settings.errors import UnsupportedModel
+    from moedge.runtime.shape.checkpoint_shape import read_shape
 
     kind, (make, wanted) = list(LIMITS.items())[seed]
     folder = batch.scratch / f"limit-{seed}"

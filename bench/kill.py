@@ -31,9 +31,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import fake_engine
 from killing import finish, killed
 
-from moedge.runtime.jobs import batch_run, identity, ledger
+from moedge.runtime.jobs import batch_run, identity
+from moedge.runtime.jobs import session as ledger
 from moedge.runtime.jobs.folder import JobFolder
-from moedge.runtime.jobs.journal.scan import JournalScan
+from moedge.runtime.jobs.journal.record import JournalScan
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.plan.planner import Settings

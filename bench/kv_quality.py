@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from heldout import asked, predict
 
-from moedge.quant.key_frame import KeyFrame
+from moedge.quant.kv.key_transform import KeyTransform
 from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
-from moedge.runtime.load import LoadedEngine, load_engine
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids, measure
 
 FORMATS = ("int8", "int8/int4", "int4")
@@ -58,7 +58,7 @@ class BiasedModel:
 
 
 def load(source: ModelSource, settings: Settings, window: int) -> LoadedEngine:
-    return load_engine(source, make_plan(source.shape, settings, 8 << 30, JobShape(1, window)))
+    return load_engine(source, make_plan(source.shape, settings, 8 << 30, Workload(1, window)))
 
 
 def bias_keys(loaded: LoadedEngine, source: ModelSource, with_offsets: bool) -> None:
@@ -68,7 +68,7 @@ def bias_keys(loaded: LoadedEngine, source: ModelSource, with_offsets: bool) -> 
     for pool in loaded.engine.scheduler.cache.pools:
         if pool.frame is not None:
             of_group = offsets.of(pool.spec.group)
-            pool.frame = KeyFrame(of_group if with_offsets else torch.zeros_like(of_group))
+            pool.frame = KeyTransform(of_group if with_offsets else torch.zeros_like(of_group))
 
 
 def compare(native: LoadedEngine, other: LoadedEngine, windows: list[list[int]]) -> tuple[float, float, float]:

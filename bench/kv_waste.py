@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moedge.runtime.engine.scheduler import PassLimits, Scheduler
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.kv.usage import Usage
 from moedge.runtime.sampling.draw import Sampled
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.scheduler import PassLimits, Scheduler
-from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.model_shape import KVGroup
 
 MEDIAN_PROMPT, SPREAD, MEAN_OUTPUT, MOST = 400, 0.8, 300, 4096

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moedge.quant import bitsandbytes_kernels, scratch
-from moedge.quant.few_rows import measure_few_rows
-from moedge.quant.linear import Compute
-from moedge.quant.products import Products
+from moedge.quant import scratch
+from moedge.quant.formats import bitsandbytes_kernels
+from moedge.quant.matmul.gemv import measure_few_rows
+from moedge.quant.matmul.matmul import Matmul
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
-from moedge.quant.workspace import Workspace
 
 ROWS = (1, 4, 8, 12, 16, 32, 64, 256)
 Candidates = dict[str, Callable[[], object]]
@@ -41,8 +42,8 @@ def best_times(candidates: Candidates, repeats: int) -> dict[str, float]:
     return {name: min(values) for name, values in times.items()}
 
 
-def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> Compute:
-    return Compute(Workspace(scratch_nbytes(packed.layout, dtype_name(dtype), deterministic)), deterministic)
+def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> ParallelMatmul:
+    return ParallelMatmul(Workspace(scratch_nbytes(packed.layout, dtype_name(dtype), deterministic)), deterministic)
 
 
 def bitsandbytes_product(x: Tensor, codes: Tensor, absmax: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -72,7 +73,7 @@ def print_products(weight: Tensor, repeats: int) -> None:
         candidates: Candidates = {"mm": partial(torch.mm, x, weight.t())}
         for (name, deterministic), compute in computes.items():
             candidates[name + " tiled" * deterministic] = partial(compute.linear, x, packed[name])
-        candidates["int8 x int8"] = partial(Products(Workspace(0), integer=True).linear, x, packed["int8"])
+        candidates["int8 x int8"] = partial(Matmul(Workspace(0), integer=True).linear, x, packed["int8"])
         candidates["bnb nf4"] = partial(bitsandbytes_product, x, codes, wide, packed["nf4"].shape)
         rows[str(num_rows)] = best_times(candidates, repeats)
     print_table("products (us)", rows)
@@ -96,8 +97,8 @@ def print_few_rows(weight: Tensor, repeats: int, name: str) -> None:
     for num_rows in (1, 4, 8, 12, 16, 24, 32, 48):
         x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
         candidates: Candidates = {
-            "kernel": partial(Products(workspace, few_rows={name: num_rows}).linear, x, packed),
-            "widened": partial(Products(workspace, few_rows={}).linear, x, packed),
+            "kernel": partial(Matmul(workspace, few_rows={name: num_rows}).linear, x, packed),
+            "widened": partial(Matmul(workspace, few_rows={}).linear, x, packed),
         }
         rows[str(num_rows)] = best_times(candidates, repeats)
     print_table(f"{name}: torch's kernel or widened (us); measured: up to {measure_few_rows(name)} rows", rows)

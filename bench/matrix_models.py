@@ -54,7 +54,7 @@ def one(family: str, run_family) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from moedge.offload.errors import BadCheckpoint
-    from moedge.runtime.errors import UnsupportedModel
+    from moedge.runtime.settings.errors import UnsupportedModel
 
     if family not in CONFIG_MAPPING:
         return "not in this release"

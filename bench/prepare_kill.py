@@ -17,11 +17,11 @@ from pathlib import Path
 
 from killing import finish, killed
 
-from moedge.offload.store.errors import BadStore
+from moedge.offload.errors import BadStore
 from moedge.offload.store.store import Store
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 
 
 def make(folder: Path) -> None:

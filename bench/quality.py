@@ -13,9 +13,9 @@ import torch
 from heldout import asked, predict
 from transformers import AutoModelForCausalLM
 
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.planner import JobShape, Settings, make_plan
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.planner import Settings, Workload, make_plan
+from moedge.runtime.source.model_source import open_source
 
 # Arithmetic, weights, --compute.
 ROWS = [
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"| fp32 | transformers | | {wanted:.4f} | |")
     with open_source(str(folder)) as source:
         for dtype, quant, compute in ROWS:
-            job = JobShape(1, max(map(len, windows)))
+            job = Workload(1, max(map(len, windows)))
             plan = make_plan(source.shape, Settings(dtype, quant, max_sequences=1, compute=compute), 8 << 30, job)
             loaded = load_engine(source, plan)
             ours = perplexity((torch.cat(list(predict(loaded.engine, ids))) for ids in windows), windows)

@@ -18,11 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from moedge.offload.slab import allocate
-from moedge.offload.stream.lane import Shard
-from moedge.offload.stream.reader_lane import CHUNK_NBYTES, NUM_THREADS, ReaderLane
-from moedge.offload.stream.ring import ALIGNMENT, Ring
-from moedge.offload.stream.source import DirectFile
+from moedge.offload.host_memory import allocate
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard
+from moedge.offload.stream.reader_lane import CHUNK_NBYTES, NUM_THREADS, DirectFile, ReaderLane
 from moedge.offload.stream.stream import ShardStream
 
 MIB = 1 << 20

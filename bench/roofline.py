@@ -29,14 +29,14 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 
 from moedge.offload.heap import return_memory
-from moedge.offload.slab import allocate
-from moedge.runtime.load import LoadedEngine, load_engine
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.planner import JobShape, Plan, Settings, make_plan
+from moedge.offload.host_memory import allocate
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.loading.prepare import place_for, prepare
+from moedge.runtime.plan.planner import Plan, Settings, Workload, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.weights.making import place_for, prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import ModelSource, open_source
 
 PROMPT = 32
 READ_NBYTES = 3 << 30
@@ -160,7 +160,7 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for num_sequences in options.sequences:
             settings = Settings("auto", options.quant, max_sequences=num_sequences)
-            job = JobShape(num_sequences, PROMPT + options.generated)
+            job = Workload(num_sequences, PROMPT + options.generated)
             for ram in options.ram:
                 plan = make_plan(source.shape, settings, Budgets(ram).host_nbytes(), job)
                 same = replace(settings, tokens_per_pass=plan.tokens_per_pass)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import options
+from .options import options
 
 
 def batch(
@@ -47,12 +47,12 @@ def batch(
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
     is finished is kept in OUTPUT's name with .job until you remove it.
     """
-    from ..runtime.jobs.limits import Limits
     from ..runtime.jobs.request import BatchRequest, GoOn
-    from ..runtime.jobs.rows import Defaults
-    from ..runtime.plan.budgets import Budgets
+    from ..runtime.jobs.stop import Limits
     from ..runtime.plan.plan import Settings
-    from .job_view import JobView
+    from ..runtime.rows.row import Defaults
+    from ..runtime.settings.budgets import Budgets
+    from .views.job_view import JobView
 
     request = BatchRequest(
         model=model,

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .config_file import config_paths
-from .standing import DEFAULT, Setting, standing_commands
+from .options.configured_command import DEFAULT, Setting, config_paths, configured_commands
 
 app = typer.Typer(help="Settings that stand: what they are, and where they come from.", no_args_is_help=True)
 
@@ -48,7 +47,7 @@ def path() -> None:
 def _settings(ctx: Any) -> dict[Setting, list[str]]:
     """Every setting once, with the commands that it serves."""
     found: dict[Setting, list[str]] = {}
-    for name, command in standing_commands(ctx.find_root().command).items():
+    for name, command in configured_commands(ctx.find_root().command).items():
         for setting in command.settings(ctx):
             found.setdefault(setting, []).append(name)
     return dict(sorted(found.items(), key=lambda item: (item[0].key, item[1])))
@@ -63,7 +62,7 @@ def _origin(setting: Setting, profile: str | None) -> str:
 def _profile_origin() -> str | None:
     """What the machine profile is called in the table; None where this machine was not measured."""
     from ..offload.store.stores import default_root
-    from ..runtime.machine_profile import saved_profile
+    from ..runtime.calibration.machine_profile import saved_profile
 
     profile = saved_profile(default_root())
     return None if profile is None else f"machine profile of {profile.measured_at[:10]}"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import typer
 
-from . import options
+from .options import options
 
 
 def demo() -> None:
     """Run a batch job on the bundled 5 M parameter mixture of experts."""
     from ..runtime.jobs.request import BatchRequest
-    from ..runtime.jobs.rows import Defaults
-    from .job_view import JobView
+    from ..runtime.rows.row import Defaults
+    from .views.job_view import JobView
 
     with as_file(files("moedge.demo")) as bundle, tempfile.TemporaryDirectory() as folder:
         prompts, output = bundle / "prompts.jsonl", Path(folder, "answers.jsonl")

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from . import options
-from .standing import StandingCommand
+from .options import options
+from .options.configured_command import ConfiguredCommand
 
 app = typer.Typer(help="Jobs: which there are, how far they are, and going on with them.", no_args_is_help=True)
 JOB = Annotated[str, typer.Argument(metavar="JOB", help="Its id or the beginning of it, its folder, or its output.")]
@@ -20,9 +20,8 @@ JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.
 @app.command()
 def ls(as_json: JSON = False) -> None:
     """List jobs that were begun here or by you, with what is done of them."""
-    from ..runtime.jobs.journal.errors import BadJournal, OtherVersion
-    from ..runtime.jobs.registry import jobs
-    from ..runtime.jobs.status import JobStatus
+    from ..runtime.jobs.status import JobStatus, jobs
+    from ..runtime.settings.errors import BadJournal, OtherVersion
 
     for folder in jobs():
         try:
@@ -41,8 +40,7 @@ def ls(as_json: JSON = False) -> None:
 @app.command()
 def show(job: JOB, as_json: JSON = False) -> None:
     """Show how a job stands and what it was begun with."""
-    from ..runtime.jobs.registry import find_job
-    from ..runtime.jobs.status import JobStatus
+    from ..runtime.jobs.status import JobStatus, find_job
 
     status = JobStatus.read(find_job(job))
     if as_json:
@@ -63,7 +61,7 @@ def show(job: JOB, as_json: JSON = False) -> None:
         print(f"{label:20} {text}")
 
 
-@app.command(cls=StandingCommand)
+@app.command(cls=ConfiguredCommand)
 def resume(
     job: JOB,
     failed: Annotated[bool, typer.Option("--failed", help="Run the rows that failed once more.")] = False,
@@ -82,11 +80,11 @@ def resume(
 ) -> None:
     """Go on with a job, as its first command would, under the budgets given here."""
     from ..runtime.jobs.journal.state import read_state
-    from ..runtime.jobs.limits import Limits
-    from ..runtime.jobs.registry import find_job
     from ..runtime.jobs.request import GoOn, resumed
-    from ..runtime.plan.budgets import Budgets
-    from .job_view import JobView
+    from ..runtime.jobs.status import find_job
+    from ..runtime.jobs.stop import Limits
+    from ..runtime.settings.budgets import Budgets
+    from .views.job_view import JobView
 
     folder = find_job(job)
     request = resumed(
@@ -102,8 +100,8 @@ def resume(
 @app.command()
 def cancel(job: JOB) -> None:
     """Stop a job after its pass, and have its command refused until you resume it. What is finished is kept."""
-    from ..runtime.jobs.control import cancel as cancel_job
-    from ..runtime.jobs.registry import find_job
+    from ..runtime.jobs.status import cancel as cancel_job
+    from ..runtime.jobs.status import find_job
 
     folder = find_job(job)
     print(f"{folder.path}: {cancel_job(folder)}")
@@ -117,8 +115,7 @@ def export(
     ] = None,
 ) -> None:
     """Write every row that is finished now, answered or failed, also while the job runs."""
-    from ..runtime.jobs.control import export_now
-    from ..runtime.jobs.registry import find_job
+    from ..runtime.jobs.status import export_now, find_job
 
     print(export_now(find_job(job), output))
 
@@ -126,8 +123,7 @@ def export(
 @app.command()
 def repair(job: JOB) -> None:
     """Make a damaged journal usable: whole answers are kept, the other rows are computed again."""
-    from ..runtime.jobs.control import repair_journal
-    from ..runtime.jobs.registry import find_job
+    from ..runtime.jobs.status import find_job, repair_journal
 
     repaired = repair_journal(find_job(job))
     print(f"kept {repaired.rows:,} answers, lost {repaired.lost:,} records; the old journal is {repaired.damaged}")

@@ -15,14 +15,14 @@ from .batch import batch
 from .config import app as config
 from .demo import demo
 from .doctor import doctor
-from .exit_codes import ExitCode, exit_code
 from .jobs import app as jobs
 from .models import app as models
+from .options.configured_command import ConfiguredCommand
+from .options.exit_codes import ExitCode, exit_code
+from .options.process import settle
 from .plan import plan
 from .prepare import prepare
-from .process import settle
 from .run import run
-from .standing import StandingCommand
 
 app = typer.Typer(
     name="moedge",
@@ -32,11 +32,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=StandingCommand)(batch)
-app.command(cls=StandingCommand)(run)
-app.command(cls=StandingCommand)(prepare)
-app.command(cls=StandingCommand)(plan)
-app.command(cls=StandingCommand)(doctor)
+app.command(cls=ConfiguredCommand)(batch)
+app.command(cls=ConfiguredCommand)(run)
+app.command(cls=ConfiguredCommand)(prepare)
+app.command(cls=ConfiguredCommand)(plan)
+app.command(cls=ConfiguredCommand)(doctor)
 app.command()(demo)
 app.add_typer(config, name="config")
 app.add_typer(jobs, name="jobs")

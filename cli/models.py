@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from . import options
-from .standing import StandingCommand
-from .wording import count, gib
+from .options import options
+from .options.configured_command import ConfiguredCommand
+from .views.formatting import count, gib
 
 if TYPE_CHECKING:
     from ..runtime.shape.model_shape import ModelShape
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Models: which are here, which run, what one is made of.", no_args_is_help=True)
 
 
-@app.command(cls=StandingCommand)
+@app.command(cls=ConfiguredCommand)
 def ls(disk_dir: options.DISK_DIR = None) -> None:
     """List prepared stores, and the checkpoints in the hub's local cache with whether they run."""
     from ..offload.store.stores import default_root, stores
-    from ..runtime.cached_models import cached_models
+    from ..runtime.source.hub import cached_models
 
     # Lines, not a table: a folder that is cut to fit the terminal cannot be copied into the next command.
     for store in stores(disk_dir or default_root()):
@@ -40,7 +40,7 @@ def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder o
     remove(store)
 
 
-@app.command(cls=StandingCommand)
+@app.command(cls=ConfiguredCommand)
 def prune(
     keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="What all stores together may still take.")],
     disk_dir: options.DISK_DIR = None,
@@ -57,7 +57,7 @@ def prune(
 @app.command()
 def check(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
     """Read a whole store and compare every shard with its checksum."""
-    from ..offload.store.errors import BadStore
+    from ..offload.errors import BadStore
     from ..offload.store.store import Store
 
     with Store.open(store) as opened:
@@ -86,8 +86,8 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print the shape as JSON.")] = False,
 ) -> None:
     """Show layers, experts, parameters and sizes; reads headers only."""
-    from ..runtime.describe import describe
-    from ..runtime.model_source import open_source
+    from ..runtime.source.headers import describe
+    from ..runtime.source.model_source import open_source
 
     with open_source(model) as source:
         description = describe(source.shape)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options
-from .exit_codes import ExitCode
+from .options import options
+from .options.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from ..runtime.jobs.measure import JobSize
-    from ..runtime.planning import Asked
+    from ..runtime.jobs.encode import JobSize
+    from ..runtime.jobs.job_plan import Asked
 
 INPUT = Annotated[
     Path | None, typer.Argument(metavar="INPUT", help="Rows as `moedge batch` takes them, to be measured.")
@@ -60,10 +60,10 @@ def plan(
 
     Exits with 4 where the job does not fit, and says what would.
     """
-    from ..runtime.headers import read_headers
-    from ..runtime.plan.budgets import Budgets
+    from ..runtime.jobs.job_plan import ask, equal_rows, measured_job
     from ..runtime.plan.plan import Settings
-    from ..runtime.planning import ask, equal_rows, measured_job
+    from ..runtime.settings.budgets import Budgets
+    from ..runtime.source.headers import read_headers
 
     headers = read_headers(model)
     size = None if input_file is None else measured_job(headers, input_file, max_tokens)
@@ -76,10 +76,10 @@ def plan(
 def _answer(
     model: str, asked: Asked, size: JobSize | None, explain: bool, as_json: bool, save: Path | None
 ) -> ExitCode:
-    from ..runtime.errors import DoesNotFit
-    from ..runtime.plan.outlook import by_budget, by_sequences, nearest, ways_up
-    from ..runtime.plan_document import document, refusal
-    from .plan_view import print_plan, print_refusal
+    from ..runtime.plan.plan_file import document, refusal
+    from ..runtime.plan.what_if import by_budget, by_sequences, nearest, suggestions
+    from ..runtime.settings.errors import DoesNotFit
+    from .views.plan_view import print_plan, print_refusal
 
     question = asked.question
     try:
@@ -94,7 +94,7 @@ def _answer(
     points = [*by_sequences(question, choice), *by_budget(question, choice)]
     # Rows that are all alike fit all of them or not at all.
     left_out = 0 if size is None else size.longer_than(choice.plan.kv_tokens)
-    found = document(model, asked.machine.hardware, question, choice, points, ways_up(question, choice), left_out)
+    found = document(model, asked.machine.hardware, question, choice, points, suggestions(question, choice), left_out)
     text = json.dumps(found, indent=1)
     if save is not None:
         save.write_text(text + "\n")

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import options
-from .exit_codes import ExitCode
-from .wording import duration, gib
+from .options import options
+from .options.exit_codes import ExitCode
+from .views.formatting import duration, gib
 
 
 def prepare(
@@ -32,10 +32,10 @@ def prepare(
     import time
 
     from ..offload.memory import host_peak
-    from ..runtime.model_source import open_source
-    from ..runtime.plan.budgets import Budgets
-    from ..runtime.weights.making import place_for, precision
-    from ..runtime.weights.making import prepare as write_store
+    from ..runtime.loading.prepare import place_for, precision
+    from ..runtime.loading.prepare import prepare as write_store
+    from ..runtime.settings.budgets import Budgets
+    from ..runtime.source.model_source import open_source
 
     say = Console(stderr=True, highlight=False, soft_wrap=True).print
     begun = time.perf_counter()

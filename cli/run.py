@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import options
+from .options import options
 
 
 def run(
@@ -43,9 +43,9 @@ def run(
 
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
-    from ..runtime.one_prompt import Wish, answer
-    from ..runtime.plan.budgets import Budgets
+    from ..runtime.api.single_prompt import Wish, answer
     from ..runtime.plan.plan import Settings
+    from ..runtime.settings.budgets import Budgets
     from ..runtime.text.errors import PromptError
     from ..runtime.text.terminal import escape_controls
 

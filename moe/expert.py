@@ -11,10 +11,12 @@ from typing import Protocol
 import torch
 
 from ..quant.kernels.operands import Gate
-from ..quant.linear import Compute
-from ..quant.products import Products
+from ..quant.matmul.matmul import Matmul
+from ..quant.matmul.parallel import ParallelMatmul
 from ..quant.tensor import PackedTensor
+from .affinity import Affinity
 from .groups import ExpertGroups, combine, group_by_expert
+from .popularity import Popularity
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ExpertBody:
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None
     gate: Gate | None = None
 
-    def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Products) -> None:
+    def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Matmul) -> None:
         """Replaces rows [n, D], an expert's inputs, by its outputs."""
         inner = self.activate(compute.linear(rows, weights.up, weights.up_bias))
         compute.linear(inner, weights.down, weights.down_bias, out=rows)
@@ -60,7 +62,12 @@ class ExpertBody:
             rows.copy_(self.norm(rows))
 
     def forward_together(
-        self, hidden: torch.Tensor, rows: torch.Tensor, groups: ExpertGroups, arrived: list[Arrived], compute: Compute
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        groups: ExpertGroups,
+        arrived: list[Arrived],
+        compute: ParallelMatmul,
     ) -> bool:
         """Fills the rows [P, D] of experts that arrived together from hidden [T, D], in two launches.
 
@@ -106,13 +113,13 @@ def mix_experts(
     weights: torch.Tensor,
     experts: ExpertSource,
     body: ExpertBody,
-    compute: Compute,
+    compute: ParallelMatmul,
 ) -> torch.Tensor:
     """The routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
     groups = group_by_expert(expert_ids, experts.num_experts)
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
-    def run_expert(arrived: Arrived, products: Products) -> None:
+    def run_expert(arrived: Arrived, products: Matmul) -> None:
         mine = groups.rows(arrived.expert_id)
         try:
             # Gathered here, not before: the thread that computes on them next has them in its cache.
@@ -134,3 +141,22 @@ def mix_experts(
     # Whichever thread is free takes the next that arrives: nobody waits for the others of a group.
     compute.share(chain.from_iterable(map(left_alone, fetched)), run_expert)
     return combine(rows, groups, weights)
+
+
+@dataclass(slots=True)
+class HeldExperts:
+    """All experts of a layer, usable where they lie; `fetch` yields the wanted ones at once."""
+
+    layer: int
+    experts: list[ExpertWeights]
+    popularity: Popularity
+    affinity: Affinity
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.experts)
+
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
+        self.popularity.saw(self.layer, len(groups.expert_ids), groups.counts)
+        self.affinity.saw(self.layer, groups.expert_ids)
+        yield [Arrived(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

@@ -7,7 +7,7 @@ follows this layer's choices, and what is popular. A wrong guess costs bandwidth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -15,8 +15,30 @@ import torch
 
 from .affinity import Affinity
 from .groups import ExpertGroups
-from .lookahead import LookAhead
 from .popularity import Popularity
+
+
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """`routers` by layer: weights [E, D] of what scores its experts. Corrections of the scores are left out."""
+
+    routers: Mapping[int, torch.Tensor]
+
+    def expected(self, layer: int, hidden: torch.Tensor, per_token: int) -> torch.Tensor | None:
+        """How likely each expert of `layer` is wanted [E], in units that serve to compare; None without a router.
+
+        hidden [T, D] is what the experts of the layer before are given.
+        """
+        router = self.routers.get(layer)
+        if router is None or router.shape[1] != hidden.shape[1]:
+            return None
+        scores = torch.nn.functional.linear(hidden, router.to(hidden.dtype)).float().softmax(-1)
+        best = scores.topk(min(per_token, router.shape[0]), dim=-1)
+        # A token's last choice may be no choice at all; its first is one almost surely.
+        wanted = torch.zeros(router.shape[0], device=hidden.device)
+        wanted.index_add_(0, best.indices.reshape(-1), best.values.reshape(-1))
+        return wanted.cpu()
+
 
 LOOK_AHEAD, AFFINITY, POPULARITY = "look-ahead", "affinity", "popularity"
 # Weight of the newest measurement in a running mean.

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import embedding_bag
 
-from .limits import padded_rows
+from .expected_rows import padded_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
-"""Which experts are held: who gives up a slot when an expert passes by that has none. Torch-free.
-
-Experts take slots from the stream: one that arrives because it is wanted is copied into the slot of another of its
-size. That costs no read of its own.
-"""
+"""What names an expert of a model. Torch-free."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .key import ExpertKey
+
+class ExpertKey(NamedTuple):
+    """Expert `expert` of layer `layer`, as the model counts its layers."""
+
+    layer: int
+    expert: int
 
 
 class HoldPolicy(Protocol):

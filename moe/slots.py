@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from .expert import ExpertWeights
-from .key import ExpertKey
+from .policy import ExpertKey
 
 MoveOut = Callable[[ExpertKey, ExpertKey, torch.Tensor], None]
 Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .cuda_error import swallow_cuda_error
+from .errors import swallow_cuda_error
 
 # Most that a context takes before the first tensor; what is in use beyond it belongs to other processes.
 CONTEXT_NBYTES = 640 << 20

@@ -3,12 +3,153 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import psutil
 
-from .cgroup import memory_groups
+# v1 writes "no limit" as the largest multiple of its page size that fits 63 bits; no machine has 2^60 bytes.
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A group that limits memory; `used` is what is charged to it less the page cache that the kernel can drop."""
+
+    folder: Path
+    limit: int
+    used: int
+
+    @property
+    def room(self) -> int:
+        return self.limit - self.used
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """File names of one version; `stat_prefix` marks the counters of memory.stat that include child groups."""
+
+    limits: tuple[str, ...]
+    usage: str
+    stat_prefix: str
+
+
+# Above memory.high a process is slowed to a crawl instead of being refused, so it is a limit too. Swap limits and v1's
+# soft limit bound nothing that a plan may use.
+_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """`root` is the group, as /proc/self/cgroup names it, whose folder is mounted at `point`."""
+
+    version: _Version
+    root: PurePosixPath
+    point: Path
+
+
+def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
+    """Every limiting memory cgroup from the process's own up to the outermost visible one, v1 and v2.
+
+    `root` stands for `/`. Files that are missing or unreadable limit nothing.
+    """
+    mounts = list(_memory_mounts(root))
+    folders = {folder: version for version, path in _own_paths(root) for folder in _folders(version, path, mounts)}
+    groups = (_group(folder, version) for folder, version in folders.items())
+    return [group for group in groups if group is not None]
+
+
+def _own_paths(root: Path) -> Iterator[tuple[_Version, PurePosixPath]]:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield _V2, PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            yield _V1, PurePosixPath(path)
+
+
+def _memory_mounts(root: Path) -> Iterator[_Mount]:
+    """Mounted hierarchies that can hold a memory controller; the line format is in proc_pid_mountinfo(5)."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        place, _, source = line.partition(" - ")
+        kind, _, options = source.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            group, point = (_unescaped(field) for field in place.split(" ")[3:5])
+            yield _Mount(_V2 if kind == "cgroup2" else _V1, PurePosixPath(group), root / point.lstrip("/"))
+
+
+def _folders(version: _Version, path: PurePosixPath, mounts: list[_Mount]) -> Iterator[Path]:
+    """The folders of the group `path` and of its ancestors, as far up as they are mounted."""
+    usable = [mount for mount in mounts if mount.version is version]
+    inside = ".." not in path.parts
+    matching = [mount for mount in usable if inside and path.is_relative_to(mount.root)]
+    for mount in matching:
+        yield from _upwards(mount.point / path.relative_to(mount.root), mount.point)
+    if usable and not matching:
+        point = usable[-1].point
+        yield from _upwards(_longest_tail(path, point), point)
+
+
+def _upwards(own: Path, point: Path) -> list[Path]:
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(point)]
+
+
+def _longest_tail(path: PurePosixPath, point: Path) -> Path:
+    """Where a namespace hides how path and mount belong together: the longest end of `path` that is mounted."""
+    parts = [part for part in path.parts if part not in {"/", ".."}]
+    tails = (point.joinpath(*parts[start:]) for start in range(len(parts)))
+    return next((folder for folder in tails if folder.is_dir()), point)
+
+
+def _group(folder: Path, version: _Version) -> MemoryGroup | None:
+    stat = _counters(folder / "memory.stat")
+    limits = [_number(folder / name) for name in version.limits]
+    # v1 in a container shows one folder only; this counter still carries the limits of the hidden ancestors.
+    limits.append(stat.get("hierarchical_memory_limit"))
+    known = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
+    if not known:
+        return None
+    used = (_number(folder / version.usage) or 0) - _reclaimable(stat, version.stat_prefix)
+    return MemoryGroup(folder, min(known), max(0, used))
+
+
+def _reclaimable(stat: dict[str, int], prefix: str) -> int:
+    """Page cache that the kernel drops before it refuses memory, bytes.
+
+    Both lists: a checkpoint that was read twice, or just downloaded, lies in the active one and is dropped all the
+    same. tmpfs is on neither list. Mapped pages are left out: they are mostly code that is running, dropped and
+    read again at a price.
+    """
+    cache = stat.get(prefix + "inactive_file", 0) + stat.get(prefix + "active_file", 0)
+    mapped = stat.get(prefix + ("mapped_file" if prefix else "file_mapped"), 0)
+    return max(0, cache - mapped)
+
+
+def _counters(path: Path) -> dict[str, int]:
+    pairs = (line.partition(" ") for line in _lines(path))
+    return {name: int(value) for name, _, value in pairs if value.isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    """None for `max` and for a file that is not there, as in the root group."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _unescaped(field: str) -> str:
+    r"""mountinfo writes a space as `\040`."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def host_total(root: Path = Path("/")) -> int:

@@ -1,5 +1,8 @@
 """A packed matrix: a layout and the views that it makes of one flat buffer. Knows no place and no owner of bytes."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -7,10 +10,21 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .chunks import row_chunks
-from .codec import CODECS
 from .format import ALIGNMENT, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
+from .formats.codec import CODECS
 from .scratch import wide_columns
+
+# Below this torch runs an operation in the calling thread, and a core's cache holds the chunk's float32 copies.
+# Packing takes forty operations per chunk: were they shared among threads, each would end in a barrier, and one busy
+# neighbour on the machine would then slow packing down ten to a hundred times (bench/pack.py).
+CHUNK = 1 << 15
+
+
+def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
+    """Runs of whole blocks of rows of a matrix [N, K], of fewer than CHUNK numbers each where a block allows."""
+    num_rows, num_columns = shape
+    rows = max(1, (CHUNK - 1) // num_columns // row_block) * row_block
+    return (slice(start, start + rows) for start in range(0, num_rows, rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +147,6 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """As `format` writes it: bfloat16, not torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

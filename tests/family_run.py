@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from tiny_families import build_model, build_tokenizer
 
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.planner import JobShape, Plan, Settings, budget_range, make_plan
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.planner import Plan, Settings, Workload, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 
 LENGTHS = (3, 40, 17, 70, 1, 33)
 NEW_TOKENS = 16
@@ -55,7 +55,7 @@ def run_family(family: str, folder: Path) -> FamilyRun:
     model.save_pretrained(folder / "checkpoint")
     build_tokenizer(folder / "checkpoint", model.config.get_text_config().vocab_size)
     expected = stock_tokens(folder / "checkpoint")
-    job = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+    job = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
     settings = Settings("fp32", "none", "fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
     with open_source(str(folder / "checkpoint")) as source:
         smallest, whole = budget_range(source.shape, settings, job)

@@ -4,20 +4,18 @@ from known_shapes import CONFIGS, known_shape
 
 from moedge.offload.machine.hardware import Gpu, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, Overheads, PinLimit
-from moedge.runtime.errors import DoesNotFit
-from moedge.runtime.plan.device_plan import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRoom
-from moedge.runtime.plan.draft import PROCESS_NBYTES
-from moedge.runtime.plan.job import JobShape
-from moedge.runtime.plan.outlook import Question
-from moedge.runtime.plan.packed_model import PackedModel
-from moedge.runtime.plan.plan import Settings
+from moedge.runtime.plan.candidate import PROCESS_NBYTES, CostCache
+from moedge.runtime.plan.placement import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRoom
+from moedge.runtime.plan.plan import Settings, Workload
 from moedge.runtime.plan.planner import Choice, Speed
 from moedge.runtime.plan.rates import rates_of
+from moedge.runtime.plan.what_if import PlanRequest
+from moedge.runtime.settings.errors import DoesNotFit
 
 GIB = 1 << 30
 SIZES = (6, 8, 12, 24)
 HOST = 32 * GIB
-JOB = JobShape(2000, 768, 768, 2000 * 512, 2000 * 256)
+JOB = Workload(2000, 768, 768, 2000 * 512, 2000 * 256)
 # Not a machine that was measured: round numbers of a card with 20 TFLOP/s behind PCIe 4.0, and a good NVMe disk.
 PROFILE = Machine(
     Hardware("any", 8, 64 * GIB, (Gpu("any", 8 * GIB),), "nvme"),
@@ -64,16 +62,16 @@ def page() -> str:
     return "\n".join(sections)
 
 
-def question(name: str, gib: int) -> Question:
+def question(name: str, gib: int) -> PlanRequest:
     """A device whose desktop leaves it all but half a GiB."""
     room = DeviceRoom(
         gib * GIB - GIB // 2, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
     )
     speed = Speed(rates_of(PROFILE, on_device=True))
-    return Question(PackedModel(known_shape(name)), Settings(), JOB, HOST, room, speed)
+    return PlanRequest(CostCache(known_shape(name)), Settings(), JOB, HOST, room, speed)
 
 
-def _row(gib: int, asked: Question) -> str:
+def _row(gib: int, asked: PlanRequest) -> str:
     try:
         return _line((f"{gib} GiB", *_cells(asked.answer())))
     except DoesNotFit as refusal:

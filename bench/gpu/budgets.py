@@ -12,10 +12,10 @@ from throughput import measure as measure_run
 
 from moedge.offload.machine.hardware import find_gpus
 from moedge.quant.kernels.gpu import Gpu
-from moedge.runtime.errors import DoesNotFit
-from moedge.runtime.plan.device_plan import DeviceRoom
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.placement import DeviceRoom
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import GIB, Settings, make_plan
+from moedge.runtime.settings.errors import DoesNotFit
 
 BUDGETS = (4, 8, 12, 24)
 # What CUDA and its libraries take, for plans that nothing is measured for.
@@ -46,7 +46,7 @@ def _hold(gib: int) -> dict[str, Any]:
 
 def _sequences(name: str) -> dict[str, Any]:
     """How many sequences the planner keeps alive in a device budget of 8 and 12 GiB, bf16 to int4."""
-    job, results = JobShape(100_000, PROMPT + OUTPUT), {}
+    job, results = Workload(100_000, PROMPT + OUTPUT), {}
     with random_source(name) as source:
         for gib in (8, 12):
             room = DeviceRoom(gib * GIB, CONTEXT_NBYTES, 1 << 30, Gpu((8, 6), 28))

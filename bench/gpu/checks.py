@@ -18,10 +18,10 @@ import torch
 from report import Report
 
 from moedge.offload.device import find_device
-from moedge.quant.kv_format import KVFormat
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.weights.making import prepare
+from moedge.quant.kv.format import KVFormat
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 
 TESTS = Path(__file__).parents[2] / "tests"
 FAMILIES = (("mixtral", "none"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("llama", "none"))

@@ -18,13 +18,13 @@ from torch import nn
 from moedge.offload.checkpoint.header import TensorEntry
 from moedge.offload.device import Device
 from moedge.quant.tensor import PackedTensor
-from moedge.runtime.load import LoadedEngine, Loading
+from moedge.runtime.loading.engine_loader import LoadedEngine, Loading
 from moedge.runtime.model.definition import define
-from moedge.runtime.model_source import ModelSource
 from moedge.runtime.plan.planner import Plan
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import is_router, model_shape
 from moedge.runtime.shape.shards import ModelShards, ShardLayout
+from moedge.runtime.source.model_source import ModelSource
 from moedge.runtime.weights.key_offsets import KeyOffsets
 from moedge.runtime.weights.memory import DENSE, HEAD, WeightMemory
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from moedge.offload.machine.arithmetic import best_seconds
 from moedge.offload.machine.device import measure_link, measure_pin_limit
-from moedge.quant.linear import Compute
+from moedge.offload.machine.timing import best_seconds
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
-from moedge.quant.workspace import Workspace
 
 ROWS = (1, 16, 64, 256, 1024, 4096)
 SIZE = 4096
@@ -44,7 +44,7 @@ def products() -> dict[str, Any]:
     rates: dict[str, Any] = {}
     for name in ("none", "int8", "nf4"):
         packed = pack(weight, name)
-        compute = Compute(Workspace(scratch_nbytes(packed.layout, "bfloat16", False), "cuda"))
+        compute = ParallelMatmul(Workspace(scratch_nbytes(packed.layout, "bfloat16", False), "cuda"))
         for rows in ROWS:
             x = torch.randn(rows, SIZE, dtype=torch.bfloat16, device="cuda")
             seconds = _seconds(lambda x=x, packed=packed, compute=compute: compute.linear(x, packed))

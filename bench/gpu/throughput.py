@@ -18,15 +18,15 @@ from report import Report
 from roofline import against_roofline, measure_rates
 
 from moedge.offload.budget import parse_size
-from moedge.runtime.load import LoadedEngine
-from moedge.runtime.model_source import ModelSource
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.device_plan import DeviceRoom
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import LoadedEngine
+from moedge.runtime.loading.memory_tiers import Tiers, open_tiers
+from moedge.runtime.plan.placement import DeviceRoom
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.tiers import Tiers, open_tiers
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import ModelSource
 
 PROMPT, STEADY = 512, 12
 BUDGETS = ("8GiB", "12GiB")
@@ -57,7 +57,7 @@ def run_model(name: str, report: Report, fake: bool) -> None:
 def _run(name: str, budget: str, kv: str, sequences: int) -> dict[str, Any]:
     with random_source(name) as source:
         settings, tiers = Settings("bf16", "nf4", kv, max_sequences=sequences), tiers_of(budget)
-        job = JobShape(sequences, PROMPT + STEADY + 2)
+        job = Workload(sequences, PROMPT + STEADY + 2)
         room = make_plan(source.shape, settings, tiers.host_nbytes, job, tiers.room).kv_sequences
         if any(room <= fewer < sequences for fewer in SEQUENCES):
             return {"skipped": f"the cache has room for {room} sequences: as with fewer"}
@@ -83,7 +83,7 @@ def measure_small(name: str, share: float) -> dict[str, Any]:
     with device_for_run(True, True, 0) as device, random_source(name, **sizes) as source:
         settings = Settings("bf16", "nf4", "int4", tokens_per_pass=32, max_sequences=2)
         room = DeviceRoom(0, device.context_nbytes, 0)
-        smallest, whole = budget_range(source.shape, settings, JobShape(2, 8 + STEADY + 2), room)
+        smallest, whole = budget_range(source.shape, settings, Workload(2, 8 + STEADY + 2), room)
         room = replace(room, budget_nbytes=smallest + int(share * (whole - smallest)))
         return measure(source, Tiers(1 << 32, device, room), settings, 8)
 
@@ -91,7 +91,7 @@ def measure_small(name: str, share: float) -> dict[str, Any]:
 def measure(source: ModelSource, tiers: Tiers, settings: Settings, prompt: int) -> dict[str, Any]:
     """One run: every sequence's prompt, then passes in which all of them decode."""
     sequences = settings.max_sequences
-    job = JobShape(sequences, prompt + STEADY + 2)
+    job = Workload(sequences, prompt + STEADY + 2)
     plan = make_plan(source.shape, settings, tiers.host_nbytes, job, tiers.room)
     with closing(load_random(source, plan, tiers.device)) as loaded:
         live = min(sequences, plan.kv_sequences)

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections.abc import Callable
 from typing import Any
 
-from ..cuda_error import swallow_cuda_error
-from .arithmetic import best_seconds
-from .pinning import probe_pin_limit
+from ..errors import swallow_cuda_error
 from .profile import Link, PinLimit
+from .timing import best_seconds
+
+CHUNK_NBYTES = 256 << 20
+FINEST_NBYTES = 16 << 20
+
+
+def probe_pin_limit(
+    register: Callable[[int, int], bool], unregister: Callable[[int], None], most_nbytes: int
+) -> PinLimit:
+    """Registers chunks of host memory until one is refused or `most_nbytes` are held, and gives all back.
+
+    `register(address, nbytes)` says whether it was granted. After a refusal chunks are halved, down to 16 MiB: what
+    is found is at most that far below the limit. Limits count all chunks together (WSL2), hence all are held.
+    """
+    held: list[tuple[int, mmap.mmap]] = []
+    total, chunk, refused = 0, CHUNK_NBYTES, False
+    try:
+        while chunk >= FINEST_NBYTES and most_nbytes - total >= FINEST_NBYTES:
+            nbytes = min(chunk, most_nbytes - total)
+            memory = mmap.mmap(-1, nbytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            if register(address, nbytes):
+                held.append((address, memory))
+                total += nbytes
+            else:
+                refused = True
+                chunk = nbytes // 2
+    finally:
+        for address, _ in held:
+            unregister(address)
+    return PinLimit(total, refused)
 
 
 def measure_link(nbytes: int, device: str = "cuda") -> Link | None:

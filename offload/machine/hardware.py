@@ -5,13 +5,47 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from .driver import load_driver
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """`cuda` is the newest CUDA version it serves, as (13, 0); `release` is empty where the kernel does not say."""
+
+    cuda: tuple[int, int]
+    release: str = ""
+
+
+def find_driver(library: Any = None, root: Path = Path("/")) -> Driver | None:
+    """None where the library `libcuda.so.1` is not there or does not answer."""
+    version = ctypes.c_int()
+    cuda = library or load_driver()
+    # 1000 x major + 10 x minor: cuDriverGetVersion in the CUDA driver API.
+    if cuda is None or cuda.cuDriverGetVersion(ctypes.byref(version)) or version.value < 1000:
+        return None
+    return Driver((version.value // 1000, version.value % 1000 // 10), _release(root))
+
+
+def load_driver() -> Any:
+    """The driver's library, or None."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _release(root: Path) -> str:
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\b(\d{3,4}(?:\.\d+)+)\b", text)
+    return found[1] if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +115,15 @@ def _device_of(folder: Path) -> str:
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     inner = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
     return f"{inner.device} {inner.fstype}" if inner else "unknown"
+
+
+# Threads that compute experts side by side. They take turns at Python between the operations of an expert, for a tenth
+# of its time or less; from here on each gets several of torch's threads instead.
+MAX_CREW = 8
+
+
+def crew_size() -> int:
+    """Threads that compute side by side, the main one among them: one per core, as far as they do not queue up."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    cores = int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
+    return min(MAX_CREW, cores)

@@ -9,12 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..memory import host_available
-from .arithmetic import measure_memory
-from .cold_reads import large_files, measure_cold_reads
 from .device import measure_device_memory, measure_link, measure_pin_limit
-from .disk import measure_disk
+from .disk import large_files, measure_cold_reads, measure_disk
 from .hardware import Hardware, nearest_existing
 from .profile import Disk, FlopRates, Machine
+from .timing import measure_memory
 
 _LEAST_NBYTES = 64 << 20
 _BUFFER_NBYTES = 256 << 20

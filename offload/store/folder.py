@@ -6,11 +6,10 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from ..errors import BadStore
+from .access import LOCK, refuse_untrusted
 from .durable import TEMPORARY_SUFFIX, sync_folder
-from .errors import BadStore
-from .lock import LOCK
 from .manifest import MANIFEST, PROGRESS, Manifest, is_file_name, is_note_name, read_manifest
-from .trusted import refuse_untrusted
 
 
 def make_folder(folder: Path) -> None:

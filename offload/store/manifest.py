@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..errors import BadStore
+from .access import open_trusted
 from .durable import write_file
-from .errors import BadStore
-from .trusted import open_trusted
 
 FORMAT = "moedge.store/1"
 MANIFEST = "manifest.json"

@@ -13,11 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .errors import BadStore
-from .lock import lock_to_use
+from ..errors import BadStore
+from .access import lock_to_use, refuse_untrusted
 from .manifest import HEAD_FILE, MANIFEST, RESIDENT_FILE, Manifest, layer_file, read_manifest
 from .shard_file import ShardFile, ShardPlace, is_sound, open_shard_file, read_shard
-from .trusted import refuse_untrusted
 
 
 @dataclass(frozen=True, slots=True)

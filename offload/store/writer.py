@@ -15,13 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ..errors import DiskFull
+from .access import lock_to_write
 from .durable import rename
-from .errors import DiskFull
 from .folder import begun_manifest, make_folder, remove_files_except
-from .lock import lock_to_write
 from .manifest import HEAD_FILE, MANIFEST, PROGRESS, RESIDENT_FILE, FileRecord, Manifest, layer_file
-from .new_shard_file import ALIGNMENT, NewShardFile, TensorSpec
-from .shard_file import is_intact
+from .shard_file import ALIGNMENT, NewShardFile, TensorSpec, is_intact
 
 
 class StoreWriter:

@@ -9,9 +9,8 @@ from collections import deque
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..slab import Pinned
-from .lane import Mark, Shard
-from .ring import Place
+from ..host_memory import Pinned
+from .lane import Mark, Place, Shard
 
 
 class Event(Mark, Protocol):

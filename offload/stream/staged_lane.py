@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cuda_lane import CudaLane, Event
-from .lane import Mark, Shard
-from .ring import Place
+from .lane import Mark, Place, Shard
 from .stream import ShardStream
 
 

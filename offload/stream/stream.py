@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from .lane import Lane, Mark, Ready, Shard, StreamBroken
-from .ring import Place, Ring
+from .lane import Lane, Mark, Place, Ready, Ring, Shard, StreamBroken
 
 View_co = TypeVar("View_co", covariant=True)
 

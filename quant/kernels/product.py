@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..nf4 import LEVELS
+from ..formats.nf4 import LEVELS
 from ..tensor import PackedTensor
 from .grouped import grouped_product
 from .launch import Launch, dot_type

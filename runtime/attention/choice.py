@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...quant.kernels.gpu import Gpu
-from ..errors import SettingError
+from ..settings.errors import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +53,13 @@ def choose_attention(wanted: str, needs: AttentionNeeds) -> str:
         if not slow and not (lack := kind.lacks(needs)):
             return kind.name
     raise SettingError(f"--attention {wanted} cannot compute this run: {lack}. Use --attention auto.")
+
+
+# Elements of keys (and of values) that one thread multiplies in one call: enough that calls cost little beside it.
+JOB_NUMEL = 1 << 20
+# So little is computed before another thread has woken up.
+LITTLE_NUMEL = 1 << 18
+# Bytes of what blocks contribute to their sequences, before it is summed up.
+PARTS_NBYTES = 32 << 20
+# Blocks of fewer tokens are gathered and joined to pieces of about as many: products of fewer cost as much.
+PIECE_TOKENS = 32

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...quant.kv_codec import Coded, decode
+from ...quant.kv.codec import Coded, decode
 from ..kv.pool import KVPool
-from .kernel import attend_fresh
+from .dense import attend_fresh
 from .pass_pages import Fresh
 from .protocol import AttentionCall
 

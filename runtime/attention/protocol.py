@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from ..batch import Batch, Chunk
-from ..errors import UnsupportedModel
+from ..engine.batch import Batch, Chunk
+from ..settings.errors import UnsupportedModel
 from ..shape.model_shape import KVGroup
 
 

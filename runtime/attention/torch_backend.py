@@ -8,19 +8,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...offload.machine.threads import crew_size
-from ...quant.crew import Crew
-from ..batch import Batch, Chunk
+from ...offload.machine.hardware import crew_size
+from ...quant.matmul.thread_pool import WorkerPool
+from ..engine.batch import Batch, Chunk
 from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerPlace
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
-from .codes import Stored
-from .decode import Decoder, Query
-from .kernel import attend_fresh, attend_rows, visibility
-from .places import PassPlaces
+from .decode import Decoder, Query, Stored
+from .decode_plan import Decoding, Decodings
+from .dense import attend_fresh, attend_rows, visibility
+from .pass_pages import PassPlaces
 from .protocol import AttentionCall, check_reach, sees_itself_only
-from .sweeps import Decoding, Decodings
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
 ROWS = 256
@@ -61,7 +60,7 @@ class TorchAttention:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._places = PassPlaces(cache, device)
         # On a GPU one thread keeps the device busy; deterministic rows all go through prompts' path.
-        self._crew = Crew(1 if tiled or torch.device(device).type != "cpu" else crew_size())
+        self._crew = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else crew_size())
         self._decodings = Decodings(cache, self._crew.size, dtype.itemsize, device)
         self._decoder = Decoder(self._crew, dtype, device)
 

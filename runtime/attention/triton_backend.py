@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...quant.kernels.gpu import Gpu
-from ..batch import Batch
+from ..engine.batch import Batch
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .fresh import FreshAttention, read_back

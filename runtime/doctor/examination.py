@@ -8,19 +8,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...offload.machine.driver import Driver, find_driver
-from ...offload.machine.hardware import find_gpus
-from ...offload.machine.profile import Machine
-from ...offload.machine.saved import SCHEMA, saved_path
+from ...offload.machine.hardware import Driver, find_driver, find_gpus
+from ...offload.machine.profile import SCHEMA, Machine, saved_path
 from ...offload.memory import host_available, host_total
-from ..machine_profile import machine_profile, saved_profile
+from ..calibration.machine_profile import machine_profile, saved_profile
 from ..plan.history import last_runs
 from .finding import Finding, Verdict, fail
-from .host import check_memory, check_open_files, find_host_memory
+from .host import (
+    check_hub_cache,
+    check_memory,
+    check_open_files,
+    check_state,
+    check_stores,
+    find_host_memory,
+    free_nbytes,
+)
 from .packages import TorchBuild, check_packages, check_torch, find_torch
-from .places import check_hub_cache, check_state, check_stores, free_nbytes
-from .predictions import prediction_findings
-from .speeds import not_measured, speed_findings
+from .speeds import not_measured, prediction_findings, speed_findings
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from importlib.metadata import version
 import torch
 
 from ...offload.budget import gib
-from ...offload.cuda_error import swallow_cuda_error
-from ...quant import bitsandbytes_kernels
+from ...offload.errors import swallow_cuda_error
 from ...quant.format import FORMATS
-from ...quant.linear import Compute
+from ...quant.formats import bitsandbytes_kernels
+from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.workspace import Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
-from ...quant.workspace import Workspace
 from .finding import Finding, fail, ok, warn
 
 # Of a product of 64 rows in bfloat16 against float64, over the largest number in it; rounding alone is below 1 %.
@@ -95,7 +95,7 @@ def product_error(format_name: str, device: str) -> float:
     meant = x.double() @ packed.dequantize().double().t()
     there = type(packed)(packed.layout, tuple(plane.to(device) for plane in packed.planes))
     nbytes = scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False)
-    got = Compute(Workspace(nbytes, device)).linear(x.to(device), there).cpu().double()
+    got = ParallelMatmul(Workspace(nbytes, device)).linear(x.to(device), there).cpu().double()
     return float((got - meant).abs().max() / meant.abs().max())
 
 

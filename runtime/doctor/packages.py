@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from ...offload.machine.driver import Driver
+from ...offload.machine.hardware import Driver
 from .finding import Finding, fail, ok
 
 # Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.

@@ -9,33 +9,30 @@ from contextlib import ExitStack
 from typing import Self
 
 from ...offload.heap import Heap
-from ..conceding import load_conceding
-from ..job_plan import JobPlan, plan_job
-from ..load import LoadedEngine, load_engine
-from ..metrics import Metrics
-from ..model_source import open_source
-from ..plan.concessions import Concessions
-from ..plan.drafting import Drafting
+from ..engine.metrics import Metrics
+from ..loading.engine_loader import LoadedEngine, load_engine
+from ..loading.memory_tiers import open_tiers
+from ..loading.oom_fallback import load_conceding
+from ..loading.prepare import store_for
+from ..loading.rehearsal import rehearse
+from ..plan.degrade import FallbackPolicy
 from ..plan.plan import Plan
-from ..rehearsal import rehearse
+from ..plan.search_space import SearchSpace
+from ..rows.answer_formats import Answers
+from ..rows.reader import RowFile, read_rows
+from ..rows.row import BadRow
+from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
-from ..tiers import open_tiers
-from ..weights.making import store_for
-from .answers import Answers
-from .encode import RowEncoder
-from .ledger import JobLedger
-from .limits import StopRule
-from .measure import JobSize, measure
+from .encode import JobSize, RowEncoder, measure
+from .folder import seekable
+from .job_plan import JobPlan, plan_job
+from .order import Pending
 from .outputs import claim_output
-from .pending import Pending
-from .reader import read_rows
 from .report import summarise, summarise_rows
 from .request import BatchRequest
-from .row_file import RowFile
-from .rows import BadRow
 from .run import Job
-from .spool import seekable
-from .stall import StallGuard
+from .session import JobSession
+from .stop import StallGuard, StopRule
 from .summary import RunSummary, Seconds
 
 
@@ -56,7 +53,7 @@ class BatchRun:
         with ExitStack() as resources:
             self.source = resources.enter_context(open_source(request.model))
             self.paths = claim_output(request.output, request.input, self.source.folder)
-            self.ledger = resources.enter_context(JobLedger(request, self.paths, self.source))
+            self.ledger = resources.enter_context(JobSession(request, self.paths, self.source))
             self.preflight = self.ledger.preflight
             self._resources = resources.pop_all()
 
@@ -95,7 +92,7 @@ class BatchRun:
         begun = time.perf_counter()
         store = store_for(self.source, self.plan_made, self.request.budgets)
         options, offsets = self.request.experts, self.ledger.key_offsets(self.source.shape)
-        self.concessions = Concessions(self.source.shape, self.plan_made, self._job, self._tiers.room)
+        self.concessions = FallbackPolicy(self.source.shape, self.plan_made, self._job, self._tiers.room)
 
         def load(plan: Plan) -> LoadedEngine:
             return load_engine(self.source, plan, store, self._tiers.device, options, offsets)
@@ -110,7 +107,7 @@ class BatchRun:
     @property
     def for_every_row(self) -> str:
         """The least budget that leaves no row out, as an option."""
-        return Drafting(self.source.shape, self.ledger.settings(), self._job, self._tiers.room).for_every_row
+        return SearchSpace(self.source.shape, self.ledger.settings(), self._job, self._tiers.room).for_every_row
 
     @property
     def metrics(self) -> Metrics:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..plan.plan import Workload
+from ..rows.error_codes import ErrorCode
+from ..rows.response_format import invalid_schema
+from ..rows.row import BadRow, ChatPrompt, Prompt, Row, RowError, TextPrompt
+from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
-from ..structured.grammar import Grammars
-from ..structured.schema import SchemaError
-from ..structured.state import GrammarState
 from ..text.errors import PromptError
 from ..text.tokenizer import Tokenizer
-from .codes import ErrorCode
-from .context import context_error
-from .response_format import invalid_schema
-from .rows import ChatPrompt, Prompt, Row, RowError, TextPrompt
+from .order import SpeedOrder
+
+
+def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowError | None:
+    """The error of a row whose longest prompt and its answer together exceed the context."""
+    max_tokens = row.params.max_tokens
+    if num_prompt_tokens + max_tokens <= context_tokens:
+        return None
+    message = (
+        f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate are {num_prompt_tokens + max_tokens},"
+        f" the context has {context_tokens}; shorten the prompt or lower max_tokens"
+    )
+    return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, None, row.line)
 
 
 class RowEncoder:
@@ -64,3 +79,54 @@ class RowEncoder:
         if isinstance(prompt, ChatPrompt):
             return self.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
         return self.tokenizer.encode(prompt.text) if isinstance(prompt, TextPrompt) else list(prompt.token_ids)
+
+
+Choices = Sequence[tuple[list[int], SamplingParams]]
+_FIRST = 1 << 62
+
+
+@dataclass(slots=True)
+class JobSize:
+    """Tokens of all prompts, the most that can be generated, and how long the sequences may become."""
+
+    rows: int = 0
+    sequences: int = 0
+    prompt_tokens: int = 0
+    max_generated_tokens: int = 0
+    too_long: int = 0
+    # Rows by the tokens that their longest sequence may come to.
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, choices: Choices | RowError) -> int:
+        """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
+        self.rows += 1
+        if isinstance(choices, RowError):
+            self.too_long += choices.code == "context_length_exceeded"
+            return 0
+        self.sequences += len(choices)
+        self.prompt_tokens += sum(len(token_ids) for token_ids, _ in choices)
+        self.max_generated_tokens += sum(params.max_tokens for _, params in choices)
+        longest = max(len(token_ids) + params.max_tokens for token_ids, params in choices)
+        self.lengths[longest] += 1
+        return longest
+
+    def longer_than(self, num_tokens: int) -> int:
+        """Rows with a sequence that may come to more."""
+        return sum(count for length, count in self.lengths.items() if length > num_tokens)
+
+    def shape(self) -> Workload:
+        if not self.lengths:
+            return Workload(1, 2)
+        return Workload(
+            self.sequences, max(self.lengths), min(self.lengths), self.prompt_tokens, self.max_generated_tokens
+        )
+
+
+def measure(rows: Iterable[Row | BadRow], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
+    """Rows that will not run come first in the order: their errors need no pass."""
+    size, order = JobSize(), SpeedOrder()
+    for row in rows:
+        choices = row.error if isinstance(row, BadRow) else encoder.encode(row)
+        longest = size.add(choices)
+        order.add(row.index, () if isinstance(choices, RowError) else choices[0][0], longest or _FIRST)
+    return size, order

@@ -12,15 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .dates import now_text
-from .folder import JobFolder
-from .journal.errors import BadJournal
+from ..settings.errors import BadJournal, OutputExists
+from .folder import JobFolder, now_text
 from .journal.journal import Journal
 from .journal.record import HEAD_NBYTES, Done, decode_done
 from .journal.state import JobState
-from .new_file import NewFile
-from .outputs import OutputPaths
-from .refusals import OutputExists
+from .outputs import NewFile, OutputPaths
 
 
 @dataclass(frozen=True, slots=True)

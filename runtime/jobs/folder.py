@@ -5,13 +5,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
+import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from .refusals import JobInUse, OutputRefused
+from ..rows.input_file import STDIN, open_input, open_regular, plain
+from ..rows.preflight import file_fingerprint
+from ..settings.errors import InputChanged, InputUnreadable, JobInUse, OutputRefused
+from .outputs import NewFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +162,51 @@ def is_locked(folder: JobFolder) -> bool:
 
 def _this_process() -> dict[str, str | int]:
     return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def now_text() -> str:
+    """ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+_CHUNK_NBYTES = 1 << 20
+
+
+def regular_input(path: Path, folder: JobFolder) -> Path:
+    """The file to read rows from: `path`, or what came through standard input, kept for as long as the job is.
+
+    Raises InputChanged where a job that was begun had other rows come through the pipe.
+    """
+    if os.fspath(path) != STDIN:
+        return path
+    if sys.stdin.isatty():
+        raise InputUnreadable("no rows come from the terminal; give a file, or pipe one in")
+    file = NewFile(folder.input)
+    try:
+        with open_input(path) as raw:
+            while data := raw.read(_CHUNK_NBYTES):
+                file.write(data)
+        file.flush()
+        if not folder.input.exists():
+            file.publish()
+        elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
+            raise InputChanged(
+                f"other rows came through the pipe than when this job began; pipe the same ones in, use "
+                f"`moedge jobs resume`, or move {folder.path} away to begin anew"
+            )
+    finally:
+        file.discard()
+    return folder.input
+
+
+def seekable(path: Path, folder: JobFolder) -> BufferedReader:
+    """The rows as plain bytes, from the first one on; an unpacked copy has no name and goes with the process."""
+    raw = open_regular(path)
+    text = plain(raw)
+    if text is raw:
+        return raw
+    unpacked = tempfile.TemporaryFile(dir=folder.path)  # noqa: SIM115 (the caller closes it)
+    with raw:
+        shutil.copyfileobj(text, unpacked, _CHUNK_NBYTES)
+    unpacked.seek(0)
+    return cast(BufferedReader, unpacked)

@@ -7,10 +7,15 @@ rows first, because the end of a job waits for its longest row: the shorter the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..rows.error_codes import ErrorCode
+from ..rows.reader import RowFile
+from ..rows.row import BadRow, Row, RowError
+from .journal.state import JobState
 
 # Prefix lengths, in tokens, at which rows are compared: from a common instruction to a common document.
 LEVELS = (32, 256, 2048)
@@ -63,3 +68,33 @@ def _descending(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _hash(token_ids: Sequence[int]) -> int:
     """Never 0, which stands for a prompt that is shorter. Equal in every process: integers hash to what they are."""
     return hash(tuple(token_ids)) & _MAX | 1
+
+
+class Pending:
+    """`rows` are numbers of rows that can be run, in their order; `bad` are the rows that cannot."""
+
+    def __init__(self, state: JobState, file: RowFile, rows: Sequence[int], bad: Iterable[BadRow] = ()) -> None:
+        self._state = state
+        self._file = file
+        self._rows = rows
+        self._bad = bad
+
+    def waves(self) -> Iterator[Iterator[Row | BadRow]]:
+        """Each wave is to be finished before the next begins: a process that dies in one was killed by a row of it."""
+        yield iter(self._bad)
+        # Taken once: rows leave the suspects as they are answered.
+        isolated = {row for row, suspicion in self._state.suspects.items() if suspicion.isolated}
+        for row in self._rows if isolated else ():
+            if row in isolated:
+                yield map(self._suspect, [row])
+        yield (self._read(row) for row in self._rows if row not in isolated)
+
+    def _suspect(self, row: int) -> Row | BadRow:
+        read, suspicion = self._read(row), self._state.suspects[row]
+        if not suspicion.condemned:
+            return read
+        error = RowError(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again", None, read.line)
+        return BadRow(row, read.line, read.id, read.short, error)
+
+    def _read(self, row: int) -> Row:
+        return self._file.row(row)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .refusals import OutputExists, OutputRefused
+from ..settings.errors import OutputExists, OutputRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +84,40 @@ def _check_folder(folder: Path, model_path: str | os.PathLike[str] | None) -> No
         raise OutputRefused(f"the folder {folder} is not writable; choose another output name")
     if model_path is not None and folder.resolve().is_relative_to(Path(model_path).resolve()):
         raise OutputRefused(f"the folder {folder} belongs to the model; write the output elsewhere")
+
+
+class NewFile:
+    """Written under another name on the same disk; `publish` gives it its own, replacing what has it."""
+
+    def __init__(self, path: Path, hidden: Path | None = None) -> None:
+        self.path = path
+        # The process id keeps a second job for the same name from writing into this one's file.
+        self.hidden = hidden or path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._file = self.hidden.open("w+b")
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def flush(self) -> None:
+        """What was written can be read under the hidden name."""
+        self._file.flush()
+
+    def publish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.hidden.replace(self.path)
+        _sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        self._file.close()
+        self.hidden.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when the folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from ...moe.forecast import ForecastCounts
 from ...offload.memory import host_peak
-from ..job_plan import JobPlan
-from ..load import LoadedEngine
-from ..metrics import Metrics, quantiles
-from ..model_source import ModelSource
-from ..plan.concessions import Concessions
+from ..engine.metrics import Metrics, quantiles
+from ..loading.engine_loader import LoadedEngine
+from ..plan.degrade import FallbackPolicy
 from ..plan.plan import Plan
-from ..shape.layouts import ITEM_NBYTES
+from ..shape.shards import ITEM_NBYTES
+from ..source.model_source import ModelSource
+from .job_plan import JobPlan
 from .journal.state import Counts
-from .movement import experts, moved, stalls
 from .summary import (
     KV,
+    Experts,
+    Forecast,
     GivenUp,
     KVBytes,
     Latency,
     Memory,
+    Moved,
     Passes,
     Percentiles,
     Predicted,
     Rows,
     RunSummary,
     Seconds,
+    Stalls,
     Throughput,
     TierMemory,
     Tokens,
@@ -35,13 +39,53 @@ from .summary import (
 )
 
 
+def moved(loaded: LoadedEngine) -> Moved:
+    streamed, tokens = loaded.streamed, loaded.engine.metrics.generated_tokens
+    disk = streamed.nbytes_from_disk
+    device = streamed.nbytes_to_device if loaded.device else None
+    if not tokens:
+        return Moved(disk, device)
+    return Moved(disk, device, disk / tokens, None if device is None else device / tokens)
+
+
+def stalls(loaded: LoadedEngine) -> Stalls:
+    disk, link = loaded.streamed.seconds_waited
+    return Stalls(disk, link if loaded.device else None)
+
+
+def experts(loaded: LoadedEngine, total: int) -> Experts:
+    """`total` experts has the model. What is not streamed has neither hits nor misses."""
+    ours = loaded.streamed.experts
+    found = Experts(ours.num_held, total, 0, ours.popularity.union, ours.popularity.unions)
+    if (supply := ours.supply) is None:
+        return found
+    counts = supply.counts
+    found.fetched, found.unwanted, found.swaps = counts.fetched, counts.unwanted, counts.swaps
+    found.hit_rate = counts.hits / counts.wanted if counts.wanted else None
+    found.modes = {str(mode): count for mode, count in sorted(counts.turns.items())}
+    found.forecast = _forecast(supply.forecast.best, supply.forecast.counts, supply.seconds_each, supply.expert_nbytes)
+    return found
+
+
+def _forecast(best: str | None, counts: ForecastCounts, seconds_each: float, nbytes: int) -> Forecast:
+    if not counts.asked:
+        return Forecast(best)
+    return Forecast(
+        best,
+        counts.right / counts.asked,
+        counts.right / counts.wanted if counts.wanted else None,
+        (counts.asked - counts.right) * nbytes,
+        counts.saved * seconds_each,
+    )
+
+
 def summarise(
     source: ModelSource,
     planned: JobPlan,
     loaded: LoadedEngine,
     counts: Counts,
     seconds: Seconds,
-    concessions: Concessions,
+    concessions: FallbackPolicy,
 ) -> RunSummary:
     """Of a run that ended with what `concessions` left of its plan."""
     plan, metrics, shape, streamed = concessions.plan, loaded.engine.metrics, source.shape, loaded.streamed

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...moe.options import DEFAULTS, ExpertOptions
-from ..plan.budgets import Budgets
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ..plan.plan import Settings
-from .limits import Limits
-from .rows import Defaults
+from ..rows.row import Defaults
+from ..settings.budgets import Budgets
+from .stop import Limits
 
 
 @dataclass(frozen=True, slots=True)

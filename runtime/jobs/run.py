@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..engine import Engine
+from ..engine.engine import Engine
+from ..engine.sequence import Sequence
+from ..rows.answer_formats import Answers, Completion, FinishReason, TokenLogprob, usage
+from ..rows.error_codes import ErrorCode
+from ..rows.row import BadRow, Row, RowError
 from ..sampling.draw import TokenLogprob as DrawnLogprob
-from ..sequence import Sequence
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
-from .answers import Answers
-from .codes import ErrorCode
-from .completion import Completion, FinishReason, TokenLogprob, usage
 from .encode import RowEncoder
 from .journal.journal import Journal
 from .journal.record import Done
-from .rows import BadRow, Row, RowError
 
 # Rows that go into work with one record of the journal.
 _ADMITTED_TOGETHER = 16

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from .folder import JobFolder, is_locked
+from platformdirs import user_state_path
+
+from ..settings.errors import JobInUse, JobNotFound, OutputExists
+from .export import export_partial
+from .folder import JobFolder, JobLock, is_locked, now_text
+from .journal.journal import Journal
+from .journal.repair import Repaired, repair
 from .journal.state import JobState, read_state
+from .outputs import OutputPaths
 
 
 class Standing(StrEnum):
@@ -117,3 +126,86 @@ def _at(record: Mapping[str, Any] | None) -> int | None:
 
 def _seconds(text: str) -> int:
     return int(datetime.fromisoformat(text).timestamp())
+
+
+_SUFFIX = ".job"
+
+
+def register(job_id: str, folder: JobFolder) -> None:
+    """Leaves nothing where the state folder cannot be written: the job itself is beside its output."""
+    with suppress(OSError):
+        root = _root()
+        root.mkdir(parents=True, exist_ok=True)
+        link = root / job_id
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.path.resolve())
+
+
+def jobs(here: Path | None = None) -> Iterator[JobFolder]:
+    """Jobs that were begun by this user, or lie in the folder `here`; links to jobs that are gone are removed."""
+    found: dict[Path, JobFolder] = {}
+    for link in sorted(_root().glob("*")):
+        folder = JobFolder(Path(os.path.realpath(link)))
+        if folder.begun:
+            found[folder.path] = folder
+        else:
+            link.unlink(missing_ok=True)
+    for path in sorted((here or Path.cwd()).glob(f"*{_SUFFIX}")):
+        folder = JobFolder(path.resolve())
+        if folder.begun:
+            found[folder.path] = folder
+    yield from found.values()
+
+
+def find_job(name: str) -> JobFolder:
+    """By its id or the beginning of it, by its folder, or by its output. Raises JobNotFound."""
+    for path in (Path(name), Path(name).with_suffix(_SUFFIX) if Path(name).name else Path(name)):
+        if JobFolder(path).begun:
+            return JobFolder(path.resolve())
+    matching = {
+        JobFolder(Path(os.path.realpath(link))).path
+        for link in _root().glob(f"{_escaped(name)}*")
+        if JobFolder(Path(os.path.realpath(link))).begun
+    }
+    if len(matching) == 1:
+        return JobFolder(matching.pop())
+    found = "several jobs begin with it" if matching else "it is no id, no job's folder and no output of a job"
+    raise JobNotFound(f"{name}: {found}; `moedge jobs ls` lists them")
+
+
+def _escaped(name: str) -> str:
+    return "".join(character for character in name if character.isalnum()) or "?" * 99
+
+
+def _root() -> Path:
+    return user_state_path("moedge") / "jobs"
+
+
+def cancel(folder: JobFolder) -> str:
+    """Returns what became of it, in words."""
+    try:
+        lock = JobLock(folder)
+    except JobInUse:
+        folder.cancel.touch()
+        return "it stops after the pass that is running"
+    with closing(lock), Journal(folder.journal) as journal:
+        if journal.state.finished:
+            return "it is finished; nothing was cancelled"
+        journal.cancel(now_text())
+    return "cancelled; `moedge jobs resume` goes on with it"
+
+
+def export_now(folder: JobFolder, target: Path | None) -> str:
+    """Returns what was written, in words. Raises OutputExists for a file of the user's choice that is there."""
+    status = JobStatus.read(folder)
+    if target is not None and os.path.lexists(target):
+        raise OutputExists(f"{target} exists and is not overwritten; move it away or choose another output name")
+    target = target or OutputPaths(status.output).partial
+    export_partial(folder.journal, status.state, target)
+    return f"{status.state.counts.rows:,} finished rows are in {target}"
+
+
+def repair_journal(folder: JobFolder) -> Repaired:
+    """Raises JobInUse, BadJournal."""
+    with closing(JobLock(folder)):
+        return repair(folder.journal)

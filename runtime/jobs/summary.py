@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .new_file import NewFile
+from .outputs import NewFile
 
 SCHEMA = "moedge.run/4"
 

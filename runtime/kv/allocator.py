@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
 
 # In a block table: the layer no longer looks back this far, its block was given back.
 NO_BLOCK = -1
@@ -97,3 +99,22 @@ class BlockAllocator:
             self._cached[block_id] = None
         else:
             self._free.append(block_id)
+
+
+HASH_NBYTES = 16
+
+# The token ids of a sequence at positions begin to end.
+TokenSource = Callable[[int, int], list[int]]
+
+
+def root_hash(*settings: object) -> bytes:
+    """The hash before the first block: model, formats, precision, whatever changes what is computed."""
+    return blake2b(repr(settings).encode(), digest_size=HASH_NBYTES, person=b"moedge.kv").digest()
+
+
+def extend_chain(hashes: list[bytes], root: bytes, tokens: TokenSource, block: int, num_blocks: int) -> None:
+    """Appends the hashes of full blocks until there are `num_blocks`."""
+    for index in range(len(hashes), num_blocks):
+        ids = array("q", tokens(index * block, (index + 1) * block))
+        before = hashes[-1] if hashes else root
+        hashes.append(blake2b(before + ids.tobytes(), digest_size=HASH_NBYTES).digest())

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .chain import TokenSource, extend_chain
+from .allocator import TokenSource, extend_chain
 from .group import GroupCache
 from .parking import HostTier
 from .pool import KVPool
-from .table import BlockTable
-from .usage import Usage, measure
+from .usage import BlockTable, Usage, measure
 
 
 @dataclass(frozen=True, slots=True)

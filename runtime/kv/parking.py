@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 
+from ...offload.device import Device
+from ...offload.host_memory import PIN_CHUNK_NBYTES, HostMemory, Pinned
 from .allocator import NO_BLOCK, BlockAllocator
-from .block_memory import BlockMemory
 from .group import GroupCache
-from .table import BlockTable
+from .pool import BlockMemory
+from .spec import KVSpec
+from .usage import BlockTable
 
 
 class HostSlots:
@@ -126,3 +130,41 @@ def _move(blocks: list[int], found: list[int], contents: list[bytes], source: _P
 
 def _release(place: _Place, blocks: list[int]) -> None:
     place.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)
+
+
+class ParkingMemory:
+    """`slots[g][i]` is uint8 [block_nbytes] of layer group g.
+
+    In pieces of whole blocks, each page-locked at once or not at all: one copy may not read from two registrations.
+    What the machine does not page-lock serves too; copies then wait for the device.
+    """
+
+    def __init__(self, specs: Iterable[KVSpec], counts: Iterable[int], device: Device | None) -> None:
+        self._pinned: list[Pinned] = []
+        self._pieces: list[HostMemory] = []
+        self.slots = [
+            [row for piece in self._allocate(count, spec.block_nbytes, device) for row in piece]
+            for spec, count in zip(specs, counts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """To be called when no copy is under way any more; the memory is gone once nobody has a slot."""
+        while self._pinned:
+            self._pinned.pop().close()
+        self._pieces, self.slots = [], [[] for _ in self.slots]
+
+    def _allocate(self, count: int, nbytes: int, device: Device | None) -> Iterable[torch.Tensor]:
+        together = max(1, PIN_CHUNK_NBYTES // nbytes)
+        for begin in range(0, count, together):
+            piece = HostMemory(min(together, count - begin) * nbytes)
+            self._pieces.append(piece)
+            if device is not None:
+                self._pin(piece, device)
+            yield piece.bytes.view(-1, nbytes)
+
+    def _pin(self, piece: HostMemory, device: Device) -> None:
+        pinned = piece.pin(device)
+        if list(pinned.pieces(0, piece.nbytes)) == [(0, piece.nbytes)] and pinned.nbytes == piece.nbytes:
+            self._pinned.append(pinned)
+        else:
+            pinned.close()

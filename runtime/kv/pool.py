@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from ...quant.key_frame import KeyFrame
-from ...quant.kv_codec import Coded, decode, encode
-from ...quant.kv_format import VectorFormat, VectorPlanes
-from .block_memory import BlockMemory
+from ...quant.format import Plane
+from ...quant.kv.codec import Coded, decode, encode
+from ...quant.kv.format import VectorFormat, VectorPlanes
+from ...quant.kv.key_transform import KeyTransform
+from ...quant.tensor import torch_dtype
 from .spec import KVSpec
+
+
+class BlockMemory:
+    """`bytes` uint8 [layers * num_blocks * record_nbytes]: by layer, by plane, by block.
+
+    A plane of one layer is contiguous over all blocks: a batched product takes it as it is, without a copy. In return
+    a block is one run of bytes per layer and plane; `get` and `put` make it one for the way to and from host memory.
+    """
+
+    def __init__(
+        self, planes: Iterable[Plane], record_nbytes: int, layers: int, num_blocks: int, device: torch.device | str
+    ) -> None:
+        # Zeroed, not empty: an unwritten slot is multiplied with probability 0, and 0 * NaN is NaN.
+        self.bytes = torch.zeros(layers * num_blocks * record_nbytes, dtype=torch.uint8, device=device)
+        self._by_layer = self.bytes.view(layers, -1)
+        self._num_blocks = num_blocks
+        self._parts = [self._part(plane) for plane in planes]
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def plane(self, layer: int, plane: Plane) -> torch.Tensor:
+        """[num_blocks, *plane.shape] of one layer, a contiguous view."""
+        part = self._part(plane)[layer].flatten()
+        return part.view(torch_dtype(plane.dtype)).view(self._num_blocks, *plane.shape)
+
+    def get(self, block_id: int) -> torch.Tensor:
+        """All that a block holds in all layers, one new run of bytes; `put` takes it."""
+        return torch.cat([part[:, block_id].flatten() for part in self._parts])
+
+    def put(self, block_id: int, content: torch.Tensor) -> None:
+        """`content` may be longer: a slot of host memory is."""
+        content = content.to(self.bytes.device, non_blocking=True)
+        begin = 0
+        for part in self._parts:
+            target = part[:, block_id]
+            target.copy_(content[begin : begin + target.numel()].view(target.shape))
+            begin += target.numel()
+
+    def copy(self, source: int, target: int) -> None:
+        for part in self._parts:
+            part[:, target].copy_(part[:, source])
+
+    def _part(self, plane: Plane) -> torch.Tensor:
+        """[layers, num_blocks, plane.nbytes]. Planes begin at multiples of 64 in a record, so that this does too."""
+        begin = plane.offset * self._num_blocks
+        part = self._by_layer[:, begin : begin + plane.nbytes * self._num_blocks]
+        return part.view(-1, self._num_blocks, plane.nbytes)
+
 
 # Blocks that are decoded at a time: bounds the float32 copies.
 GATHER_BLOCKS = 32
@@ -36,11 +88,11 @@ class KVPool:
         planes = [plane for side in sides for plane in side if plane is not None]
         self.memory = BlockMemory(planes, layout.nbytes, len(group.layers), num_blocks, device)
         self._views = [tuple(_views(self.memory, layer, side) for side in sides) for layer in range(len(group.layers))]
-        self.frame: KeyFrame | None = None
+        self.frame: KeyTransform | None = None
         if layout.format.keys.quantized:
             if key_offsets is None:
                 key_offsets = torch.zeros(len(group.layers), group.kv_heads, group.head_dim)
-            self.frame = KeyFrame(key_offsets.to(device), tiled)
+            self.frame = KeyTransform(key_offsets.to(device), tiled)
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from ...quant.kv_format import KVFormat, RecordLayout
+from ...quant.kv.format import KVFormat, RecordLayout
 from ..shape.model_shape import KVGroup
 
 BLOCK_TOKENS = 32

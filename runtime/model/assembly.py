@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ...moe.expert import ExpertSource, ExpertWeights
-from ...quant.linear import Compute
+from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.tensor import PackedTensor
-from ..errors import UnsupportedModel
+from ..settings.errors import UnsupportedModel
 from ..shape.read import is_router
 from ..shape.shards import LayerShards, PlacedMatrix, ShardLayout
 from .experts_seam import PackedExperts, expert_body
@@ -20,7 +20,7 @@ from .weights_seam import PackedLinear, TiledRows
 class LayerAssembly:
     """One layer: its linears and experts by the names of its shards. `install` once, `bind_dense` for every arrival."""
 
-    def __init__(self, layer: nn.Module, shards: LayerShards, compute: Compute) -> None:
+    def __init__(self, layer: nn.Module, shards: LayerShards, compute: ParallelMatmul) -> None:
         self.shards = shards
         self._layer = layer
         self._compute = compute
@@ -96,7 +96,7 @@ class LayerAssembly:
             )
 
 
-def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: Compute) -> None:
+def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: ParallelMatmul) -> None:
     """Lets the output head read its own shard or, where it is tied (no layout), the embedding [V, D] where it lies."""
     head = model.get_output_embeddings()
     bias = None if head.bias is None else nn.Parameter(head.bias.to(compute.device), requires_grad=False)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.protocol import AttentionBackend, AttentionCall
-from ..batch import Batch
-from ..errors import UnsupportedModel
+from ..engine.batch import Batch
+from ..settings.errors import UnsupportedModel
 from .llama4 import RESCALE
 
 _HONOURED = {"sliding_window", "softcap", "s_aux"}

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..shape.config_fields import LAYER_KINDS
 from ..shape.families import SUPPORTED
-from ..shape.rope import LAYER_KINDS
 
 # What runtime/shape reads of a config.
 _FIELDS = (

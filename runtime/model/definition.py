@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..errors import UnsupportedModel
+from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 from .attention_seam import register_attention
 from .experts_seam import register_experts

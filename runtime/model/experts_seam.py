@@ -11,13 +11,13 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, mix_experts
 from ...quant.kernels.gates import recognise
-from ...quant.linear import Compute
+from ...quant.matmul.parallel import ParallelMatmul
 
 
 class PackedExperts(nn.Module):
     """A child that an experts module is given in place of its weight parameters."""
 
-    def __init__(self, source: ExpertSource, body: ExpertBody, compute: Compute) -> None:
+    def __init__(self, source: ExpertSource, body: ExpertBody, compute: ParallelMatmul) -> None:
         super().__init__()
         self.source = source
         self.body = body

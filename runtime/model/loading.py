@@ -165,3 +165,17 @@ def _extra(found: Any) -> list[str]:
     return sorted(
         name for name in found.unexpected_keys if not name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))
     )
+
+
+def refuse_nonfinite(model: nn.Module) -> None:
+    """Raises BadCheckpoint, naming the parameter, unless all loaded parameters are finite."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        # Both ends inherit NaN and infinity, and cost a fraction of a test of every element.
+        if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
+            count = parameter.numel() - int(parameter.isfinite().sum())
+            raise BadCheckpoint(
+                f"{name}: {count} of {parameter.numel()} values are NaN or infinite, finite ones are wanted; "
+                "the checkpoint is damaged or was saved from a diverged run, get it anew"
+            )

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ...quant.linear import Compute
+from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.scratch import TILE
 from ...quant.tensor import PackedTensor
 
@@ -18,7 +19,7 @@ class PackedLinear(nn.Module):
 
     packed: PackedTensor
 
-    def __init__(self, bias: nn.Parameter | None, compute: Compute) -> None:
+    def __init__(self, bias: nn.Parameter | None, compute: ParallelMatmul) -> None:
         super().__init__()
         self.bias = bias
         self.compute = compute
@@ -80,3 +81,84 @@ class ArrivingLayers(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         # transformers slices off layers that a config asks to leave out; moedge's configs never do.
         return self if isinstance(index, slice) else super().__getitem__(index)
+
+
+# Numbers that a norm takes at a time. transformers writes a norm as five operations, each of which goes through all of
+# its rows and keeps what it finds in float32: 4 MiB here, of a heap that keeps them, or what a heap that returns large
+# buffers does not take for one (offload/heap.py). Measured over 4,096 tokens of 2,048 numbers (docs/performance.md).
+PIECE_NUMEL = 1 << 20
+SMALL_PIECE_NUMEL = 1 << 17
+
+
+def norm_in_pieces(model: nn.Module, most: int = PIECE_NUMEL) -> int:
+    """Lets every norm of `model` that treats rows alike take at most `most` numbers at once; returns how many do.
+
+    A row's bits stay the same: each is computed alone. Modules stay where they are, with their names and parameters.
+    """
+    norms = [module for module in model.modules() if _treats_rows_alike(module)]
+    for norm in norms:
+        norm.forward = _in_pieces(norm.forward, most)
+    return len(norms)
+
+
+def _treats_rows_alike(module: nn.Module) -> bool:
+    """Norms over the last axis: by their name, as families bring their own, and with parameters of that axis alone."""
+    name = type(module).__name__
+    if (
+        not name.endswith("Norm")
+        or name.startswith(("Batch", "Group", "Instance"))
+        or any(True for _ in module.children())
+    ):
+        return False
+    return all(parameter.dim() == 1 for parameter in module.parameters())
+
+
+def _in_pieces(whole: Callable[..., torch.Tensor], most: int) -> Callable[..., torch.Tensor]:
+    def forward(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        if others or named or x.numel() <= most or not x.is_contiguous():
+            return whole(x, *others, **named)
+        rows = x.view(-1, x.shape[-1])
+        pieces = iter(torch.split(rows, max(1, most // x.shape[-1])))
+        first = whole(next(pieces))
+        out = first.new_empty(rows.shape)
+        begin = len(first)
+        out[:begin] = first
+        for piece in pieces:
+            out[begin : begin + len(piece)] = whole(piece)
+            begin += len(piece)
+        return out.view(x.shape)
+
+    return forward
+
+
+class HostEmbedding(nn.Module):
+    """Gathers rows in host memory and copies them alone: of an embedding a pass reads one row per token."""
+
+    def __init__(self, inner: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.inner = inner
+        self._device = device
+
+    @property
+    def weight(self) -> Any:
+        return self.inner.weight
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.inner(token_ids)
+        return rows.to(self._device)
+
+
+def move_resident(model: PreTrainedModel, device: torch.device) -> None:
+    """Norms, routers, biases and buffers to `device`. The output head is bound later and stays where it is."""
+    embedding = model.get_input_embeddings()
+    staying = {*embedding.modules(), model.get_output_embeddings()}
+    for module in model.modules():
+        if module in staying:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    model.set_input_embeddings(HostEmbedding(embedding, device))

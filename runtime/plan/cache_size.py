@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kv.spec import BLOCK_TOKENS, KVSpec
-from .search import largest
+
+
+def largest(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` for which `holds`, which is true up to some number; 1 where none is."""
+    low, high = 1, max(most, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
 
 # From the fewest to the most tokens a block: large ones are moved and gathered better, small ones waste less.
 BLOCKS = (4, 8, 16, BLOCK_TOKENS)

@@ -21,8 +21,7 @@ from typing import Any
 from platformdirs import user_state_path
 
 from ...offload.machine.hardware import Hardware
-from ..shape.as_json import shape_to_json
-from ..shape.model_shape import ModelShape
+from ..shape.model_shape import ModelShape, shape_to_json
 from .plan import Plan
 from .predict import RESOURCES
 

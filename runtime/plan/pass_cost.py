@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...moe.limits import padded_rows
-from ...moe.union import wanted_by
+from ...moe.expected_rows import padded_rows, wanted_by
 from ..kv.spec import KVSpec
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards

@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 
 from ...quant.kernels.gpu import interpreted
 from ..attention.choice import AttentionNeeds, choose_attention
-from ..errors import DoesNotFit, SettingError
-from ..shape.layouts import resident_nbytes
+from ..settings.errors import DoesNotFit, SettingError
 from ..shape.model_shape import ModelShape
-from .device_plan import DeviceRoom, plan_staging
-from .draft import Draft, Packed
-from .drafting import GIB, MIB, Drafting
-from .job import JobShape
-from .packed_model import PackedModel, Speed
-from .placement import Placement
-from .plan import Plan, Settings
+from ..shape.shards import resident_nbytes
+from .candidate import Candidate, CostCache, Speed, WeightFootprint
+from .placement import DeviceRoom, Placement, plan_staging
+from .plan import Plan, Settings, Workload
 from .predict import Prediction
+from .search_space import GIB, MIB, SearchSpace
 
 __all__ = ["Choice", "Plan", "Settings", "Speed", "budget_range", "choose", "make_plan"]
 
@@ -38,7 +35,7 @@ class Choice:
 
 
 def make_plan(
-    shape: ModelShape, settings: Settings, host_budget: int, job: JobShape, device: DeviceRoom | None = None
+    shape: ModelShape, settings: Settings, host_budget: int, job: Workload, device: DeviceRoom | None = None
 ) -> Plan:
     """The plan within `host_budget` bytes, and a device's, where there is one, for a machine that nobody measured."""
     return choose(shape, settings, host_budget, job, device, Speed()).plan
@@ -48,11 +45,11 @@ def choose(
     shape: ModelShape,
     settings: Settings,
     host_budget: int,
-    job: JobShape,
+    job: Workload,
     device: DeviceRoom | None = None,
     speed: Speed | None = None,
     disk: int | None = None,
-    model: PackedModel | None = None,
+    model: CostCache | None = None,
 ) -> Choice:
     """The best plan within `host_budget` bytes, and a device's, where there is one.
 
@@ -64,7 +61,7 @@ def choose(
     """
     if device is not None and settings.compute == "int8":
         raise SettingError("--compute int8 multiplies on the processor; give --gpu-mem 0 with it")
-    search = _Search(Drafting(shape, settings, job, device, model), host_budget, speed or Speed(), disk)
+    search = _Search(SearchSpace(shape, settings, job, device, model), host_budget, speed or Speed(), disk)
     best: dict[str, tuple[Plan, Prediction]] = {}
     for quant in search.drafting.quants:
         if found := search.best(quant):
@@ -82,21 +79,21 @@ def choose(
 
 
 def budget_range(
-    shape: ModelShape, settings: Settings, job: JobShape, device: DeviceRoom | None = None
+    shape: ModelShape, settings: Settings, job: Workload, device: DeviceRoom | None = None
 ) -> tuple[int, int]:
     """The smallest budget of the tier that computes with which every row works, and that which holds all weights."""
-    drafting = Drafting(shape, settings, job, device)
+    drafting = SearchSpace(shape, settings, job, device)
     draft = drafting.draft(drafting.smallest_quant)
     return draft.smallest, draft.smallest_whole
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Ranked:
     """A draft that fits, with its cache, and the seconds that it takes at least; `index` is its place in the search."""
 
     least_seconds: float
     index: int
-    draft: Draft
+    draft: Candidate
     cached: int
 
 
@@ -107,7 +104,7 @@ class _Search:
     on, and ends where the next could not be faster than what was found.
     """
 
-    def __init__(self, drafting: Drafting, host_budget: int, speed: Speed, disk: int | None) -> None:
+    def __init__(self, drafting: SearchSpace, host_budget: int, speed: Speed, disk: int | None) -> None:
         self.drafting = drafting
         self._disk = disk
         self._host_budget = host_budget
@@ -133,7 +130,7 @@ class _Search:
         held = plan.placement.dense_ring + plan.placement.expert_ring == 0
         return held and plan.kv_sequences >= plan.max_sequences
 
-    def _candidates(self, quant: str) -> Iterator[_Candidate]:
+    def _candidates(self, quant: str) -> Iterator[_Ranked]:
         drafting, index = self.drafting, 0
         for tokens in drafting.tokens():
             for live in drafting.lives(tokens):
@@ -146,10 +143,10 @@ class _Search:
                 least = drafting.model.least_seconds(
                     draft, drafting.settings.compute, blocks, room, drafting.job, self._speed
                 )
-                yield _Candidate(least, index, draft, cached)
+                yield _Ranked(least, index, draft, cached)
                 index += 1
 
-    def _has_disk(self, packed: Packed) -> bool:
+    def _has_disk(self, packed: WeightFootprint) -> bool:
         store = packed.nbytes + resident_nbytes(packed.shape, packed.dtype)
         if self._disk is None or store <= self._disk:
             return True
@@ -159,7 +156,7 @@ class _Search:
         )
         return False
 
-    def _draft(self, quant: str, tokens: int, live: int) -> Draft:
+    def _draft(self, quant: str, tokens: int, live: int) -> Candidate:
         """Nothing is gained by fewer bits of keys and values where all have room without them."""
         drafting = self.drafting
         if drafting.settings.kv == "auto":
@@ -168,7 +165,7 @@ class _Search:
                 return native
         return drafting.draft(quant, self._longest, tokens, live)
 
-    def _plan(self, candidate: _Candidate) -> Plan | None:
+    def _plan(self, candidate: _Ranked) -> Plan | None:
         """None, and why in `refusal`, where the host has no room for a device's rest, or the disk for a store."""
         try:
             plan = self._placed(candidate.draft, candidate.cached)
@@ -177,7 +174,7 @@ class _Search:
             return None
         return None if plan.streams and not self._has_disk(candidate.draft.packed) else plan
 
-    def _placed(self, draft: Draft, cached: int) -> Plan:
+    def _placed(self, draft: Candidate, cached: int) -> Plan:
         """Raises DoesNotFit where the host has no room for a device's rest."""
         placement = draft.place(self._budget, draft.cache.nbytes(cached))
         assert placement is not None, "a candidate has room for the least that weights take"
@@ -193,7 +190,7 @@ class _Search:
         free = staged.free_nbytes - draft.cache.nbytes_of(parked)
         return replace(plan, budget_nbytes=self._host_budget, device=staged, parked_blocks=parked, free_nbytes=free)
 
-    def _cached(self, draft: Draft) -> int:
+    def _cached(self, draft: Candidate) -> int:
         """Where all weights have room, blocks take what is left: nothing else could use it."""
         least = self.drafting.cached(draft.live, draft.cache.longest)
         if draft.whole(least) > self._budget:
@@ -202,7 +199,7 @@ class _Search:
         return max(least, draft.cache.sequences_in(room, min(self.drafting.most_live, draft.tokens_per_pass)))
 
 
-def _finish(draft: Draft, drafting: Drafting, placement: Placement, cached: int) -> Plan:
+def _finish(draft: Candidate, drafting: SearchSpace, placement: Placement, cached: int) -> Plan:
     blocks, shape, settings = draft.cache.blocks(cached), drafting.shape, drafting.settings
     heads = frozenset(group.head_dim for group in shape.kv_groups)
     specs = draft.cache.specs

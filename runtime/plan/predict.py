@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..kv.spec import KVSpec
-from .job import JobShape
 from .pass_cost import ModelWork, PassCost, PassCosts, PassLoad
-from .plan import Plan
+from .plan import Plan, Workload
 from .rates import Rates
 
 RESOURCES = ("disk", "link", "compute")
@@ -48,7 +47,7 @@ class Phase:
 def predict(
     model: ModelWork,
     plan: Plan,
-    job: JobShape,
+    job: Workload,
     rates: Rates,
     factors: Mapping[str, float] = MappingProxyType({}),
 ) -> Prediction:
@@ -75,14 +74,14 @@ def predict(
     )
 
 
-def live_sequences(specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: JobShape) -> float:
+def live_sequences(specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: Workload) -> float:
     """Sequences that run together: as many as a pass takes at `most` and the cache's blocks allow, of mean length."""
     tokens = max(1, round(job.mean_prompt + job.mean_generated))
     rooms = [count / spec.least_blocks(tokens) for spec, count in zip(specs, blocks, strict=True)]
     return max(1.0, min(most, job.sequences, *rooms))
 
 
-def phases_of(job: JobShape, live: float, tokens_per_pass: int) -> Iterator[Phase]:
+def phases_of(job: Workload, live: float, tokens_per_pass: int) -> Iterator[Phase]:
     """A job as rounds of `live` sequences: passes with prompts in them, then passes that only decode.
 
     The last round may have fewer sequences. While the first one begins, and when at the end none is admitted any more,
@@ -100,7 +99,7 @@ def phases_of(job: JobShape, live: float, tokens_per_pass: int) -> Iterator[Phas
     yield Phase(ending, _decoding(job, max(1.0, last / 2)))
 
 
-def _round(job: JobShape, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[Phase]:
+def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[Phase]:
     filling = _passes_with_prompts(job, live, tokens_per_pass)
     decoding = max(0.0, job.mean_generated - filling)
     riding = live * (job.mean_generated - decoding) / filling * (0.5 if beginning else 1.0)
@@ -112,7 +111,7 @@ def _round(job: JobShape, live: float, tokens_per_pass: int, times: int, beginni
         yield Phase(times * decoding, _decoding(job, live))
 
 
-def _passes_with_prompts(job: JobShape, live: float, tokens_per_pass: int) -> float:
+def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> float:
     """Of one round. They are full; where prompts are long, all passes are, and a round outlasts an answer."""
     prompts, free = job.mean_prompt * live, tokens_per_pass - live
     if prompts <= job.mean_generated * free:
@@ -120,11 +119,11 @@ def _passes_with_prompts(job: JobShape, live: float, tokens_per_pass: int) -> fl
     return (prompts + job.mean_generated * live) / tokens_per_pass
 
 
-def _decoding(job: JobShape, live: float) -> PassLoad:
+def _decoding(job: Workload, live: float) -> PassLoad:
     return PassLoad(live, 0.0, 1.0, 0.0, _looked_at(job), 0.0)
 
 
-def _looked_at(job: JobShape) -> float:
+def _looked_at(job: Workload) -> float:
     return job.mean_prompt + job.mean_generated / 2
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..shape.layouts import resident_nbytes
-from ..shape.shards import model_shards
-from .device_plan import LOADING_NBYTES
-from .outlook import Question
+from ..shape.shards import model_shards, resident_nbytes
+from .placement import LOADING_NBYTES
 from .plan import Plan
+from .what_if import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class TierUse:
         return sum(self.parts.values())
 
 
-def used_by_tier(question: Question, plan: Plan) -> list[TierUse]:
+def used_by_tier(question: PlanRequest, plan: Plan) -> list[TierUse]:
     """The tier that computes first."""
     whole = plan.weights_nbytes - plan.held_nbytes
     computing = {

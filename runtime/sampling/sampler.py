@@ -13,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .choice import Settings, choose
+from .adjust import TokenMasks, forbid, penalise
+from .choose import Settings, choose, token_logprobs
 from .draw import NO_TOKEN, Draw, Sampled, TokenLogprob
-from .logprobs import token_logprobs
-from .masks import TokenMasks, forbid
-from .penalties import penalise
 from .random import uniform
 
 # Most bytes of temporaries that one logit of a tile has at a time: 55 on a CPU, where all rows need a full sort. The

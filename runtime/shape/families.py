@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ..errors import UnsupportedModel
+from ..settings.errors import UnsupportedModel
 
 MOE = (
     "afmoe", "aria_text", "beam", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...offload.checkpoint.header import TensorEntry
-from ..errors import UnsupportedModel
-from .config import ModelConfig
-from .heads import head_dim, kv_heads
+from ..settings.errors import UnsupportedModel
+from .config import ModelConfig, head_dim, kv_heads, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
-from .windows import window
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")

@@ -6,10 +6,9 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
-from .bounds import check_text
-from .control import ControlTokens, Span
+from .control_tokens import ControlTokens, Marks, Piece, Span
 from .errors import TemplateError
-from .marks import Marks, Piece
+from .limits import check_text
 from .messages import Message, conversation, has_parts, joined_parts, texts, with_texts
 from .template import TemplateRenderer
 

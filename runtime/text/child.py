@@ -1,12 +1,35 @@
 """A child process that is sent frames and answers with frames, each before a deadline. Knows not what they say."""
 
+import json
 import os
 import select
 import subprocess
 import time
 from collections.abc import Sequence
+from typing import Any, BinaryIO
 
-from .frames import HEADER_NBYTES
+HEADER_NBYTES = 4
+
+
+def pack(content: object) -> bytes:
+    """Raises UnicodeEncodeError if a string in `content` has no UTF-8 form."""
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return len(body).to_bytes(HEADER_NBYTES, "big") + body
+
+
+def read_body(source: BinaryIO) -> bytes | None:
+    """The next frame's body from a blocking stream, undecoded; None when the stream has ended."""
+    header = source.read(HEADER_NBYTES)
+    if len(header) < HEADER_NBYTES:
+        return None
+    nbytes = int.from_bytes(header, "big")
+    body = source.read(nbytes)
+    return body if len(body) == nbytes else None
+
+
+def unpack(body: bytes) -> Any:
+    return json.loads(body)
+
 
 _READ_NBYTES = 1 << 20
 

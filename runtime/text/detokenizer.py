@@ -10,10 +10,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from .byte_fallback import ByteFallback
-from .byte_level import ByteLevel
 from .errors import TokenizerError
-from .vocabulary import Vocabulary
+from .token_bytes import ByteFallback, ByteLevel, Vocabulary
 
 # Each step here works on single tokens until Fuse joins them; then a space may be stripped from the beginning.
 _TOKENWISE = re.compile(r"Metaspace|(Replace ?)*(ByteFallback ?)?(Fuse( Strip)?)?")

@@ -5,10 +5,9 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
-from .bounded import bounded_encoding
+from .control_tokens import Piece, PlainText
 from .errors import PromptError, TokenizerError
-from .marks import Piece
-from .plain import PlainText
+from .limits import bounded_encoding
 
 
 class Encoder:

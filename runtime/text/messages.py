@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .bounds import check_text
 from .errors import PromptError
+from .limits import check_text
 
 # A closed set: templates write the role between control tokens, unmarked.
 ROLES = ("system", "developer", "user", "assistant", "tool")

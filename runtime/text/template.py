@@ -10,10 +10,9 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
-from .bounds import output_limit
-from .child import Child
+from .child import Child, pack, unpack
 from .errors import TemplateError
-from .frames import pack, unpack
+from .limits import output_limit
 
 RENDER_LIMIT_S = 2.0
 _START_LIMIT_S = 60.0

@@ -9,14 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from .bounds import check_text
 from .chat import ChatTemplate
-from .control import ControlTokens
+from .control_tokens import ControlTokens, Marks
 from .detokenizer import decoding
 from .encoder import Encoder
 from .errors import PromptError
 from .folder import TokenizerFolder, read_folder
-from .marks import Marks
+from .limits import check_text
 from .messages import Message
 from .stream import TextStream
 

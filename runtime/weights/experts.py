@@ -7,19 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from ...moe.affinity import Affinity
-from ...moe.coming import ComingExperts
-from ...moe.expert import ExpertWeights
-from ...moe.forecast import Forecast
-from ...moe.gap import RouterGap
-from ...moe.held import HeldExperts
-from ...moe.key import ExpertKey
-from ...moe.lookahead import LookAhead
-from ...moe.modes import ModeChoice
-from ...moe.options import ExpertOptions
+from ...moe.expert import ExpertWeights, HeldExperts
+from ...moe.fetch_queue import ExpertFetchQueue
+from ...moe.forecast import Forecast, LookAhead
+from ...moe.policy import ExpertKey
 from ...moe.popularity import Popularity
 from ...moe.slots import ExpertSlots
-from ...moe.streamed import StreamedExperts
-from ...moe.supply import ExpertSupply
+from ...moe.streaming import ExpertSupply, StreamedExperts
+from ...moe.streaming_mode import ExpertOptions, ModeChoice, RouterLatency
 from ...offload.stream.lane import Shard
 from ..model.assembly import LayerAssembly
 from .lanes import Lanes
@@ -101,12 +96,14 @@ class ModelExperts:
         chances = {layer: seen.wanted_by(live) for layer, seen in self.popularity.layers.items()}
         largest = max(sizes.values())
         return ExpertSupply(
-            ComingExperts(stream, self._shard),
+            ExpertFetchQueue(stream, self._shard),
             ExpertSlots(held, self._bind, self._move_out),
             self._options.policy(held, sizes, chances),
             ModeChoice(self.popularity, self._options.stream),
             Forecast(self.popularity, self.affinity, LookAhead(self._routers())),
-            RouterGap(lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest),
+            RouterLatency(
+                lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest
+            ),
             most_ahead=stream.capacity // largest + 1,
         )
 

@@ -1,7 +1,8 @@
 """What is taken off every quantized key: the mean key of each layer and head over a fixed text.
 
 Measured once for a model and kept with its weights, never from a job's rows: blocks that rows share must not depend on
-which rows came first. Any text will do, because what hurts is what all tokens have in common (quant/key_frame.py).
+which rows came first. Any text will do, because what hurts is what all tokens have in common
+(quant/kv/key_transform.py).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from ...offload.errors import BadStore
 from ...offload.store.durable import write_file
-from ...offload.store.errors import BadStore
-from ..attention.key_means import KeyMeans
-from ..batch import pack
-from ..model.packed_model import PackedModel
+from ..attention.dense import KeyMeans
+from ..engine.batch import pack
+from ..engine.sequence import Sequence
+from ..model.runner import ModelRunner
 from ..sampling.params import SamplingParams
-from ..sequence import Sequence
 from ..shape.model_shape import KVGroup, ModelShape
 from ..text.tokenizer import Tokenizer
 
@@ -65,7 +66,7 @@ def fixed_token_ids(folder: Path) -> list[int]:
         return tokenizer.encode(TEXT)[:MAX_TOKENS]
 
 
-def measure(model: PackedModel, token_ids: Items[int]) -> KeyOffsets:
+def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
     """One pass over the fixed text; the model's attention backend is put back afterwards."""
     attention, means = model.attention, KeyMeans()
     model.attention = means

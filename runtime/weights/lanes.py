@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.device import Device
-from ...offload.host_memory import HostMemory
-from ...offload.slab import Pinned
+from ...offload.host_memory import HostMemory, Pinned
 from ...offload.store.shard_file import ShardPlace
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane
-from ...offload.stream.lane import Lane, Shard
-from ...offload.stream.reader_lane import ReaderLane
-from ...offload.stream.ring import Ring
-from ...offload.stream.source import DirectFile, HostBytes, Source
+from ...offload.stream.lane import Lane, Ring, Shard
+from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import ShardStream
 from ..plan.placement import Placement

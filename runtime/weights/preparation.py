@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,13 +12,96 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
-from ...quant.linear import Compute
+from ...quant.format import FormatError
+from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.tensor import pack_into
 from ..model.assembly import LayerAssembly
-from ..model.finite import refuse_nonfinite
-from ..model.loading import CheckpointLoader
-from ..model.packing import pack_shard
-from ..plan.preparing import WINDOW_NBYTES
-from ..shape.shards import LayerShards, ModelShards, ShardLayout
+from ..model.loading import CheckpointLoader, refuse_nonfinite
+from ..plan.candidate import PROCESS_NBYTES, SLACK_NBYTES
+from ..plan.search_space import MIB
+from ..settings.errors import DoesNotFit
+from ..shape.model_shape import LayerShape, ModelShape
+from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
+from .memory import HEAD, ShardKey, WeightMemory
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayerSink:
+    memory: WeightMemory
+    index: int
+
+    def dense(self) -> AbstractContextManager[torch.Tensor]:
+        return self.memory.fill(ShardKey(self.index))
+
+    def expert(self, index: int) -> AbstractContextManager[torch.Tensor]:
+        return self.memory.fill(ShardKey(self.index, index))
+
+
+class MemorySink:
+    """A ShardSink for memory that leaves nothing on disk."""
+
+    def __init__(self, memory: WeightMemory) -> None:
+        self._memory = memory
+
+    def has_layer(self, index: int) -> bool:
+        return False
+
+    @contextmanager
+    def layer(self, index: int, shards: LayerShards) -> Iterator[MemoryLayerSink]:
+        yield MemoryLayerSink(self._memory, index)
+
+    def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        return self._memory.fill(HEAD)
+
+
+# More at once is not faster.
+WINDOW_NBYTES = 128 << 20
+# A window of experts as the files have it, its matrices joined, and stacked as transformers wants them.
+WINDOW_COPIES = 3
+
+
+def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: int) -> int:
+    """Bytes of experts to convert together when weights are packed within `budget` bytes of host memory.
+
+    Raises DoesNotFit where a part that is converted whole does not fit: one expert, a layer's linears, the head.
+    """
+    item = ITEM_NBYTES[dtype]
+    embedding = shape.embedding_numel * item
+    stays = PROCESS_NBYTES + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding
+    layers = max(_layer_nbytes(*pair, item) for pair in zip(shape.layers, shards.layers, strict=True))
+    head = shape.head.numel * item + shards.head.nbytes if shape.head and shards.head else 0
+    smallest = stays + max(layers, embedding + head)
+    if budget < smallest:
+        raise DoesNotFit(
+            f"{budget // MIB:,} MiB of host memory are too little to pack this model: the smallest that works is "
+            f"--ram {-(-smallest // MIB)}MiB, of which {stays // MIB:,} MiB are for the process and small parameters"
+        )
+    one_expert = max((layer.experts.numel * item for layer in shape.layers if layer.experts), default=0)
+    return min(WINDOW_NBYTES, one_expert + (budget - stays - layers) // WINDOW_COPIES)
+
+
+def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
+    """While a layer is packed: its linears as they were, and packed ones or an expert with its copies."""
+    dense = sum(matrix.numel for matrix in layer.dense) * item
+    if layer.experts is None or packed.expert is None:
+        return dense + packed.dense.nbytes
+    experts = WINDOW_COPIES * layer.experts.numel * item + packed.expert.nbytes
+    return dense + max(packed.dense.nbytes, experts)
+
+
+def pack_shard(where: str, layout: ShardLayout, weights: list[torch.Tensor], shard: torch.Tensor) -> None:
+    """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K].
+
+    Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
+    """
+    for placed, weight in zip(layout.matrices, weights, strict=True):
+        try:
+            pack_into(weight.detach(), placed.layout, shard[placed.offset : placed.end])
+        except FormatError as error:
+            raise BadCheckpoint(f"{where}.{placed.name}: {error}") from None
+    if layout.matrices:
+        # What lies between the last plane and the shard's end is written to disk and checked by its sum, too.
+        shard[layout.matrices[-1].end :].zero_()
 
 
 class LayerSink(Protocol):
@@ -41,7 +126,11 @@ class Preparation:
     """Packs what the checkpoint holds; then the model has resident parameters, and packed modules without bytes."""
 
     def __init__(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, compute: Compute, window_nbytes: int = WINDOW_NBYTES
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        compute: ParallelMatmul,
+        window_nbytes: int = WINDOW_NBYTES,
     ) -> None:
         """`window_nbytes` of experts, as the checkpoint has them, are converted together; copies come on top."""
         self.layers: list[LayerAssembly] = []

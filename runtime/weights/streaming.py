@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...moe.options import DEFAULTS, ExpertOptions
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.store.store import Store
 from ...offload.stream.stream import Arrival
 from ..model.assembly import LayerAssembly

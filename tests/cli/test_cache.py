@@ -55,14 +55,14 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
 ) -> None:
     """The budget is a few blocks more than the short rows need: everything else is a constant here."""
     from moedge.runtime.jobs import batch_run
-    from moedge.runtime.plan.job import JobShape
+    from moedge.runtime.plan.plan import Workload
     from moedge.runtime.plan.planner import budget_range
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
     plan_job = batch_run.plan_job
 
-    def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: JobShape, *rest: Any) -> Any:
-        short = JobShape(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
+    def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: Workload, *rest: Any) -> Any:
+        short = Workload(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
         return plan_job(source, settings, budgets, budget_range(source.shape, settings, short)[0], room, job)
 
     monkeypatch.setattr(batch_run, "plan_job", tight)

@@ -13,16 +13,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from moedge.cli import job_view
-from moedge.cli.config_file import ConfigError, read_entries
 from moedge.cli.main import app
-from moedge.cli.standing import standing_commands
+from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
+from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime import one_prompt
+from moedge.runtime.api import single_prompt as one_prompt
 from moedge.runtime.jobs.request import BatchRequest
 
 Cli = Callable[..., int]
-COMMANDS = standing_commands(get_command(app))
+COMMANDS = configured_commands(get_command(app))
 BATCH = COMMANDS["batch"].options
 
 
@@ -229,7 +228,7 @@ def test_a_key_with_a_slip_is_refused_with_a_key_that_exists(
 
 
 def checked(file: Path) -> None:
-    from moedge.cli.standing import _check
+    from moedge.cli.options.configured_command import _check
 
     for entry in read_entries(file):
         _check(entry, COMMANDS, None)

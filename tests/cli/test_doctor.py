@@ -10,11 +10,11 @@ import pytest
 
 from moedge.offload.machine import measure
 from moedge.offload.machine.disk import measure_disk
-from moedge.offload.machine.profile import Overheads
-from moedge.offload.machine.saved import read_machine
-from moedge.runtime import overheads, pass_rates, weight_rates
+from moedge.offload.machine.profile import Overheads, read_machine
+from moedge.runtime.calibration import overheads, pass_rates
+from moedge.runtime.calibration import pass_rates as weight_rates
+from moedge.runtime.calibration.machine_profile import saved_profile
 from moedge.runtime.doctor import examination, host
-from moedge.runtime.machine_profile import saved_profile
 from moedge.runtime.plan.history import RunRecord, keep
 
 MIB = 1 << 20

@@ -77,7 +77,7 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
 def test_events_fit_their_schema_and_the_page_names_every_key(
     batch: list[object], cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedge.cli.progress.EVENT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("moedge.cli.views.progress.EVENT_INTERVAL_S", 0.0)
     assert cli(*batch, "--format", "json", "--max-rows", 2) == 75
     first = capsys.readouterr()
     assert first.err == ""
@@ -162,10 +162,10 @@ DYING_DISK = """
 import sys, threading
 from dataclasses import replace
 from moedge.cli.main import main
-from moedge.offload.stream.source import DirectFile
+from moedge.offload.stream.reader_lane import DirectFile
 from moedge.runtime.jobs import batch_run
 from moedge.runtime.jobs.batch_run import BatchRun
-from moedge.runtime.jobs.stall import StallGuard
+from moedge.runtime.jobs.stop import StallGuard
 from moedge.runtime.plan.placement import minimum
 from moedge.runtime.shape.shards import model_shards
 

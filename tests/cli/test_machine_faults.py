@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.batch import Batch
-from moedge.runtime.model.packed_model import PackedModel
+from moedge.runtime.engine.batch import Batch
+from moedge.runtime.model.runner import ModelRunner
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -86,14 +86,14 @@ def test_m5_m6_memory_that_gives_out_in_a_pass_costs_no_row_and_changes_no_token
     command = ["batch", checkpoint("mixtral"), rows, "--max-sequences", 3, "--deterministic", "-q"]
     command += ["--disk-dir", tmp_path / "stores", "-o"]
     assert cli(*command, tmp_path / "undisturbed.jsonl") == 0
-    forward, passes, summary = PackedModel.forward, itertools.count(1), tmp_path / "summary.json"
+    forward, passes, summary = ModelRunner.forward, itertools.count(1), tmp_path / "summary.json"
 
-    def failing(self: PackedModel, batch: Batch) -> Any:
+    def failing(self: ModelRunner, batch: Batch) -> Any:
         if next(passes) in {3, 4}:
             raise error
         return forward(self, batch)
 
-    monkeypatch.setattr(PackedModel, "forward", failing)
+    monkeypatch.setattr(ModelRunner, "forward", failing)
     assert cli(*command, tmp_path / "out.jsonl", "--summary", summary) == 0
     assert next(passes) > 4
     told = json.loads(summary.read_text())
@@ -108,10 +108,10 @@ def test_m5_memory_that_is_never_enough_ends_resumable_with_the_smallest_budget(
     command = ["batch", checkpoint("mixtral"), rows, "--deterministic", "--disk-dir", tmp_path / "stores", "-o"]
     with pytest.MonkeyPatch.context() as patch:
 
-        def failing(self: PackedModel, batch: Batch) -> Any:
+        def failing(self: ModelRunner, batch: Batch) -> Any:
             raise MemoryError
 
-        patch.setattr(PackedModel, "forward", failing)
+        patch.setattr(ModelRunner, "forward", failing)
         assert cli(*command, tmp_path / "out.jsonl") == 8
     assert re.search(r"nothing is left .* --ram \d+MiB.*the same command goes on", capsys.readouterr().err)
     assert cli(*command, tmp_path / "out.jsonl") == 0

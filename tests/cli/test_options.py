@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from moedge.cli import job_view
+from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime import one_prompt
-from moedge.runtime.weights import making
+from moedge.runtime.api import single_prompt as one_prompt
+from moedge.runtime.loading import prepare as making
 
 Cli = Callable[..., int]
 

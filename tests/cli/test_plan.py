@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from moedge.offload.machine.hardware import Gpu, Hardware
-from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine
-from moedge.offload.machine.saved import save_machine
-from moedge.runtime import job_plan
+from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_machine
+from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan.history import UNTAUGHT, last_runs
 
 CODE = "import sys; from moedge.cli.main import main; main()"

@@ -9,7 +9,7 @@ import pytest
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CODE = """
-from moedge.cli.process import settle
+from moedge.cli.options.process import settle
 settle()
 import torch
 buffer = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)

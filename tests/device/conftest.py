@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 
 HERE = Path(__file__).parent
 

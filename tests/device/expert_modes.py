@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moedge.moe.modes import Mode
-from moedge.moe.options import ExpertOptions, Hold
+from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "olmoe", "llama4_text")
 TIERS = ("disk-host", "host-device", "disk-host-device")

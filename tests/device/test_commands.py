@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime import tiers
+from moedge.runtime.loading import memory_tiers as tiers
 
 EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")
 

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.coming import ComingExperts
-from moedge.moe.key import ExpertKey
-from moedge.moe.modes import Mode
-from moedge.moe.options import Hold
+from moedge.moe.fetch_queue import ExpertFetchQueue
+from moedge.moe.policy import ExpertKey
 from moedge.moe.slots import ExpertSlots
+from moedge.moe.streaming_mode import Hold, Mode
 
 # Each mode, policy, share and tier mix in some combination with every other's kind; bench/expert_modes.py has them all.
 SOME = [
@@ -77,12 +76,12 @@ def test_a_slot_that_is_not_filled_shows(
 def test_a_neighbour_s_bytes_show(
     case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = ComingExperts.__init__
+    begin = ExpertFetchQueue.__init__
 
-    def mistaken(self: ComingExperts, stream: Any, shard: Any) -> None:
+    def mistaken(self: ExpertFetchQueue, stream: Any, shard: Any) -> None:
         begin(self, stream, lambda key: shard(key._replace(expert=key.expert ^ 1)))
 
-    monkeypatch.setattr(ComingExperts, "__init__", mistaken)
+    monkeypatch.setattr(ExpertFetchQueue, "__init__", mistaken)
     assert differs(case, fakes, modes, Mode.WANTED, Hold.POPULAR)
 
 

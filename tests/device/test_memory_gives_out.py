@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.modes import Mode
-from moedge.moe.options import ExpertOptions
-from moedge.runtime import replay
-from moedge.runtime.conceding import load_conceding
-from moedge.runtime.errors import MemoryGaveOut
-from moedge.runtime.load import LoadedEngine, load_engine
-from moedge.runtime.plan.concessions import Concession, Concessions
-from moedge.runtime.plan.device_plan import DeviceRoom
+from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.runtime.engine import oom_retry as replay
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.loading.oom_fallback import load_conceding
+from moedge.runtime.plan.degrade import Fallback, FallbackPolicy
+from moedge.runtime.plan.placement import DeviceRoom
 from moedge.runtime.plan.plan import Plan
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.settings.errors import MemoryGaveOut
 
 ALL = ExpertOptions(Mode.ALL)
 GAVE_OUT = "CUDA out of memory, as told"
@@ -57,7 +56,7 @@ class Refusals:
 @dataclass
 class Ended:
     tokens: list[list[int]]
-    made: list[Concession]
+    made: list[Fallback]
     plan: Plan
     allocations: int
     refused: int
@@ -75,7 +74,7 @@ def run(
     """Allocations of passes count, or those of `loading`."""
     refusals = Refusals(fake, refused)
     room = DeviceRoom(plan.device.budget_nbytes, fake.device.context_nbytes, 0) if plan.device else None
-    concessions = Concessions(case.source.shape, plan, case.job, room)
+    concessions = FallbackPolicy(case.source.shape, plan, case.job, room)
 
     def load(lesser: Plan) -> LoadedEngine:
         store = case.store if lesser.streams else None

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 
 from moedge.quant.kernels.gpu import Gpu
-from moedge.runtime.errors import DoesNotFit
-from moedge.runtime.plan.device_plan import LOADING_NBYTES, WITHOUT_KERNELS, DeviceRoom
-from moedge.runtime.plan.job import JobShape
-from moedge.runtime.plan.placement import MIN_RING_EXPERTS, device_ring
+from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, WITHOUT_KERNELS, DeviceRoom, device_ring
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, budget_range, make_plan
-from moedge.runtime.shape.layouts import resident_nbytes
-from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.shape.shards import model_shards, resident_nbytes
 
-JOB = JobShape(64, 200)
+JOB = Workload(64, 200)
 ROOM = DeviceRoom(0, 100 << 20, 300 << 20)
 AMPLE = 1 << 40
 
@@ -93,7 +91,7 @@ def test_preempted_sequences_are_parked_in_what_host_memory_has_left(case: Any) 
     shape = case("qwen3_moe").source.shape
     settings = Settings("fp32", "none", "fp32", tokens_per_pass=64, max_sequences=64)
     # Most rows are short, so more of them run together than have room at their longest.
-    job = JobShape(64, 200, 10, 64 * 10, 64 * 20)
+    job = Workload(64, 200, 10, 64 * 10, 64 * 20)
     smallest, whole = budget_range(shape, settings, job, ROOM)
     tight = replace(ROOM, budget_nbytes=(smallest + whole) // 2)
     ample = replace(ROOM, budget_nbytes=whole + (1 << 32))

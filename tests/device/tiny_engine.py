@@ -6,21 +6,19 @@ from pathlib import Path
 
 import torch
 
-from moedge.moe.modes import Mode
-from moedge.moe.options import ExpertOptions
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload.device import Device
 from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu
-from moedge.runtime.jobs.movement import experts as experts_of
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import ModelSource
-from moedge.runtime.plan.device_plan import LOADING_NBYTES, DeviceRoom
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.placement import LOADING_NBYTES, DeviceRoom
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.shape.layouts import resident_nbytes
-from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.shape.shards import model_shards, resident_nbytes
+from moedge.runtime.source.model_source import ModelSource
 
 AMPLE = 1 << 36
 ALL = ExpertOptions(Mode.ALL)
@@ -50,8 +48,8 @@ class Case:
     new_tokens: int = 6
 
     @property
-    def job(self) -> JobShape:
-        return JobShape(len(self.lengths), max(self.lengths) + self.new_tokens)
+    def job(self) -> Workload:
+        return Workload(len(self.lengths), max(self.lengths) + self.new_tokens)
 
     @property
     def prompts(self) -> list[list[int]]:

@@ -12,8 +12,8 @@ from hostile_draft import Draft, take_apart
 from hostile_mutations import ACCEPT, MUTATIONS, REFUSE
 
 from moedge.offload.errors import BadCheckpoint
-from moedge.runtime.errors import UnsupportedModel
-from moedge.runtime.shape.folder import read_shape
+from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.model_shape import ModelShape
 
 Load = Callable[[Path, ModelShape], None]

@@ -5,16 +5,15 @@ from pathlib import Path
 import torch
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
-from moedge.quant.linear import Compute
-from moedge.quant.workspace import Workspace
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.shards import model_shards
-from moedge.runtime.weights.in_memory import MemorySink
 from moedge.runtime.weights.memory import WeightMemory
-from moedge.runtime.weights.preparation import Preparation
+from moedge.runtime.weights.preparation import MemorySink, Preparation
 
 
 def load_weights(folder: Path, shape: ModelShape) -> None:
@@ -22,4 +21,4 @@ def load_weights(folder: Path, shape: ModelShape) -> None:
     with Checkpoint(folder) as checkpoint:
         shards = model_shards(shape, "none", "fp32")
         sink = MemorySink(WeightMemory(shards, everything(shards)))
-        Preparation(model, checkpoint, Compute(Workspace(0))).run(shards, sink)
+        Preparation(model, checkpoint, ParallelMatmul(Workspace(0))).run(shards, sink)

@@ -21,7 +21,7 @@ import json, sys
 sys.path.insert(0, {helpers!r})
 from pathlib import Path
 from hostile_load import load_weights
-from moedge.runtime.shape.folder import read_shape
+from moedge.runtime.shape.checkpoint_shape import read_shape
 
 folder, seen = Path({folder!r}), []
 # What Python and torch do when they are imported is not the checkpoint's doing.

@@ -10,16 +10,15 @@ import torch
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
-from moedge.quant.linear import Compute
-from moedge.quant.workspace import Workspace
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
+from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.folder import read_shape
 from moedge.runtime.shape.shards import model_shards
-from moedge.runtime.weights.in_memory import MemorySink
 from moedge.runtime.weights.memory import WeightMemory
-from moedge.runtime.weights.preparation import Preparation
+from moedge.runtime.weights.preparation import MemorySink, Preparation
 
 
 class MeddlingSink(MemorySink):
@@ -42,7 +41,7 @@ def prepare(folder: Path, meddle: Callable[[Path], object]) -> None:
     memory = WeightMemory(shards, everything(shards))
     sink = MeddlingSink(memory, lambda: meddle(folder / "model.safetensors"))
     with Checkpoint(folder) as checkpoint:
-        Preparation(model, checkpoint, Compute(Workspace(0))).run(shards, sink)
+        Preparation(model, checkpoint, ParallelMatmul(Workspace(0))).run(shards, sink)
 
 
 def replace(path: Path) -> None:

@@ -10,7 +10,7 @@ from hostile_cases import judge, make_case
 from hostile_load import load_weights
 from hostile_mutations import ACCEPT, MUTATIONS, REFUSE
 
-from moedge.runtime.shape import folder as shape_folder
+from moedge.runtime.shape import checkpoint_shape as shape_folder
 
 NUM_CASES = 300
 

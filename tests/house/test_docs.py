@@ -4,7 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from moedge.cli.exit_codes import OF_ERROR, ExitCode
+from moedge.cli.options.exit_codes import OF_ERROR, ExitCode
 from moedge.runtime.shape.model_shape import ModelShape
 
 DOCS = Path(__file__).parents[2] / "docs"

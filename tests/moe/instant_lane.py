@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 
-from moedge.moe.coming import ComingExperts
-from moedge.moe.key import ExpertKey
-from moedge.offload.stream.lane import Mark, Shard
-from moedge.offload.stream.ring import ALIGNMENT, Place, Ring
+from moedge.moe.fetch_queue import ExpertFetchQueue
+from moedge.moe.policy import ExpertKey
+from moedge.offload.stream.lane import ALIGNMENT, Mark, Place, Ring, Shard
 from moedge.offload.stream.stream import ShardStream
 
 
@@ -56,6 +55,6 @@ def open_stream(ring_experts: int) -> tuple[ShardStream[Any], InstantLane]:
     return ShardStream(lane, Ring(len(memory)), memory), lane
 
 
-def opened(ring_experts: int) -> tuple[ComingExperts, InstantLane]:
+def opened(ring_experts: int) -> tuple[ExpertFetchQueue, InstantLane]:
     stream, lane = open_stream(ring_experts)
-    return ComingExperts(stream, shard), lane
+    return ExpertFetchQueue(stream, shard), lane

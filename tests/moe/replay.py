@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from moedge.moe.key import ExpertKey
-from moedge.moe.policy import HoldPolicy
+from moedge.moe.policy import ExpertKey, HoldPolicy
 
 Trace = Sequence[Sequence[int]]  # turns: the experts that a layer wanted, layer after layer, pass after pass
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instant_lane import number, opened
 
-from moedge.moe.coming import ComingExperts
-from moedge.moe.key import ExpertKey
+from moedge.moe.fetch_queue import ExpertFetchQueue
+from moedge.moe.policy import ExpertKey
 
 LAYERS = 3
 
@@ -15,7 +15,7 @@ def key(turn: int, expert: int) -> ExpertKey:
     return ExpertKey(turn % LAYERS, expert)
 
 
-def serve(coming: ComingExperts, turn: int, most: int) -> list[int]:
+def serve(coming: ExpertFetchQueue, turn: int, most: int) -> list[int]:
     """The experts of a turn as they come, with their own bytes."""
     found = []
     while turn in coming:

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.moe.affinity import Affinity
-from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, mix_experts
+from moedge.moe.expected_rows import padded_rows
+from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, HeldExperts, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
-from moedge.moe.held import HeldExperts
-from moedge.moe.limits import padded_rows
 from moedge.moe.popularity import Popularity
 from moedge.quant.kernels.gates import recognise
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.product import GroupedProduct
-from moedge.quant.linear import Compute
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.tensor import pack
-from moedge.quant.workspace import Workspace
 
 T, A, E, D, INNER = 37, 3, 9, 24, 16
 
@@ -86,8 +85,8 @@ class CountedProduct(GroupedProduct):
         return super().launch(*arguments, **options)
 
 
-def crew_of(size: int) -> Compute:
-    return Compute(Workspace(0), helpers=[Workspace(0) for _ in range(size - 1)])
+def crew_of(size: int) -> ParallelMatmul:
+    return ParallelMatmul(Workspace(0), helpers=[Workspace(0) for _ in range(size - 1)])
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:
@@ -143,8 +142,8 @@ def test_experts_in_one_launch_agree_with_one_by_one(weight_format: str, known: 
     outs = [
         mix_experts(hidden, expert_ids, weights, made(ShuffledExperts, experts), body, compute)
         for compute in (
-            Compute(Workspace(1 << 20)),
-            Compute(Workspace(1 << 20), grouped=launched),
+            ParallelMatmul(Workspace(1 << 20)),
+            ParallelMatmul(Workspace(1 << 20), grouped=launched),
         )
     ]
     assert (launched.count > 1) == known, "the kernel runs where it knows what experts do"

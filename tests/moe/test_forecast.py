@@ -3,9 +3,8 @@
 import torch
 
 from moedge.moe.affinity import Affinity
-from moedge.moe.forecast import AFFINITY, LOOK_AHEAD, POPULARITY, Forecast
+from moedge.moe.forecast import AFFINITY, LOOK_AHEAD, POPULARITY, Forecast, LookAhead
 from moedge.moe.groups import group_by_expert
-from moedge.moe.lookahead import LookAhead
 from moedge.moe.popularity import Popularity
 
 E, A, D, T = 16, 2, 32, 3

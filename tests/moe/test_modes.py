@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from moedge.moe.gap import RouterGap, Wait
-from moedge.moe.modes import Mode, ModeChoice, guesses, saved
+from moedge.moe.expected_rows import expected_union
 from moedge.moe.popularity import Popularity
-from moedge.moe.union import expected_union
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency, Wait, guesses, saved
 
 E, A = 64, 8
 
@@ -55,7 +54,7 @@ def test_a_forced_mode_is_forced() -> None:
 
 def test_a_gap_is_measured_in_times_that_an_expert_takes_by_size_of_pass() -> None:
     now, waited = [0.0], [0.0]
-    gap = RouterGap(lambda: 2.0, lambda: 1000, lambda: waited[0], 100, clock=lambda: now[0])
+    gap = RouterLatency(lambda: 2.0, lambda: 1000, lambda: waited[0], 100, clock=lambda: now[0])
     assert gap.seconds_each == 0.2
     assert gap.mean(1) == Wait(2.0, 2.0), "before anything was measured"
     for tokens, seconds in ((1, 0.1), (100, 1.0)):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from replay import Trace, belady, replay
 
-from moedge.moe.key import ExpertKey
-from moedge.moe.policy import HoldPolicy, Lru, Popular
+from moedge.moe.policy import ExpertKey, HoldPolicy, Lru, Popular
 
 LAYERS, EXPERTS = 4, 8
 KEYS = [ExpertKey(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]

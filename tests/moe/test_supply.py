@@ -10,22 +10,18 @@ import torch
 from instant_lane import InstantLane, number, open_stream, shard
 
 from moedge.moe.affinity import Affinity
-from moedge.moe.coming import ComingExperts
 from moedge.moe.expert import Arrived, ExpertBody, mix_experts
-from moedge.moe.forecast import Forecast
-from moedge.moe.gap import RouterGap
-from moedge.moe.key import ExpertKey
-from moedge.moe.lookahead import LookAhead
-from moedge.moe.modes import Mode, ModeChoice
-from moedge.moe.policy import HoldPolicy, Lru, Popular
+from moedge.moe.fetch_queue import ExpertFetchQueue
+from moedge.moe.forecast import Forecast, LookAhead
+from moedge.moe.policy import ExpertKey, HoldPolicy, Lru, Popular
 from moedge.moe.popularity import Popularity
 from moedge.moe.slots import ExpertSlots
-from moedge.moe.streamed import StreamedExperts
-from moedge.moe.supply import ExpertSupply
-from moedge.offload.stream.ring import ALIGNMENT
-from moedge.quant.linear import Compute
-from moedge.quant.products import Products
-from moedge.quant.workspace import Workspace
+from moedge.moe.streaming import ExpertSupply, StreamedExperts
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
+from moedge.offload.stream.lane import ALIGNMENT
+from moedge.quant.matmul.matmul import Matmul
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 
 LAYERS, EXPERTS, TOKENS = 3, 8, 4
 
@@ -36,7 +32,7 @@ class Bytes(ExpertBody):
     def __init__(self) -> None:
         super().__init__(torch.relu)
 
-    def forward(self, rows: torch.Tensor, weights: Any, compute: Products) -> None:
+    def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
         before = weights.clone()
         time.sleep(random.uniform(0, 2e-4))
         assert torch.equal(weights, before), "overwritten while somebody computed on it"
@@ -50,7 +46,7 @@ class Forgetful(Bytes):
         super().__init__()
         object.__setattr__(self, "arrived", arrived)
 
-    def forward(self, rows: torch.Tensor, weights: Any, compute: Products) -> None:
+    def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
         for one in self.arrived:  # type: ignore[attr-defined]
             one.finish()
         super().forward(rows, weights, compute)
@@ -66,12 +62,12 @@ def make_supply(ring: int, mode: Mode, lru: bool, num_held: int) -> tuple[Expert
     policy: HoldPolicy = Lru(held, sizes) if lru else Popular(held, sizes, chances)
     slots = {key: torch.full((ALIGNMENT,), number(key), dtype=torch.uint8) for key in held}
     supply = ExpertSupply(
-        ComingExperts(stream, shard),
+        ExpertFetchQueue(stream, shard),
         ExpertSlots(slots, lambda key, view: view, lambda *moved: None),  # type: ignore[arg-type, return-value]
         policy,
         ModeChoice(popularity, mode),
         Forecast(popularity, affinity, LookAhead({})),
-        RouterGap(lambda: 1.0, lambda: ALIGNMENT, lambda: 0.0, ALIGNMENT),
+        RouterLatency(lambda: 1.0, lambda: ALIGNMENT, lambda: 0.0, ALIGNMENT),
         most_ahead=ring + 1,
     )
     return supply, lane
@@ -79,7 +75,7 @@ def make_supply(ring: int, mode: Mode, lru: bool, num_held: int) -> tuple[Expert
 
 def run(supply: ExpertSupply, body: ExpertBody, threads: int, passes: int) -> None:
     """Layers of passes; every assignment must get the number of its expert."""
-    compute = Compute(Workspace(0), helpers=[Workspace(0) for _ in range(threads - 1)])
+    compute = ParallelMatmul(Workspace(0), helpers=[Workspace(0) for _ in range(threads - 1)])
     for _ in range(passes):
         for layer in range(LAYERS):
             expert_ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(TOKENS)])
@@ -118,7 +114,7 @@ def test_a_place_that_is_given_back_too_early_is_noticed() -> None:
 
 def test_an_expert_that_fails_holds_nobody_up() -> None:
     class Failing(Bytes):
-        def forward(self, rows: torch.Tensor, weights: Any, compute: Products) -> None:
+        def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
             raise ZeroDivisionError
 
     supply, _ = make_supply(2, Mode.ALL, lru=False, num_held=0)

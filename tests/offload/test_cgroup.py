@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.cgroup import memory_groups
-from moedge.offload.memory import host_available, host_total
+from moedge.offload.memory import host_available, host_total, memory_groups
 
 MIB = 1 << 20
 V1 = "33 32 0:30 {root} /sys/fs/cgroup/memory rw shared:1 - cgroup cgroup rw,memory"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moedge.offload.cuda_error import swallow_cuda_error
-from moedge.offload.slab import MIN_PIN_NBYTES, Pinned, address_of, allocate
+from moedge.offload.errors import swallow_cuda_error
+from moedge.offload.host_memory import MIN_PIN_NBYTES, Pinned, address_of, allocate
 
 
 def test_the_stale_error_is_raised_at_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

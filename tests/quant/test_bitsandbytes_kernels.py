@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from moedge.quant.bitsandbytes_kernels import no_hub
+from moedge.quant.formats.bitsandbytes_kernels import no_hub
 
 FAKE = """
 calls = []
@@ -45,7 +45,9 @@ def run(load: str, folder: Path) -> list[str]:
 
 
 def test_loading_bitsandbytes_asks_no_hub_and_opens_no_socket(tmp_path: Path) -> None:
-    calls, sockets, _, hidden, heard = run("from moedge.quant.bitsandbytes_kernels import load; load()", tmp_path)
+    calls, sockets, _, hidden, heard = run(
+        "from moedge.quant.formats.bitsandbytes_kernels import load; load()", tmp_path
+    )
     assert (calls, sockets, hidden, heard) == ("0", "0", "False", "True")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moedge.quant.crew import Crew
+from moedge.quant.matmul.thread_pool import WorkerPool
 
 PATIENCE = 30
 
@@ -15,7 +15,7 @@ PATIENCE = 30
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("num_jobs", [0, 1, 3, 50])
 def test_every_job_runs_once(size: int, num_jobs: int) -> None:
-    crew, done = Crew(size), Counter[int]()
+    crew, done = WorkerPool(size), Counter[int]()
     for _ in range(3):
         done.clear()
         crew.run(range(num_jobs), lambda job, member: done.update([job]))
@@ -29,7 +29,7 @@ def test_jobs_run_at_the_same_time_in_threads_of_their_own() -> None:
         meeting.wait()
         members.add((member, threading.get_ident()))
 
-    Crew(3).run(range(3), meet)
+    WorkerPool(3).run(range(3), meet)
     assert {member for member, _ in members} == {0, 1, 2}
     assert len({thread for _, thread in members}) == 3
 
@@ -39,7 +39,7 @@ def test_threads_are_shared_out_and_given_back(steady: bool, shares: set[int]) -
     before, found = torch.get_num_threads(), set[int]()
     try:
         torch.set_num_threads(4)
-        Crew(2).run([1], lambda job, member: found.add(torch.get_num_threads()), steady)
+        WorkerPool(2).run([1], lambda job, member: found.add(torch.get_num_threads()), steady)
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -48,7 +48,7 @@ def test_threads_are_shared_out_and_given_back(steady: bool, shares: set[int]) -
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_what_a_job_raises_arrives_and_the_crew_works_on(culprit: int) -> None:
-    crew, meeting = Crew(2), threading.Barrier(2, timeout=PATIENCE)
+    crew, meeting = WorkerPool(2), threading.Barrier(2, timeout=PATIENCE)
     threads = torch.get_num_threads()
 
     def fail(job: int, member: int) -> None:
@@ -78,7 +78,7 @@ def test_jobs_may_wait_for_jobs_that_are_under_way() -> None:
             assert waiting.wait(PATIENCE), "nobody asks for the next job meanwhile"
             done.set()
 
-    Crew(2).run(jobs(), work)
+    WorkerPool(2).run(jobs(), work)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -87,7 +87,7 @@ def test_what_jobs_raise_arrives_and_the_crew_works_on(size: int) -> None:
         yield 0
         raise ZeroDivisionError
 
-    crew, done = Crew(size), list[int]()
+    crew, done = WorkerPool(size), list[int]()
     with pytest.raises(ZeroDivisionError):
         crew.run(jobs(), lambda job, member: done.append(job))
     assert done == [0]
@@ -103,12 +103,12 @@ def test_after_a_failure_nobody_takes_another_job() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Crew(2).run(iter(range(1000)), fail)
+        WorkerPool(2).run(iter(range(1000)), fail)
     assert len(taken) <= 2
 
 
 def test_tensors_of_the_caller_can_be_written_whatever_mode_they_were_made_in() -> None:
-    crew = Crew(2)
+    crew = WorkerPool(2)
     with torch.inference_mode():
         inference = torch.zeros(4)
     for out in (inference, torch.zeros(4)):
@@ -117,7 +117,7 @@ def test_tensors_of_the_caller_can_be_written_whatever_mode_they_were_made_in() 
 
 
 def test_threads_end_with_their_crew() -> None:
-    crew = Crew(3)
+    crew = WorkerPool(3)
     threads = [thread for thread in threading.enumerate() if thread.name == "moedge-crew"]
     before = len(threads)
     del crew

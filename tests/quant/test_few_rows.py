@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from moedge.quant import few_rows, int4
-from moedge.quant.few_rows import MOST_ROWS, measure_few_rows
+from moedge.quant.formats import int4
+from moedge.quant.matmul import gemv as few_rows
+from moedge.quant.matmul.gemv import MOST_ROWS, measure_few_rows
 
 
 @pytest.mark.parametrize("name", ["none", "nf4"])

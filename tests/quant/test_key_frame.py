@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from moedge.quant.key_frame import KeyFrame
-from moedge.quant.kv_codec import decode, encode
-from moedge.quant.kv_format import VECTOR_FORMATS
-from moedge.quant.rotation import rotation
+from moedge.quant.kv.codec import decode, encode
+from moedge.quant.kv.format import VECTOR_FORMATS
+from moedge.quant.kv.key_transform import KeyTransform, rotation
 
 
 @pytest.mark.parametrize("dim", [1, 2, 6, 64, 80, 96, 112, 128, 192, 256])
@@ -21,7 +20,7 @@ def test_rotations_are_orthonormal_and_spread_every_element(dim: int) -> None:
 def test_frames_do_not_change_attention(tiled: bool) -> None:
     torch.manual_seed(0)
     q, k, offsets = torch.randn(5, 4, 96), torch.randn(300, 2, 96), torch.randn(1, 2, 96)
-    frame = KeyFrame(offsets, tiled)
+    frame = KeyTransform(offsets, tiled)
     stored, turned, shifts = frame.keys(0, k), frame.queries(q), frame.shifts(0, q)
     for head in range(4):
         exact = q[:, head].double() @ k[:, head // 2].double().T
@@ -31,7 +30,7 @@ def test_frames_do_not_change_attention(tiled: bool) -> None:
 
 
 def test_tiled_rotations_do_not_depend_on_how_many_rows_there_are() -> None:
-    frame, x = KeyFrame(torch.zeros(1, 3, 128), tiled=True), torch.randn(700, 3, 128)
+    frame, x = KeyTransform(torch.zeros(1, 3, 128), tiled=True), torch.randn(700, 3, 128)
     whole = frame.keys(0, x)
     assert all(torch.equal(frame.keys(0, x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (5, 90), (131, 569)))
 
@@ -45,10 +44,10 @@ def test_offsets_and_rotation_lower_the_error_of_int4() -> None:
     outliers[..., [3, 40, 77]] *= 12
     int4 = VECTOR_FORMATS["int4"]
 
-    def error(x: torch.Tensor, frame: KeyFrame | None) -> float:
+    def error(x: torch.Tensor, frame: KeyTransform | None) -> float:
         framed = x if frame is None else frame.keys(0, x)
         return float((decode(encode(framed, int4), int4, torch.float32) - framed).norm() / plain.norm())
 
-    nothing = KeyFrame(torch.zeros(1, 1, 128))
-    assert error(biased, KeyFrame(biased.mean(0)[None])) < 0.1 * error(biased, nothing)
+    nothing = KeyTransform(torch.zeros(1, 1, 128))
+    assert error(biased, KeyTransform(biased.mean(0)[None])) < 0.1 * error(biased, nothing)
     assert error(outliers, nothing) < 0.6 * error(outliers, None)

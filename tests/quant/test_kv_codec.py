@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.quant.kv_codec import Coded, decode, encode
-from moedge.quant.kv_format import VECTOR_FORMATS, VectorFormat
+from moedge.quant.kv.codec import Coded, decode, encode
+from moedge.quant.kv.format import VECTOR_FORMATS, VectorFormat
 
 INT8, INT4 = VECTOR_FORMATS["int8"], VECTOR_FORMATS["int4"]
 # float16 keeps 11 bits of scales and zeros.

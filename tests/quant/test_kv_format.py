@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from moedge.quant.format import ALIGNMENT, FormatError
-from moedge.quant.kv_format import KV_FORMATS, KVFormat, RecordLayout
+from moedge.quant.kv.format import KV_FORMATS, KVFormat, RecordLayout
 
 # (layers, KV heads, head size) and KiB per token in bf16, int8, int4: docs/quality.md.
 MODELS = {
@@ -54,5 +54,5 @@ def test_unknown_formats_and_odd_heads_are_refused() -> None:
 
 
 def test_sizes_need_no_torch() -> None:
-    code = "import sys, moedge.quant.kv_format, moedge.runtime.kv.spec; print('torch' in sys.modules)"
+    code = "import sys, moedge.quant.kv.format, moedge.runtime.kv.spec; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -4,11 +4,11 @@ from torch import Tensor
 
 from moedge.quant import scratch
 from moedge.quant.format import ALIGNMENT, FORMATS, FormatError
-from moedge.quant.linear import FEW_NUMBERS, Compute
-from moedge.quant.products import FEW_ROWS, Products
+from moedge.quant.matmul.matmul import FEW_ROWS, Matmul
+from moedge.quant.matmul.parallel import FEW_NUMBERS, ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
-from moedge.quant.workspace import Workspace
 
 NAMES = sorted(FORMATS)
 # Relative L2 error of a product against float64 over the same packed matrix: a few roundings of the dtype.
@@ -20,9 +20,9 @@ def gaussian(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int = 0)
     return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> Compute:
+def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> ParallelMatmul:
     nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic)
-    return Compute(Workspace(nbytes), deterministic)
+    return ParallelMatmul(Workspace(nbytes), deterministic)
 
 
 def error_of(y: Tensor, x: Tensor, packed: PackedTensor) -> float:
@@ -89,8 +89,8 @@ def test_products_may_be_written_where_they_belong(name: str, deterministic: boo
         assert room[-1].isnan().all()
 
 
-def integer_compute() -> Compute:
-    return Compute(Workspace(0), integer=True)
+def integer_compute() -> ParallelMatmul:
+    return ParallelMatmul(Workspace(0), integer=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,7 +126,7 @@ def test_float16_products_do_not_overflow_where_bare_codes_would() -> None:
     torch.testing.assert_close(y, torch.full_like(y, 102.4), rtol=0.01, atol=0)
 
 
-def differing_draws(compute: Compute, packed: PackedTensor, x: Tensor, num_draws: int) -> int:
+def differing_draws(compute: ParallelMatmul, packed: PackedTensor, x: Tensor, num_draws: int) -> int:
     """How many random subsets of the rows of `x`, in random order, change the bits of some row's product."""
     generator = torch.Generator().manual_seed(5)
     alone = compute.linear(x, packed)
@@ -169,7 +169,7 @@ def test_a_workspace_serves_matrices_of_many_shapes(name: str) -> None:
 def test_a_workspace_that_is_too_small_is_refused_with_the_size_it_needs() -> None:
     packed = pack(gaussian(64, 64, torch.float32), "nf4")
     needed = scratch_nbytes(packed.layout, "float32", deterministic=True)
-    compute = Compute(Workspace(needed - ALIGNMENT), deterministic=True)
+    compute = ParallelMatmul(Workspace(needed - ALIGNMENT), deterministic=True)
     with pytest.raises(FormatError, match=f"workspace of {needed - ALIGNMENT} bytes.* wants {needed}"):
         compute.linear(gaussian(1, 64, torch.float32), packed)
 
@@ -187,9 +187,9 @@ def test_small_operations_get_one_thread_and_large_products_all_of_them(monkeypa
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     found: list[int] = []
-    monkeypatch.setattr(Products, "linear", lambda *args: found.append(torch.get_num_threads()))
+    monkeypatch.setattr(Matmul, "linear", lambda *args: found.append(torch.get_num_threads()))
     try:
-        compute, steady = Compute(Workspace(0)), Compute(Workspace(0), deterministic=True)
+        compute, steady = ParallelMatmul(Workspace(0)), ParallelMatmul(Workspace(0), deterministic=True)
         small, large = (PackedTensor.wrap(torch.zeros(rows, 1024)) for rows in (16, 1024))
         for one, numbers in ((compute, FEW_NUMBERS - 1), (compute, FEW_NUMBERS), (steady, 1)):
             with one.small_steps(numbers):
@@ -207,9 +207,9 @@ def test_many_rows_make_a_small_matrix_a_large_product(monkeypatch: pytest.Monke
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     found: list[int] = []
-    monkeypatch.setattr(Products, "linear", lambda *args: found.append(torch.get_num_threads()))
+    monkeypatch.setattr(Matmul, "linear", lambda *args: found.append(torch.get_num_threads()))
     try:
-        compute = Compute(Workspace(0))
+        compute = ParallelMatmul(Workspace(0))
         with compute.small_steps(1):
             for num_rows in (1, 1024):
                 compute.linear(torch.zeros(num_rows, 64), PackedTensor.wrap(torch.zeros(256, 64)))

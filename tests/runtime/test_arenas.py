@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.load import LoadedEngine, load_engine
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import ModelSource, open_source
 
-JOB = JobShape(40, 120, 120, 40 * 80, 40 * 40)
+JOB = Workload(40, 120, 120, 40 * 80, 40 * 40)
 
 
 def planned_arenas(plan: Plan, block_nbytes: tuple[int, ...]) -> dict[str, int]:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kv_format import KV_FORMATS
-from moedge.runtime.engine import Engine
+from moedge.quant.kv.format import KV_FORMATS
+from moedge.runtime.engine.engine import Engine
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Plan, Settings, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.source.model_source import ModelSource, open_source
 
 SHARED, NEW_TOKENS, SAMPLES = 70, 12, 2
 # Lengths of what follows the shared beginning; 0 is a row of its own.
@@ -77,7 +77,7 @@ def rows() -> list[Sequence]:
 
 def plan_for(source: ModelSource, kv: str, variant: Variant) -> Plan:
     settings = Settings("fp32", "none", kv, variant.tokens_per_pass, variant.max_sequences, deterministic=True)
-    plan = make_plan(source.shape, settings, 4 << 30, JobShape(len(TAILS) + SAMPLES, LONGEST))
+    plan = make_plan(source.shape, settings, 4 << 30, Workload(len(TAILS) + SAMPLES, LONGEST))
     specs = [KVSpec(group, kv, variant.block) for group in source.shape.kv_groups]
     blocks = [spec.blocks_for(LONGEST) * (len(TAILS) + SAMPLES) for spec in specs]
     if variant.spare is not None:

@@ -7,7 +7,7 @@ from family_run import FamilyRun, run_family
 from tiny_families import FEATURES
 
 from moedge.runtime.model import attention_seam
-from moedge.runtime.shape import windows
+from moedge.runtime.shape import config as windows
 
 
 @pytest.mark.parametrize("family", FEATURES)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from moedge.offload.errors import BadCheckpoint
-from moedge.runtime.fingerprint import model_fingerprint
+from moedge.runtime.source.model_source import model_fingerprint
 
 FILES = ("a.safetensors", "b.safetensors")
 
@@ -68,7 +68,7 @@ def test_no_weight_is_read_and_no_torch_imported(folder: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2**40)
     code = (
-        "import sys; from pathlib import Path; from moedge.runtime.fingerprint import model_fingerprint;"
+        "import sys; from pathlib import Path; from moedge.runtime.source.model_source import model_fingerprint;"
         f"print(model_fingerprint(Path({str(folder)!r}))); assert 'torch' not in sys.modules"
     )
     assert len(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.strip()) == 64

@@ -118,8 +118,8 @@ def hub() -> Iterator[Hub]:
 
 FIND = """
 import sys
-from moedge.runtime.errors import ModelNotFound
-from moedge.runtime.hub import find_model
+from moedge.runtime.settings.errors import ModelNotFound
+from moedge.runtime.source.hub import find_model
 try:
     print(find_model(sys.argv[1]))
 except ModelNotFound as error:

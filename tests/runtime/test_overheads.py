@@ -6,13 +6,13 @@ from importlib.resources import as_file, files
 import pytest
 from known_shapes import plain_model
 
-from moedge.moe.union import expected_union
+from moedge.moe.expected_rows import expected_union
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.model_source import open_source
-from moedge.runtime.overheads import KINDS as MEASURED
-from moedge.runtime.overheads import LEAST_S, Timed, solve, streaming, timed_passes
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.calibration.overheads import KINDS as MEASURED
+from moedge.runtime.calibration.overheads import LEAST_S, Timed, solve, streaming, timed_passes
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.source.model_source import open_source
 
 SHAPE = plain_model()
 TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-6, 3e-4)
@@ -46,7 +46,7 @@ def test_a_cost_that_noise_made_negative_is_none() -> None:
 
 
 def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
-    plan = make_plan(SHAPE, Settings(quant="none"), 64 << 30, JobShape(4, 64))
+    plan = make_plan(SHAPE, Settings(quant="none"), 64 << 30, Workload(4, 64))
     place = streaming(SHAPE, plan).placement
     assert not plan.streams
     assert place.held_dense == len(SHAPE.layers)
@@ -57,7 +57,7 @@ def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
 def test_every_prompt_is_computed_each_time() -> None:
     """The cache would find prompts that it has seen: passes of prompts would have hardly a token."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
-        plan = make_plan(source.shape, Settings(quant="none"), 2 << 30, JobShape(64, 128))
+        plan = make_plan(source.shape, Settings(quant="none"), 2 << 30, Workload(64, 128))
         passes = list(timed_passes(source, plan, None))
     assert max(one.tokens for one in passes) == max(count * length for count, length in MEASURED)
     assert {one.tokens for one in passes if one.tokens == one.sequences} == {count for count, _ in MEASURED}

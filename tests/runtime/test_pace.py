@@ -2,8 +2,8 @@
 
 import pytest
 
-from moedge.runtime.metrics import Metrics
-from moedge.runtime.pace import Pace, Work
+from moedge.runtime.engine.metrics import Metrics
+from moedge.runtime.jobs.eta import Eta, Work
 
 
 class Machine:
@@ -13,7 +13,7 @@ class Machine:
         self.now, self.metrics, self.live, self.rows = 0.0, Metrics(), live, rows
         self.length, self.limit, self.pass_seconds = length, limit, pass_seconds
         work = Work(rows, 0, 0, rows * limit, tokens_per_pass=4096)
-        self.pace = Pace(work, window_s=5.0, clock=lambda: self.now)
+        self.pace = Eta(work, window_s=5.0, clock=lambda: self.now)
 
     def run(self, passes: int) -> None:
         for _ in range(passes):
@@ -56,9 +56,7 @@ def test_the_forecast_follows_a_machine_that_slows_down() -> None:
 
 def test_prompts_that_fill_passes_count_too() -> None:
     now, metrics = [0.0], Metrics()
-    pace = Pace(
-        Work(100, 0, prompt_tokens=100_000, max_generated_tokens=100, tokens_per_pass=1000), 5.0, lambda: now[0]
-    )
+    pace = Eta(Work(100, 0, prompt_tokens=100_000, max_generated_tokens=100, tokens_per_pass=1000), 5.0, lambda: now[0])
     for _ in range(10):
         now[0] += 2
         metrics.passes += 1

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.planner import JobShape, Settings, make_plan
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.planner import Settings, Workload, make_plan
+from moedge.runtime.source.model_source import open_source
 
 # What judges formats is judged itself.
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -33,7 +33,7 @@ def test_perplexity_is_that_of_transformers(tokens_per_pass: int, token_ids: lis
     following = torch.tensor(token_ids[1:])[:, None]
     with torch.inference_mode(), open_source(str(DEMO / "model")) as source:
         wanted = model(torch.tensor([token_ids])).logits[0, :-1].double().log_softmax(-1).gather(1, following)
-        engine = load_engine(source, make_plan(source.shape, settings, 4 << 30, JobShape(1, WINDOW))).engine
+        engine = load_engine(source, make_plan(source.shape, settings, 4 << 30, Workload(1, WINDOW))).engine
         found = torch.cat(list(predict(engine, token_ids)))[:-1].gather(1, following)
     assert torch.allclose(found, wanted, atol=1e-4)
     assert abs(float((wanted.mean() - found.mean()).exp()) - 1) < 1e-3

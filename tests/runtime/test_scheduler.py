@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.batch import Batch, Chunk
-from moedge.runtime.engine import Engine
+from moedge.runtime.engine.batch import Batch, Chunk
+from moedge.runtime.engine.engine import Engine
+from moedge.runtime.engine.scheduler import PassLimits, Scheduler
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sampling.sampler import Sampler
-from moedge.runtime.scheduler import PassLimits, Scheduler
-from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.model_shape import KVGroup
 
 VOCAB, BLOCK, WINDOW = 50, 4, 9

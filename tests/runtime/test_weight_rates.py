@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from moedge.quant.format import FORMATS
-from moedge.quant.linear import Compute
+from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.quant.tensor import PackedTensor
-from moedge.runtime import weight_rates as measuring
+from moedge.runtime.calibration import pass_rates as measuring
 
 
 def test_every_format_and_row_count_has_a_rate_and_matrices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,13 +17,13 @@ def test_every_format_and_row_count_has_a_rate_and_matrices_take_turns(monkeypat
     monkeypatch.setattr(measuring, "POOL_NBYTES", 20 << 20)
     monkeypatch.setattr(measuring, "_SECONDS", 0.001)
     multiplied: list[tuple[str, int, int]] = []
-    right = Compute.linear
+    right = ParallelMatmul.linear
 
-    def linear(self: Compute, x: Tensor, packed: PackedTensor, out: Tensor) -> Tensor:
+    def linear(self: ParallelMatmul, x: Tensor, packed: PackedTensor, out: Tensor) -> Tensor:
         multiplied.append((packed.layout.format, len(x), packed.planes[0].data_ptr()))
         return right(self, x, packed, out=out)
 
-    monkeypatch.setattr(Compute, "linear", linear)
+    monkeypatch.setattr(ParallelMatmul, "linear", linear)
     rates = measuring.weight_rates()
     assert set(rates) == {*FORMATS, measuring.INTEGER}
     assert {tuple(by_rows) for by_rows in rates.values()} == {(1, 8)}

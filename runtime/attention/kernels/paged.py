@@ -7,8 +7,162 @@ Flash-Decoding (Dao et al. 2023). Exponents are of 2, which GPUs compute in one 
 import triton
 import triton.language as tl
 
-from .pages import add_values, locate, score
-from .rows import LOG2_E, cap, first_seen, load_queries, row_shift, start_softmax, store_rows
+
+@triton.jit
+def locate(pages, sequence, tokens, live, BLOCK: tl.constexpr):
+    """Block ids, 64-bit since blocks * stride exceeds 31 bits, and places in the block of tokens [N]."""
+    row = pages.table + sequence.to(tl.int64) * pages.table_stride
+    return tl.load(row + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
+
+
+@triton.jit
+def load_codes(side, kv_head, blocks, places, live, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes [N, WIDTH] of one head; zeros where not live and beyond COLUMNS."""
+    columns = tl.arange(0, WIDTH)
+    rows = blocks * side.code_stride + kv_head * (BLOCK * COLUMNS) + places * COLUMNS
+    mask = live[:, None] & (columns < COLUMNS)[None, :]
+    return tl.load(side.codes + rows[:, None] + columns[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def load_factors(plane, side, group_row, blocks, places, live, BLOCK: tl.constexpr):
+    """Scales or zeros [N] of one group of one head."""
+    return tl.load(plane + blocks * side.scale_stride + group_row * BLOCK + places, mask=live, other=0).to(tl.float32)
+
+
+@triton.jit
+def product(a, b, DOT: tl.constexpr):
+    """a [M, W] times b [N, W] transposed, in float32."""
+    if DOT:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+    return tl.sum(a[:, None, :].to(tl.float32) * b[None, :, :].to(tl.float32), 2)
+
+
+@triton.jit
+def mixture(p, values, DOT: tl.constexpr):
+    """p [M, N] times values [N, W], in float32."""
+    if DOT:
+        return tl.dot(p.to(values.dtype), values, input_precision="ieee")
+    return tl.sum(p[:, :, None] * values[None, :, :].to(tl.float32), 1)
+
+
+@triton.jit
+def score(keys, low, high, kv_head, blocks, places, live, S: tl.constexpr):
+    """Products [M, N] of queries with stored keys: `low` [M, W] are whole heads, or the lower half where int4."""
+    if keys.zeros is None:
+        codes = load_codes(keys, kv_head, blocks, places, live, S.head_dim, S.key_width, S.block)
+        products = product(low, codes.to(S.dtype), S.dot)
+        if keys.scales is not None:
+            products *= load_factors(keys.scales, keys, kv_head, blocks, places, live, S.block)[None, :]
+    else:
+        codes = load_codes(keys, kv_head, blocks, places, live, S.head_dim // 2, S.key_width, S.block)
+        products = product(low, (codes & 15).to(S.dtype), S.dot)
+        products *= load_factors(keys.scales, keys, kv_head * 2, blocks, places, live, S.block)[None, :]
+        zeros = load_factors(keys.zeros, keys, kv_head * 2, blocks, places, live, S.block)
+        products += tl.sum(low.to(tl.float32), 1)[:, None] * zeros[None, :]
+        upper = product(high, (codes >> 4).to(S.dtype), S.dot)
+        products += upper * load_factors(keys.scales, keys, kv_head * 2 + 1, blocks, places, live, S.block)[None, :]
+        zeros = load_factors(keys.zeros, keys, kv_head * 2 + 1, blocks, places, live, S.block)
+        products += tl.sum(high.to(tl.float32), 1)[:, None] * zeros[None, :]
+    return products
+
+
+@triton.jit
+def add_values(values, p, low, high, kv_head, blocks, places, live, S: tl.constexpr):
+    """Adds p [M, N] times stored values to the sums `low` [M, W], and `high` where int4."""
+    if values.zeros is None:
+        codes = load_codes(values, kv_head, blocks, places, live, S.head_dim, S.value_width, S.block)
+        if values.scales is not None:
+            p *= load_factors(values.scales, values, kv_head, blocks, places, live, S.block)[None, :]
+        low += mixture(p, codes.to(S.dtype), S.dot)
+    else:
+        codes = load_codes(values, kv_head, blocks, places, live, S.head_dim // 2, S.value_width, S.block)
+        scales = load_factors(values.scales, values, kv_head * 2, blocks, places, live, S.block)
+        zeros = load_factors(values.zeros, values, kv_head * 2, blocks, places, live, S.block)
+        low += mixture(p * scales[None, :], (codes & 15).to(S.dtype), S.dot) + tl.sum(p * zeros[None, :], 1)[:, None]
+        scales = load_factors(values.scales, values, kv_head * 2 + 1, blocks, places, live, S.block)
+        zeros = load_factors(values.zeros, values, kv_head * 2 + 1, blocks, places, live, S.block)
+        high += mixture(p * scales[None, :], (codes >> 4).to(S.dtype), S.dot) + tl.sum(p * zeros[None, :], 1)[:, None]
+    return low, high
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_queries(q, tokens, heads, valid, keys, S: tl.constexpr):
+    """Whole heads [M, W], twice, or the halves of heads where keys are int4."""
+    row = (tokens * q.token_stride + heads * q.head_stride)[:, None]
+    columns = tl.arange(0, S.key_width)[None, :]
+    COLUMNS: tl.constexpr = S.head_dim if keys.zeros is None else S.head_dim // 2
+    inside = valid[:, None] & (columns < COLUMNS)
+    low = tl.load(q.data + row + columns, mask=inside, other=0).to(S.dtype)
+    if keys.zeros is None:
+        high = low
+    else:
+        high = tl.load(q.data + row + COLUMNS + columns, mask=inside, other=0).to(S.dtype)
+    return low, high
+
+
+@triton.jit
+def row_shift(features, tokens, heads, valid, S: tl.constexpr):
+    """What is added to a row's products [M]."""
+    if features.shift is None:
+        shift = tl.zeros([S.rows], tl.float32)
+    else:
+        shift = tl.load(features.shift + tokens * (S.kv_heads * S.group) + heads, mask=valid, other=0.0)
+    return shift
+
+
+@triton.jit
+def start_softmax(features, heads, valid, S: tl.constexpr):
+    """Maximum, in powers of 2, and total of rows before the first key; a sink counts once, in the first split."""
+    highest = tl.full([S.rows], float("-inf"), tl.float32)
+    total = tl.zeros([S.rows], tl.float32)
+    if features.sinks is not None:
+        sinks = tl.load(features.sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2_E
+        highest = tl.where(tl.program_id(2) == 0, sinks, highest)
+        total += (tl.program_id(2) == 0).to(tl.float32)
+    return highest, total
+
+
+@triton.jit
+def first_seen(positions, features):
+    """The first key position that rows of these positions see."""
+    first = positions * 0
+    if features.window is not None:
+        first = tl.maximum(positions - features.window + 1, 0)
+    if features.chunk is not None:
+        first = tl.maximum(positions // features.chunk * features.chunk, first)
+    return first
+
+
+@triton.jit
+def cap(scores, features):
+    """c * tanh(s / c), exact near 0 too, where exp(2x) - 1 would cancel."""
+    if features.softcap is None:
+        capped = scores
+    else:
+        x = scores / features.softcap
+        size = tl.abs(x)
+        square = x * x
+        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        decay = tl.exp(-2 * size)
+        far = tl.where(x < 0, -1.0, 1.0) * (1 - decay) / (1 + decay)
+        capped = features.softcap * tl.where(size < 0.3, x * series, far)
+    return capped
+
+
+@triton.jit
+def store_rows(target, row, valid, low, high, values, S: tl.constexpr):
+    """Writes heads of sums at elements `row` [M] of `target`."""
+    columns = tl.arange(0, S.value_width)[None, :]
+    COLUMNS: tl.constexpr = S.head_dim if values.zeros is None else S.head_dim // 2
+    inside = valid[:, None] & (columns < COLUMNS)
+    dtype = target.dtype.element_ty
+    tl.store(target + row[:, None] + columns, low.to(dtype), mask=inside)
+    if values.zeros is not None:
+        tl.store(target + row[:, None] + COLUMNS + columns, high.to(dtype), mask=inside)
 
 
 @triton.jit

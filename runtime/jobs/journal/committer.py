@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from .errors import JournalFailed
+from ...settings.errors import JournalFailed
 
 # Rows that finish within this time share one fdatasync.
 LINGER_SECONDS = 0.05
@@ -107,3 +109,34 @@ class Committer:
                 f"the journal could not be written to disk ({self._failure}); rows confirmed before are safe. "
                 "Look after the disk, then start the same command again"
             ) from self._failure
+
+
+BALLAST_NBYTES = 4 << 20
+
+
+class Ballast:
+    """A file of reserved blocks; without a path, none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def fill(self) -> None:
+        """Takes the room; where there is none, the job's first answer will say so."""
+        if self._path is None or (self._path.exists() and self._path.stat().st_size == BALLAST_NBYTES):
+            return
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, BALLAST_NBYTES)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self.drop()
+
+    def drop(self) -> bool:
+        """Gives the room back; whether there was any."""
+        if self._path is None or not self._path.exists():
+            return False
+        with suppress(OSError):
+            os.unlink(self._path)
+        return True

@@ -10,12 +10,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from ....offload.store.durable import TEMPORARY_SUFFIX, write_file
-from .ballast import Ballast
-from .committer import Committer, Mark
-from .errors import BadJournal, JournalFailed
+from ...settings.errors import BadJournal, JournalFailed
+from .committer import Ballast, Committer, Mark
 from .record import VERSION, Done, Kind, chained, encode, encode_done, frame
-from .state import replay
-from .suspicion import Ending
+from .state import Ending, replay
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ....offload.store.durable import TEMPORARY_SUFFIX, NewFile, rename
-from .errors import BadJournal
-from .record import decode_done, frame, printed_crc
-from .scan import salvage
+from ...settings.errors import BadJournal
+from .record import decode_done, frame, printed_crc, salvage
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,51 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import BadJournal, OtherVersion
-from .record import VERSION, Done, Kind, decode_done
-from .scan import JournalScan
-from .suspicion import Ending, Suspicion
+from ...settings.errors import BadJournal, OtherVersion
+from .record import VERSION, Done, JournalScan, Kind, decode_done
+
+_DEATHS_BEFORE_ISOLATION = 2
+
+
+class Ending(StrEnum):
+    """How the last process of a job ended, as its successor found it.
+
+    OUTSIDE is a death without a trace, such as `kill -9`: it says nothing about the rows that were in work.
+    """
+
+    NONE = "none"
+    CRASH = "crash"
+    OUTSIDE = "outside"
+    POWER = "power"
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Crashes of processes that had this row in work; `alone` counts those while it was run alone on purpose."""
+
+    deaths: int = 0
+    alone: int = 0
+
+    def count(self) -> None:
+        self.alone += self.isolated
+        self.deaths += 1
+
+    @property
+    def isolated(self) -> bool:
+        """Whether the row runs with no other."""
+        return self.deaths >= _DEATHS_BEFORE_ISOLATION
+
+    @property
+    def condemned(self) -> bool:
+        """Whether the row becomes an error row: it killed when nothing else could have."""
+        return self.alone > 0
+
+    def __str__(self) -> str:
+        return f"{self.deaths} processes crashed with this row in work, the last of them with no other"
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moedge.offload.checkpoint import index as index_module
+from moedge.offload.checkpoint import checkpoint as index_module
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.checkpoint.folder_file import blob_id, read_inside
 from moedge.offload.errors import BadCheckpoint

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from moedge.offload.checkpoint.uncollected import uncollected
+from moedge.offload.checkpoint.json_object import uncollected
 
 
 def fail() -> None:

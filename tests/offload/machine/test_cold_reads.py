@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.machine import cold_reads
-from moedge.offload.machine.cold_reads import large_files, measure_cold_reads
+from moedge.offload.machine import disk as cold_reads
+from moedge.offload.machine.disk import large_files, measure_cold_reads
 from moedge.offload.machine.profile import Disk, DiskRead
 
 MIB = 1 << 20

@@ -12,12 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.machine import saved
-from moedge.offload.machine.driver import Driver as NvidiaDriver
-from moedge.offload.machine.driver import find_driver
-from moedge.offload.machine.hardware import Gpu, Hardware, find_gpus, find_hardware
-from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, Overheads, PinLimit
-from moedge.offload.machine.saved import load_machine, read_machine, save_machine, saved_path, this_machine
+from moedge.offload.machine import profile as saved
+from moedge.offload.machine.hardware import Driver as NvidiaDriver
+from moedge.offload.machine.hardware import Gpu, Hardware, find_driver, find_gpus, find_hardware
+from moedge.offload.machine.profile import (
+    Disk,
+    DiskRead,
+    Link,
+    Machine,
+    Overheads,
+    PinLimit,
+    load_machine,
+    read_machine,
+    save_machine,
+    saved_path,
+    this_machine,
+)
 
 HARDWARE = Hardware("a CPU", 2, 1 << 34, (Gpu("a GPU", 8 << 30),), "/dev/sda ext4")
 MACHINE = Machine(

@@ -12,11 +12,11 @@ import torch
 
 from moedge.offload.machine import device, disk
 from moedge.offload.machine import measure as measuring
-from moedge.offload.machine.arithmetic import best_seconds, measure_memory, measure_rates
+from moedge.offload.machine.device import FINEST_NBYTES, probe_pin_limit
 from moedge.offload.machine.disk import measure_disk
 from moedge.offload.machine.hardware import find_hardware
-from moedge.offload.machine.pinning import FINEST_NBYTES, probe_pin_limit
 from moedge.offload.machine.profile import Disk, Link, PinLimit
+from moedge.offload.machine.timing import best_seconds, measure_memory, measure_rates
 
 MIB = 1 << 20
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.store.errors import BadStore, DiskFull
+from moedge.offload.errors import BadStore, DiskFull
 from moedge.offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
-from moedge.offload.store.new_shard_file import TensorSpec
+from moedge.offload.store.shard_file import TensorSpec
 from moedge.offload.store.store import Store
 from moedge.offload.store.writer import StoreWriter
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from moedge.offload.store.errors import BadStore, StoreInUse
+from moedge.offload.errors import BadStore, StoreInUse
 from moedge.offload.store.manifest import HEAD_FILE, MANIFEST, PROGRESS, RESIDENT_FILE, canonical, layer_file
-from moedge.offload.store.new_shard_file import TensorSpec
+from moedge.offload.store.shard_file import TensorSpec
 from moedge.offload.store.store import Store
 from moedge.offload.store.writer import StoreWriter
 
@@ -419,7 +419,7 @@ def test_a_writer_refuses_a_store_that_is_used_or_written(folder: Path) -> None:
 
 def test_a_lock_dies_with_its_process(folder: Path) -> None:
     program = (
-        "import os, sys, time; from pathlib import Path; from moedge.offload.store.lock import lock_to_write\n"
+        "import os, sys, time; from pathlib import Path; from moedge.offload.store.access import lock_to_write\n"
         "lock_to_write(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.errors import OutOfBudget
-from moedge.offload.store.disk_budget import RESERVE_NBYTES, disk_budget
-from moedge.offload.store.errors import BadStore, StoreInUse
+from moedge.offload.errors import BadStore, OutOfBudget, StoreInUse
 from moedge.offload.store.manifest import MANIFEST
 from moedge.offload.store.store import Store
-from moedge.offload.store.stores import default_root, disk_nbytes, prune, remove, store_folder, stores
+from moedge.offload.store.stores import (
+    RESERVE_NBYTES,
+    default_root,
+    disk_budget,
+    disk_nbytes,
+    prune,
+    remove,
+    store_folder,
+    stores,
+)
 from moedge.offload.store.writer import StoreWriter
 
 GIB = 1 << 30

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from moedge.offload.errors import BadStore, DiskFull
 from moedge.offload.store import manifest as manifests
-from moedge.offload.store.errors import BadStore, DiskFull
 from moedge.offload.store.manifest import HEAD_FILE, MANIFEST, layer_file
-from moedge.offload.store.new_shard_file import TensorSpec, build_header
+from moedge.offload.store.shard_file import TensorSpec, build_header
 from moedge.offload.store.store import Store
 from moedge.offload.store.writer import StoreWriter
 

@@ -10,9 +10,8 @@ from typing import Any
 from simulator import Deadlock, Parts, Race, Readers, run
 
 from moedge.offload.stream.cuda_lane import CudaLane, Event
-from moedge.offload.stream.lane import Mark, Shard
+from moedge.offload.stream.lane import Mark, Place, Ring, Shard
 from moedge.offload.stream.reader_lane import Fetch
-from moedge.offload.stream.ring import Place, Ring
 from moedge.offload.stream.staged_lane import Relay, StagedLane
 from moedge.offload.stream.stream import Arrival, ShardStream
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.offload.cuda_error import swallow_cuda_error
-from moedge.offload.slab import Pinned, address_of, allocate
+from moedge.offload.errors import swallow_cuda_error
+from moedge.offload.host_memory import Pinned, address_of, allocate
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import Shard
-from moedge.offload.stream.ring import ALIGNMENT, Place, Ring
+from moedge.offload.stream.lane import ALIGNMENT, Place, Ring, Shard
 from moedge.offload.stream.stream import ShardStream
 
 MIB = 1 << 20

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from moedge.offload.stream import reader_lane
-from moedge.offload.stream.lane import Shard, StreamBroken
-from moedge.offload.stream.reader_lane import ReaderLane
-from moedge.offload.stream.ring import ALIGNMENT, Ring
-from moedge.offload.stream.source import DirectFile, HostBytes, Source
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
+from moedge.offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
 from moedge.offload.stream.stream import ShardStream
 
 FILE = Path("weights")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.stream.ring import ALIGNMENT, Place, Ring
+from moedge.offload.stream.lane import ALIGNMENT, Place, Ring
 
 PAGES = 12
 SIZES = st.integers(1, PAGES * ALIGNMENT)

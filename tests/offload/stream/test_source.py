@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.stream.ring import ALIGNMENT
-from moedge.offload.stream.source import DirectFile, HostBytes
+from moedge.offload.stream.lane import ALIGNMENT
+from moedge.offload.stream.reader_lane import DirectFile, HostBytes
 
 CONTENT = os.urandom(5 * ALIGNMENT + 100)
 

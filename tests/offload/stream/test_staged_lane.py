@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.slab import Pinned
+from moedge.offload.host_memory import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import Shard, StreamBroken
-from moedge.offload.stream.ring import ALIGNMENT, Ring
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
 from moedge.offload.stream.staged_lane import StagedLane
 from moedge.offload.stream.stream import ShardStream
 

@@ -4,8 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from moedge.offload.stream.lane import Mark, Shard, StreamBroken
-from moedge.offload.stream.ring import ALIGNMENT, Place, Ring
+from moedge.offload.stream.lane import ALIGNMENT, Mark, Place, Ring, Shard, StreamBroken
 from moedge.offload.stream.stream import ShardStream
 
 SOURCE = bytes(range(256)) * 4096

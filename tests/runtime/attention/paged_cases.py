@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moedge.quant.kernels.launch import Launch
-from moedge.quant.kv_codec import encode
-from moedge.quant.kv_format import VECTOR_FORMATS
+from moedge.quant.kv.codec import encode
+from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.kernels.launch import Cached, attend_launches, store_launch
 from moedge.runtime.attention.kernels.operands import Features, Pages, Side
 from moedge.runtime.attention.kernels.tuning import Cut, decode_cut, extend_cut

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.quant.kv_codec import Coded
-from moedge.quant.kv_format import KV_FORMATS
+from moedge.quant.kv.codec import Coded
+from moedge.quant.kv.format import KV_FORMATS
 from moedge.runtime.attention.decode import Summed
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
-from moedge.runtime.batch import pack
+from moedge.runtime.engine.batch import pack
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.model_shape import KVGroup
 
 LENGTHS = (1, 31, 75, 32, 130, 2)
@@ -168,7 +168,7 @@ def test_a_dropped_shift_is_seen() -> None:
 def test_sums_over_many_small_sweeps(name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one piece at a time the result is the same."""
     for limit in ("JOB_NUMEL", "PARTS_NBYTES"):
-        monkeypatch.setattr(f"moedge.runtime.attention.sweeps.{limit}", 0)
+        monkeypatch.setattr(f"moedge.runtime.attention.decode_plan.{limit}", 0)
     added, add = [], Summed.add
     monkeypatch.setattr(Summed, "add", lambda self, other: (added.append(1), add(self, other))[1])
     setup = Setup((8, 2, 64), kv_format, False, name, block)

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.attention.pieces import DENSE, Pieces, Share, shares
-from moedge.runtime.attention.places import GroupPlaces
+from moedge.runtime.attention.decode_plan import DENSE, Decodings, Pieces, Share, shares
+from moedge.runtime.attention.pass_pages import GroupPlaces
 from moedge.runtime.attention.protocol import AttentionCall
-from moedge.runtime.attention.sweeps import Decodings
-from moedge.runtime.batch import Chunk
+from moedge.runtime.engine.batch import Chunk
 from moedge.runtime.kv.cache import KVCache
 
 HEADS, KV_HEADS, DIM = 8, 4, 128

@@ -7,8 +7,8 @@ import pytest
 import torch
 from paged_cases import Case
 
-from moedge.quant.kv_codec import decode, encode
-from moedge.quant.kv_format import VECTOR_FORMATS
+from moedge.quant.kv.codec import decode, encode
+from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.kernels.launch import Cached, store_launch
 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] != "0" else "cuda"

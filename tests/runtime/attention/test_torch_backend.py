@@ -5,13 +5,13 @@ import torch
 
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
-from moedge.runtime.batch import Batch, pack
-from moedge.runtime.errors import UnsupportedModel
+from moedge.runtime.engine.batch import Batch, pack
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.model_shape import KVGroup
 
 HEADS, KV_HEADS, DIM = 8, 2, 16

@@ -12,15 +12,15 @@ from test_formats import Setup, worst
 
 from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.launch import Launch
-from moedge.quant.kv_format import KV_FORMATS
+from moedge.quant.kv.format import KV_FORMATS
 from moedge.runtime.attention import pass_pages
 from moedge.runtime.attention.fresh import FreshAttention, find_varlen, read_back
 from moedge.runtime.attention.pass_pages import Fresh
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.triton_backend import TritonAttention
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="these caches are in host memory")
 AMPERE, TURING = Gpu((8, 6), 28), Gpu((7, 5), 14)

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.cgroup import MemoryGroup
-from moedge.offload.machine.driver import Driver
-from moedge.offload.machine.hardware import Gpu, Hardware
+from moedge.offload.machine.hardware import Driver, Gpu, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
-from moedge.runtime.doctor import places
+from moedge.offload.memory import MemoryGroup
+from moedge.runtime.doctor import host as places
 from moedge.runtime.doctor.finding import Finding, Verdict
-from moedge.runtime.doctor.host import HostMemoryFacts, check_memory, check_open_files
+from moedge.runtime.doctor.host import (
+    HostMemoryFacts,
+    check_hub_cache,
+    check_memory,
+    check_open_files,
+    check_state,
+    check_stores,
+)
 from moedge.runtime.doctor.packages import TorchBuild, check_packages, check_torch, find_torch
-from moedge.runtime.doctor.places import check_hub_cache, check_state, check_stores
 from moedge.runtime.doctor.speeds import check_age, speed_findings
 
 GIB = 1 << 30

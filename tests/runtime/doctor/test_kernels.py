@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from moedge.quant import bitsandbytes_kernels
 from moedge.quant.format import FORMATS
+from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.kernels import trial
-from moedge.quant.linear import Compute
+from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.runtime.doctor import kernels
 from moedge.runtime.doctor.finding import Verdict
 
@@ -22,8 +22,8 @@ def test_what_works_is_well() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Compute.linear
-    monkeypatch.setattr(Compute, "linear", lambda self, x, packed: right(self, x, packed).roll(1, 0))
+    right = ParallelMatmul.linear
+    monkeypatch.setattr(ParallelMatmul, "linear", lambda self, x, packed: right(self, x, packed).roll(1, 0))
     assert "wrong by" in kernels.check_bitsandbytes("cpu").found
     assert kernels.check_formats("cpu").verdict is Verdict.FAIL
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.reader import rows_from
-from moedge.runtime.jobs.rows import BadRow, Defaults, Row
+from moedge.runtime.rows.reader import rows_from
+from moedge.runtime.rows.row import BadRow, Defaults, Row
 
 Rows = list[Row | BadRow]
 

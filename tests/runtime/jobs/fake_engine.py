@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from moedge.runtime.engine.metrics import Metrics
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import batch_run, identity
 from moedge.runtime.jobs.batch_run import BatchRun
 from moedge.runtime.jobs.report import summarise_rows
 from moedge.runtime.jobs.request import BatchRequest
-from moedge.runtime.metrics import Metrics
-from moedge.runtime.sequence import Sequence
 from moedge.runtime.shape.model_shape import KVGroup
 
 CONTEXT, LIVE = 4096, 32

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
-from moedge.runtime.jobs.answers import Answers
-from moedge.runtime.jobs.codes import ErrorCode
-from moedge.runtime.jobs.completion import Completion, FinishReason, TokenLogprob
-from moedge.runtime.jobs.rows import BadRow, RowError
+from moedge.runtime.rows.answer_formats import Answers, Completion, FinishReason, TokenLogprob
+from moedge.runtime.rows.error_codes import ErrorCode
+from moedge.runtime.rows.row import BadRow, RowError
 
 Make = Callable[..., Any]
 ANSWERS = Answers("some/model", 1_750_000_000)

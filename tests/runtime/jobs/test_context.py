@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode, Severity
-from moedge.runtime.jobs.context import context_error
+from moedge.runtime.jobs.encode import context_error
+from moedge.runtime.rows.error_codes import ErrorCode, Severity
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 100])

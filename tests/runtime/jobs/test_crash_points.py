@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from moedge.runtime.jobs.journal import committer as committer_file
-from moedge.runtime.jobs.journal.errors import BadJournal, JournalFailed
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.state import read_state
-from moedge.runtime.jobs.new_file import NewFile
-from moedge.runtime.jobs.refusals import ExportFailed, OutputExists, OutputRefused
+from moedge.runtime.jobs.outputs import NewFile
+from moedge.runtime.settings.errors import BadJournal, ExportFailed, JournalFailed, OutputExists, OutputRefused
 
 NUM_ROWS = 12
 Outputs = dict[str, bytes]

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moedge.runtime.jobs.answers import Answers
-from moedge.runtime.jobs.codes import ErrorCode
-from moedge.runtime.jobs.completion import Completion, FinishReason
-from moedge.runtime.jobs.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.jobs.rows import BadRow, Defaults, Endpoint, Row
+from moedge.runtime.rows.answer_formats import Answers, Completion, FinishReason
+from moedge.runtime.rows.error_codes import ErrorCode
+from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
+from moedge.runtime.rows.row import BadRow, Defaults, Endpoint, Row
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rows.md").read_text()
 

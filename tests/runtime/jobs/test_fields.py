@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.codes import ErrorCode, Severity
-from moedge.runtime.jobs.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.jobs.rows import BadRow, Row
+from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
+from moedge.runtime.rows.row import BadRow, Row
 from moedge.runtime.sampling.params import SamplingParams
 
 Make = Callable[..., Any]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.journal.errors import BadJournal
 from moedge.runtime.jobs.journal.state import JobState
-from moedge.runtime.jobs.limits import Limits
+from moedge.runtime.jobs.stop import Limits
+from moedge.runtime.settings.errors import BadJournal
 
 BENCH = Path(__file__).parents[3] / "bench"
 

@@ -17,16 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.jobs import batch_run, ending, identity
-from moedge.runtime.jobs.answers import Answers
+from moedge.runtime.jobs import batch_run, identity
+from moedge.runtime.jobs import crash_marker as ending
 from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
-from moedge.runtime.jobs.limits import Limits
-from moedge.runtime.jobs.refusals import InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
 from moedge.runtime.jobs.request import GoOn
-from moedge.runtime.jobs.rows import Defaults
-from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.plan.planner import Settings
+from moedge.runtime.rows.answer_formats import Answers
+from moedge.runtime.rows.row import Defaults
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.errors import InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
 from moedge.runtime.weights.key_offsets import FILE, KeyOffsets
 
 Job = Callable[..., Any]
@@ -349,7 +350,7 @@ def test_j14_a_folder_of_a_job_that_is_a_link_or_a_file_is_refused(job: Job, row
 
 def test_a_refused_job_leaves_nothing_behind(job: Job, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("{oops\n")
-    from moedge.runtime.jobs.refusals import InputRefused
+    from moedge.runtime.settings.errors import InputRefused
 
     with pytest.raises(InputRefused):
         job()
@@ -480,7 +481,7 @@ def test_j13_power_cuts_and_clean_stops_make_no_suspects(
     for boot in range(9):
         # Every round ends with the power; each process that stops cleanly comes before it.
         monkeypatch.setattr(ending, "boot_id", lambda boot=boot: f"boot {boot}")
-        monkeypatch.setattr("moedge.runtime.jobs.ledger.boot_id", lambda boot=boot: f"boot {boot}")
+        monkeypatch.setattr("moedge.runtime.jobs.session.boot_id", lambda boot=boot: f"boot {boot}")
         with pytest.raises(KeyboardInterrupt):
             job(hook=interrupt)
         in_child(lambda: job(hook=lambda live: os.kill(os.getpid(), signal.SIGKILL)))

@@ -7,9 +7,9 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from moedge.runtime.jobs import limits as limits_file
-from moedge.runtime.jobs.limits import Limits, StopRule, steady
-from moedge.runtime.jobs.refusals import BadLimit
+from moedge.runtime.jobs import stop as limits_file
+from moedge.runtime.jobs.stop import Limits, StopRule, steady
+from moedge.runtime.settings.errors import BadLimit
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.lines import Line, read_lines
+from moedge.runtime.rows.reader import Line, read_lines
 
 LIMIT = 8
 contents = st.binary(max_size=2 * LIMIT).map(lambda line: line.replace(b"\n", b"").rstrip(b"\r"))

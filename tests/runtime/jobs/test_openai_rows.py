@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode, Severity
-from moedge.runtime.jobs.rows import BadRow, ChatPrompt, Endpoint, Message, Row, TextPrompt, TokenPrompt
+from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.row import BadRow, ChatPrompt, Endpoint, Message, Row, TextPrompt, TokenPrompt
 from moedge.runtime.sampling.params import SamplingParams
 
 Make = Callable[..., Any]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moedge.runtime.jobs.outputs import claim_output
-from moedge.runtime.jobs.refusals import OutputExists, OutputRefused
+from moedge.runtime.settings.errors import OutputExists, OutputRefused
 
 
 @pytest.fixture

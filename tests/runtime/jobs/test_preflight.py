@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs import preflight as preflight_file
-from moedge.runtime.jobs.preflight import preflight
-from moedge.runtime.jobs.reader import read_rows
-from moedge.runtime.jobs.rows import BadRow, Defaults
+from moedge.runtime.rows import preflight as preflight_file
+from moedge.runtime.rows.preflight import preflight
+from moedge.runtime.rows.reader import read_rows
+from moedge.runtime.rows.row import BadRow, Defaults
 
 GOOD = b'{"prompt":"a"}'
 BODY = b'{"messages":[{"role":"user","content":"a"}]}'
@@ -137,7 +137,7 @@ def test_memory_is_a_few_hundred_bytes_per_row_whatever_the_rows_hold(tmp_path: 
         for i in range(num_rows):
             file.write(f'{{"id":"{i:0200d}","prompt":"{i:0500d}"}}\n')
     code = (
-        "import sys; from moedge.runtime.jobs.preflight import *\n"
+        "import sys; from moedge.runtime.rows.preflight import *\n"
         "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024\n"
         "before = peak(); report = preflight(sys.argv[1], Defaults())\n"
         "print(report.num_rows, report.refused(), peak() - before)"

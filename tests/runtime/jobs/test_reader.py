@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.answers import Answers
-from moedge.runtime.jobs.codes import ErrorCode, Severity
-from moedge.runtime.jobs.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.jobs.rows import BadRow, Row
+from moedge.runtime.rows.answer_formats import Answers
+from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
+from moedge.runtime.rows.row import BadRow, Row
 
 Read = Callable[..., list[Row | BadRow]]
 WHOLE_FILE = {ErrorCode.UNSUPPORTED_ENCODING, ErrorCode.DAMAGED_GZIP}

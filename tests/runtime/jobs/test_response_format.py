@@ -9,12 +9,11 @@ import pytest
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
-from moedge.runtime.errors import MissingExtra
-from moedge.runtime.jobs.answers import Answers
-from moedge.runtime.jobs.codes import ErrorCode, Severity
-from moedge.runtime.jobs.completion import Completion, FinishReason
-from moedge.runtime.jobs.rows import BadRow, Row
-from moedge.runtime.structured.schema import ANY_OBJECT
+from moedge.runtime.rows.answer_formats import Answers, Completion, FinishReason
+from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.row import BadRow, Row
+from moedge.runtime.sampling.grammar import ANY_OBJECT
+from moedge.runtime.settings.errors import MissingExtra
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 Make = Callable[..., Any]
@@ -68,7 +67,7 @@ def test_nothing_else_may_end_json(chat: Make, other: dict[str, Any]) -> None:
 
 
 def test_a_file_of_one_schema_compiles_it_once(read: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedge.runtime.jobs import response_format
+    from moedge.runtime.rows import response_format
 
     compiled: list[str] = []
     monkeypatch.setattr(response_format, "compile_schema", compiled.append)

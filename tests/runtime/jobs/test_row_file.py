@@ -12,13 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.folder import JobFolder
-from moedge.runtime.jobs.reader import rows_from
-from moedge.runtime.jobs.refusals import InputChanged, InputUnreadable
-from moedge.runtime.jobs.row_file import RowFile
-from moedge.runtime.jobs.row_places import RowPlaces
-from moedge.runtime.jobs.rows import BadRow, Defaults, Row
-from moedge.runtime.jobs.spool import regular_input, seekable
+from moedge.runtime.jobs.folder import JobFolder, regular_input, seekable
+from moedge.runtime.rows.reader import RowFile, RowPlaces, rows_from
+from moedge.runtime.rows.row import BadRow, Defaults, Row
+from moedge.runtime.settings.errors import InputChanged, InputUnreadable
 
 LINES = st.sampled_from([
     b'{"prompt":"a"}', b'{"id":"x","prompt":"\xc3\xa9"}', b' {"prompt":"\\u00e9","top_p":5e-1,"seed":18446744073}\t',
@@ -112,7 +109,7 @@ def test_what_comes_through_a_pipe_is_kept_and_must_be_the_same_the_next_time(
     outputs: Callable[[], dict[str, bytes]],
     tmp_path: Path,
 ) -> None:
-    from moedge.runtime.jobs.limits import Limits
+    from moedge.runtime.jobs.stop import Limits
 
     rows = pack("".join(json.dumps({"id": str(row), "prompt": "x"}) + "\n" for row in range(6)).encode())
     piped(rows)

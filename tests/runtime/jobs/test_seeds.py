@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.seeds import choice_seed, row_seed
+from moedge.runtime.rows.row import choice_seed, row_seed
 
 
 def seeds_of(read: Callable[..., list[Any]], ids: list[str], **defaults: int) -> dict[str, int]:

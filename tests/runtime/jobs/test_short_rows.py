@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode, Severity
-from moedge.runtime.jobs.rows import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
+from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
 
 Make = Callable[..., Any]
 

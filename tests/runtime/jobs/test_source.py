@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.jobs.codes import ErrorCode
-from moedge.runtime.jobs.preflight import preflight
-from moedge.runtime.jobs.reader import read_rows
-from moedge.runtime.jobs.refusals import InputUnreadable
-from moedge.runtime.jobs.rows import BadRow, Defaults, Row
+from moedge.runtime.rows.error_codes import ErrorCode
+from moedge.runtime.rows.preflight import preflight
+from moedge.runtime.rows.reader import read_rows
+from moedge.runtime.rows.row import BadRow, Defaults, Row
+from moedge.runtime.settings.errors import InputUnreadable
 
 TEXT = '{"prompt":"caf\u00e9"}\r\n\r\n{"prompt":"b"}\n'
 
@@ -72,7 +72,7 @@ def test_gzip_of_several_members_is_one_file(read: Callable[..., list[Any]]) -> 
 
 def test_standard_input_is_read_as_rows() -> None:
     code = (
-        "from moedge.runtime.jobs.reader import read_rows; from moedge.runtime.jobs.rows import Defaults\n"
+        "from moedge.runtime.rows.reader import read_rows; from moedge.runtime.rows.row import Defaults\n"
         "print(*[row.id for row in read_rows('-', Defaults())])"
     )
     found = subprocess.run([sys.executable, "-c", code], input=TEXT.encode(), capture_output=True, check=True)

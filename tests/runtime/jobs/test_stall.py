@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moedge.offload.stream.lane import StreamBroken
-from moedge.runtime.jobs.stall import STALLED_EXIT_CODE, Stalled, StallGuard
+from moedge.runtime.jobs.stop import STALLED_EXIT_CODE, Stalled, StallGuard
 
 
 class Weights:

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 from openai.types import Batch
 
-from moedge.runtime.jobs.control import cancel, export_now, repair_journal
 from moedge.runtime.jobs.folder import JobFolder, JobLock
-from moedge.runtime.jobs.journal.errors import BadJournal
-from moedge.runtime.jobs.limits import Limits
-from moedge.runtime.jobs.refusals import JobMismatch, JobNotFound, OutputExists
-from moedge.runtime.jobs.registry import find_job, jobs
 from moedge.runtime.jobs.request import GoOn, resumed
-from moedge.runtime.jobs.status import JobStatus, Standing
-from moedge.runtime.plan.budgets import Budgets
+from moedge.runtime.jobs.status import JobStatus, Standing, cancel, export_now, find_job, jobs, repair_journal
+from moedge.runtime.jobs.stop import Limits
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.errors import BadJournal, JobMismatch, JobNotFound, OutputExists
 
 Job = Callable[..., Any]
 

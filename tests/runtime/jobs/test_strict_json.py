@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.codes import ErrorCode, RowFault
-from moedge.runtime.jobs.strict_json import MAX_DEPTH, MAX_NUMBER_CHARS, parse_object
+from moedge.runtime.rows.error_codes import ErrorCode, RowFault
+from moedge.runtime.rows.strict_json import MAX_DEPTH, MAX_NUMBER_CHARS, parse_object
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -2,10 +2,9 @@
 
 from cache_machine import BLOCK, CacheMachine
 
-from moedge.runtime.kv.allocator import BlockAllocator
-from moedge.runtime.kv.chain import TokenSource
+from moedge.runtime.kv.allocator import BlockAllocator, TokenSource
 from moedge.runtime.kv.group import GroupCache
-from moedge.runtime.kv.table import BlockTable
+from moedge.runtime.kv.usage import BlockTable
 
 
 class NoCopyOnWrite(CacheMachine):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.source.model_source import open_source
 
 LENGTH, SEQUENCES, TOKENS_PER_PASS = 400, 2, 64
 
@@ -23,7 +23,7 @@ def test_windowed_layers_hold_the_window_and_their_pool_is_smaller(
 ) -> None:
     settings = Settings("fp32", "none", "fp32", TOKENS_PER_PASS, SEQUENCES)
     with open_source(str(checkpoint(family))) as source:
-        plan = make_plan(source.shape, settings, 4 << 30, JobShape(SEQUENCES, LENGTH))
+        plan = make_plan(source.shape, settings, 4 << 30, Workload(SEQUENCES, LENGTH))
         groups = source.shape.kv_groups
         (full,) = (index for index, group in enumerate(groups) if group.window is None)
         (windowed,) = (index for index, group in enumerate(groups) if group.window is not None)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from moedge.offload.errors import BadCheckpoint
-from moedge.runtime.model.finite import refuse_nonfinite
+from moedge.runtime.model.loading import refuse_nonfinite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -9,7 +9,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from moedge.runtime.model.norms_seam import norm_in_pieces
+from moedge.runtime.model.weights_seam import norm_in_pieces
 
 WIDTH = 48
 NORMS: dict[str, Callable[[], nn.Module]] = {

@@ -7,26 +7,24 @@ from itertools import pairwise
 import pytest
 from known_shapes import plain_model
 
-from moedge.runtime.errors import MemoryGaveOut
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.concessions import Concessions
-from moedge.runtime.plan.device_plan import DeviceRoom
-from moedge.runtime.plan.job import JobShape
-from moedge.runtime.plan.placement import MIN_RING_EXPERTS
-from moedge.runtime.plan.plan import Plan, Settings
+from moedge.runtime.plan.degrade import FallbackPolicy
+from moedge.runtime.plan.placement import MIN_RING_EXPERTS, DeviceRoom
+from moedge.runtime.plan.plan import Plan, Settings, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.settings.errors import MemoryGaveOut
 
 RING = "experts on their way"
 GIB, MIB = 1 << 30, 1 << 20
 SHAPE = plain_model(window=128)
 # Most rows are short, so that more run together than have room at their longest, and some are parked.
-JOB = JobShape(512, 600, 20, 512 * 30, 512 * 100)
+JOB = Workload(512, 600, 20, 512 * 30, 512 * 100)
 SETTINGS = Settings(max_sequences=512, tokens_per_pass=1024)
 ROOM = DeviceRoom(3 * GIB, 100 * MIB, 300 * MIB)
 
 
-def given_up(plan: Plan, room: DeviceRoom | None) -> tuple[list[Plan], Concessions, str]:
-    concessions, plans = Concessions(SHAPE, plan, JOB, room), [plan]
+def given_up(plan: Plan, room: DeviceRoom | None) -> tuple[list[Plan], FallbackPolicy, str]:
+    concessions, plans = FallbackPolicy(SHAPE, plan, JOB, room), [plan]
     while True:
         try:
             concessions.before_passes("no memory")
@@ -71,7 +69,7 @@ def test_every_plan_that_is_left_accounts_for_its_bytes_and_takes_the_longest_ro
 
 def test_in_a_pass_the_ring_and_the_cache_stay() -> None:
     plan = make_plan(SHAPE, SETTINGS, 40 * GIB, JOB, ROOM)
-    concessions, tokens = Concessions(SHAPE, plan, JOB, ROOM), 700
+    concessions, tokens = FallbackPolicy(SHAPE, plan, JOB, ROOM), 700
     while tokens > 1:
         concessions.in_pass("no memory", tokens)
         tokens //= 2

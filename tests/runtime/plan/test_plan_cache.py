@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_shapes import plain_model
 
-from moedge.runtime.errors import DoesNotFit
 from moedge.runtime.kv.group import GroupCache
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.cache_size import CacheSize, choose_block
-from moedge.runtime.plan.job import JobShape
+from moedge.runtime.plan.cache_size import CacheSize, choose_block, largest
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
-from moedge.runtime.plan.search import largest
+from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape
 
 GIB = 1 << 30
@@ -23,7 +22,7 @@ GIB = 1 << 30
 def test_rows_that_the_plan_says_fit_do_and_longer_ones_do_not(
     gigabytes: int, longest: int, shortest: int, window: int | None
 ) -> None:
-    shape, job = plain_model(window=window), JobShape(40, longest, min(shortest, longest))
+    shape, job = plain_model(window=window), Workload(40, longest, min(shortest, longest))
     try:
         plan = make_plan(shape, Settings(), int(gigabytes * 0.25 * GIB), job)
     except DoesNotFit:

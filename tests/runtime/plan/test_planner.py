@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from known_shapes import known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.errors import DoesNotFit, SettingError
-from moedge.runtime.plan import draft as drafts
-from moedge.runtime.plan.device_plan import DeviceRoom
-from moedge.runtime.plan.job import JobShape
-from moedge.runtime.plan.packed_model import PackedModel
+from moedge.runtime.plan import candidate as drafts
+from moedge.runtime.plan.candidate import CostCache
+from moedge.runtime.plan.placement import DeviceRoom
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import WORTH, Choice, Settings, Speed, budget_range, choose
 from moedge.runtime.plan.rates import Rates
+from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
 
@@ -69,16 +69,16 @@ SETTINGS = st.builds(
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> JobShape:
+def jobs(draw: st.DrawFn) -> Workload:
     rows, prompt, output = draw(st.integers(1, 300)), draw(st.integers(1, 600)), draw(st.integers(1, 300))
-    return JobShape(rows, prompt + output, prompt + output, rows * prompt, rows * output)
+    return Workload(rows, prompt + output, prompt + output, rows * prompt, rows * output)
 
 
 ROOM = DeviceRoom(0, 100 * MIB, 300 * MIB)
 AMPLE = 1 << 40
 
 
-def attempt(shape: ModelShape, wanted: Settings, job: JobShape, tier: str, budget: int) -> Choice:
+def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budget: int) -> Choice:
     if tier == "host":
         return choose(shape, wanted, budget, job, None, SPEED)
     return choose(shape, wanted, AMPLE, job, replace(ROOM, budget_nbytes=budget), SPEED)
@@ -88,7 +88,7 @@ def attempt(shape: ModelShape, wanted: Settings, job: JobShape, tier: str, budge
 @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(
-    tier: str, shape: ModelShape, wanted: Settings, job: JobShape, share: float, more: float
+    tier: str, shape: ModelShape, wanted: Settings, job: Workload, share: float, more: float
 ) -> None:
     """Two budgets for every shape: 500 pairs by tier."""
     smallest, whole = budget_range(shape, wanted, job, ROOM if tier == "device" else None)
@@ -106,7 +106,7 @@ def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower
 @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1.5), st.floats(0, 1.5))
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slower(
-    shape: ModelShape, wanted: Settings, job: JobShape, share: float, some: float, other: float
+    shape: ModelShape, wanted: Settings, job: Workload, share: float, some: float, other: float
 ) -> None:
     """Two budgets of disk for every shape and budget of memory: 500 pairs."""
     smallest, whole = budget_range(shape, wanted, job)
@@ -138,7 +138,7 @@ def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slowe
 
 
 def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken() -> None:
-    shape, job = plain_model(), JobShape(1000, 256, 256, 128_000, 128_000)
+    shape, job = plain_model(), Workload(1000, 256, 256, 128_000, 128_000)
     for budget in range(2 * GIB, 10 * GIB, GIB):
         choice = choose(shape, Settings(), budget, job, None, SPEED)
         fastest = min(choice.seconds.values())
@@ -163,26 +163,26 @@ def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken
     ],
 )
 def test_what_the_user_sets_is_a_fixed_point(changed: dict[str, object], kept: tuple[str, object]) -> None:
-    job = JobShape(300, 300, 300, 30_000, 60_000)
+    job = Workload(300, 300, 300, 30_000, 60_000)
     plan = choose(plain_model(), Settings(**changed), 3 * GIB, job, None, SPEED).plan  # type: ignore[arg-type]
     assert getattr(plan, kept[0]) == kept[1]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 60])
 def test_no_more_sequences_than_the_user_allows(limit: int) -> None:
-    job = JobShape(300, 300, 300, 30_000, 60_000)
+    job = Workload(300, 300, 300, 30_000, 60_000)
     assert choose(plain_model(), Settings(max_sequences=limit), 8 * GIB, job, None, SPEED).plan.max_sequences <= limit
 
 
 @pytest.mark.parametrize("name", ["tokens_per_pass", "max_sequences"])
 def test_nonsense_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match=name.replace("_", "-")):
-        choose(plain_model(), Settings(**{name: 0}), 64 * GIB, JobShape(1, 10))  # type: ignore[arg-type]
+        choose(plain_model(), Settings(**{name: 0}), 64 * GIB, Workload(1, 10))  # type: ignore[arg-type]
 
 
 def test_memory_is_used_where_it_helps() -> None:
     """At most a tenth of a budget is idle as long as some weights stream."""
-    job = JobShape(2000, 256, 256, 256_000, 256_000)
+    job = Workload(2000, 256, 256, 256_000, 256_000)
     for budget in range(2 * GIB, 8 * GIB, GIB // 2):
         plan = choose(plain_model(), Settings(quant="none"), budget, job, None, SPEED).plan
         assert plan.streams
@@ -191,9 +191,9 @@ def test_memory_is_used_where_it_helps() -> None:
 
 @contextmanager
 def bound(changed: Callable[[float], float]) -> Iterator[None]:
-    least = PackedModel.least_seconds
+    least = CostCache.least_seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PackedModel, "least_seconds", lambda *arguments: changed(least(*arguments)))
+        patch.setattr(CostCache, "least_seconds", lambda *arguments: changed(least(*arguments)))
         yield
 
 
@@ -201,7 +201,7 @@ def bound(changed: Callable[[float], float]) -> Iterator[None]:
 @given(models(), SETTINGS, jobs(), st.floats(0, 1.2))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_the_choice_is_that_of_the_exhaustive_search(
-    tier: str, shape: ModelShape, wanted: Settings, job: JobShape, share: float
+    tier: str, shape: ModelShape, wanted: Settings, job: Workload, share: float
 ) -> None:
     room = ROOM if tier == "device" else None
     smallest, whole = budget_range(shape, wanted, job, room)
@@ -219,7 +219,7 @@ def test_the_choice_is_that_of_the_exhaustive_search(
 
 def test_a_bound_that_is_too_high_is_caught() -> None:
     """The control of the test above: with a bound that is none, other plans are taken."""
-    job = JobShape(1000, 768, 768, 512_000, 256_000)
+    job = Workload(1000, 768, 768, 512_000, 256_000)
     differing = 0
     for budget in range(2 * GIB, 10 * GIB, GIB):
         right = choose(plain_model(), Settings(), budget, job, None, SPEED)
@@ -240,8 +240,8 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
 
     monkeypatch.setattr(drafts, "place", counted("placed", drafts.place))
     monkeypatch.setattr(drafts, "model_shards", counted("packed", drafts.model_shards))
-    monkeypatch.setattr(PackedModel, "least_seconds", counted("candidates", PackedModel.least_seconds))
-    model, job = PackedModel(known_shape("gpt-oss-120b")), JobShape(1000, 768, 768, 512_000, 256_000)
+    monkeypatch.setattr(CostCache, "least_seconds", counted("candidates", CostCache.least_seconds))
+    model, job = CostCache(known_shape("gpt-oss-120b")), Workload(1000, 768, 768, 512_000, 256_000)
     for budget in (12, 20, 40):
         choose(model.shape, Settings(), budget * GIB, job, None, SPEED, None, model)
     assert counts["packed"] == 4
@@ -250,7 +250,7 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
 
 
 def test_a_refusal_names_the_budget_of_every_row_where_the_smallest_fits_only_some() -> None:
-    job = JobShape(200, 4000, 60, 100_000, 20_000)
+    job = Workload(200, 4000, 60, 100_000, 20_000)
     shape = plain_model()
     smallest = budget_range(shape, Settings(), job)[0]
     with pytest.raises(DoesNotFit, match=f"every row takes --ram {-(-smallest // MIB)}MiB"):

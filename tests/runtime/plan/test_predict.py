@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from known_shapes import plain_model
 
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.pass_cost import MOST_UNHIDDEN, ModelWork
 from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, largest_expert
+from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, Speed, choose
 from moedge.runtime.plan.predict import RESOURCES, predict
 from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
@@ -23,7 +23,7 @@ INSTANT = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e18}}, measured=True)
 
 
 def test_a_job_that_waits_for_the_disk_takes_its_bytes_over_the_disk_s_rate() -> None:
-    job = JobShape(64, 64, 64, 64 * 32, 64 * 32)
+    job = Workload(64, 64, 64, 64 * 32, 64 * 32)
     choice = choose(plain_model(), Settings(quant="none"), 3 * GIB, job, None, Speed(INSTANT))
     plan, told = choice.plan, choice.prediction
     assert told.binds == "disk"
@@ -37,7 +37,7 @@ def test_a_job_that_waits_for_the_disk_takes_its_bytes_over_the_disk_s_rate() ->
 
 
 def test_few_tokens_read_only_the_experts_they_want() -> None:
-    job, wanted = JobShape(1, 100, 100, 1, 99), Settings(quant="none", kv="bf16")
+    job, wanted = Workload(1, 100, 100, 1, 99), Settings(quant="none", kv="bf16")
     told = choose(plain_model(num_layers=15), wanted, 2 * GIB, job, None, Speed(INSTANT))
     dense = sum(each.numel for each in plain_model().layers[0].dense) * 2 * 15
     unheld = told.plan.weights_nbytes - told.plan.held_nbytes
@@ -47,7 +47,7 @@ def test_few_tokens_read_only_the_experts_they_want() -> None:
 
 def test_arithmetic_is_counted_by_format_and_rows() -> None:
     rates = Rates(1e15, 1e15, 1e15, NOTHING, {"none": {1: 1e10, 101: 1e12}}, measured=True)
-    job = JobShape(1, 101, 101, 1, 100)
+    job = Workload(1, 101, 101, 1, 100)
     choice = choose(plain_model(num_experts=1, per_token=1), Settings(quant="none"), 64 * GIB, job, None, Speed(rates))
     shape = plain_model(num_experts=1, per_token=1)
     matrices = sum(layer.streamed_numel for layer in shape.layers) + shape.head.numel  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def test_what_was_not_measured_is_slow() -> None:
 
 @pytest.mark.parametrize("resource", RESOURCES)
 def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
-    job, shape = JobShape(64, 64, 64, 64 * 32, 64 * 32), plain_model()
+    job, shape = Workload(64, 64, 64, 64 * 32, 64 * 32), plain_model()
     wanted = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
     plain = choose(shape, wanted, 3 * GIB, job, None, Speed()).prediction
     slowed = choose(shape, wanted, 3 * GIB, job, None, Speed(factors={"none": {resource: 3.0}})).prediction
@@ -81,7 +81,7 @@ def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
 
 def test_a_ring_of_few_experts_makes_disk_and_compute_wait_for_each_other() -> None:
     """A large ring hides the shorter of the two; the cost of a small one is a share of it, and falls as it grows."""
-    shape, job = plain_model(), JobShape(64, 64, 64, 64 * 32, 64 * 32)
+    shape, job = plain_model(), Workload(64, 64, 64, 64 * 32, 64 * 32)
     rates = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e12}}, measured=True)
     plan = choose(shape, Settings(quant="none"), 3 * GIB, job, None, Speed(rates)).plan
     work = ModelWork(shape, model_shards(shape, plan.quant, plan.dtype))
@@ -102,7 +102,7 @@ def test_a_ring_of_few_experts_makes_disk_and_compute_wait_for_each_other() -> N
 def test_where_all_prompts_at_once_would_leave_the_ring_no_room_the_plan_takes_them_in_parts() -> None:
     """Scratch of the largest passes would eat the ring, and every pass that decodes would pay for that."""
     rates = Rates(1.7e9, 1e10, 1e11, NOTHING, {"nf4": {1: 1e11, 64: 4e11}}, measured=True)
-    job = JobShape(128, 32, 32, 128 * 28, 128 * 28)
+    job = Workload(128, 32, 32, 128 * 28, 128 * 28)
     plan = choose(plain_model(), Settings(quant="nf4"), 3 * GIB // 2, job, None, Speed(rates)).plan
     assert plan.streams
     assert plan.placement.expert_ring >= DEEP_RING_EXPERTS * largest_expert(
@@ -111,7 +111,7 @@ def test_where_all_prompts_at_once_would_leave_the_ring_no_room_the_plan_takes_t
 
 
 def test_every_expert_that_streams_costs_time_besides_its_bytes() -> None:
-    shape, job, arrival_s = plain_model(), JobShape(64, 64, 64, 64 * 32, 64 * 32), 1e-3
+    shape, job, arrival_s = plain_model(), Workload(64, 64, 64, 64 * 32, 64 * 32), 1e-3
     settings = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
     slow = replace(INSTANT, overheads=replace(NOTHING, arrival_s=arrival_s))
     free, costly = (choose(shape, settings, 3 * GIB, job, None, Speed(rates)).prediction for rates in (INSTANT, slow))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.sampling.history import TokenHistory
+from moedge.runtime.sampling.draw import TokenHistory
 
 TOKENS = st.lists(st.integers(0, 30), max_size=60)
 

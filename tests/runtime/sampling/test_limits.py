@@ -3,8 +3,7 @@ import math
 
 import pytest
 
-from moedge.runtime.sampling.limits import LIMITS
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.params import LIMITS, SamplingParams
 
 ACCEPTED = {
     "max_tokens": [1, 10**6],

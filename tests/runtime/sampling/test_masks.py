@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.sampling.draw import NO_TOKEN, Draw
-from moedge.runtime.sampling.history import TokenHistory
-from moedge.runtime.sampling.masks import TokenMasks, forbid
+from moedge.runtime.sampling.adjust import TokenMasks, forbid
+from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sampling.sampler import Sampler
 

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from moedge.runtime.sampling.draw import Draw
-from moedge.runtime.sampling.history import TokenHistory
+from moedge.runtime.sampling.adjust import penalise
+from moedge.runtime.sampling.draw import Draw, TokenHistory
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sampling.penalties import penalise
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=25)

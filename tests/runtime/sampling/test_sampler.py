@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moedge.runtime.sampling.draw import NO_TOKEN, Draw
-from moedge.runtime.sampling.history import TokenHistory
+from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sampling.random import uniform
 from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler

@@ -16,9 +16,8 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
+from moedge.runtime.shape.checkpoint_shape import check_tensors, read_shape
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.contradictions import check_tensors
-from moedge.runtime.shape.folder import read_shape
 from moedge.runtime.shape.read import by_layer, kv_groups
 
 

@@ -14,12 +14,12 @@ from tiny_families import build_model, stored_numel
 from torch import nn
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
-from moedge.quant.linear import Compute
-from moedge.quant.workspace import Workspace
-from moedge.runtime.errors import UnsupportedModel
+from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.workspace import Workspace
 from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
 from moedge.runtime.model.definition import define
+from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import MOE, SUPPORTED
 from moedge.runtime.shape.model_shape import ModelShape
@@ -44,7 +44,7 @@ def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     layers = defined.get_decoder().layers
     assert len(shape.layers) == len(layers)
     for ours, theirs in zip(shape.layers, layers, strict=True):
-        LayerAssembly(theirs, model_shards(shape, "none", "fp32").layers[ours.index], Compute(Workspace(0)))
+        LayerAssembly(theirs, model_shards(shape, "none", "fp32").layers[ours.index], ParallelMatmul(Workspace(0)))
         stacked = [p for p in theirs.parameters() if p.dim() == 3]
         assert (ours.experts is None) == (not stacked)
         if ours.experts:

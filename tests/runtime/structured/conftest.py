@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.runtime.batch import Batch
-from moedge.runtime.engine import Engine
+from moedge.runtime.engine.batch import Batch
+from moedge.runtime.engine.engine import Engine
+from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
+from moedge.runtime.sampling.grammar import Grammars
 from moedge.runtime.sampling.sampler import Sampler
-from moedge.runtime.scheduler import PassLimits, Scheduler
 from moedge.runtime.shape.model_shape import KVGroup
-from moedge.runtime.structured.grammar import Grammars
 from moedge.runtime.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.errors import MissingExtra
-from moedge.runtime.structured.schema import MAX_SCHEMA_NBYTES, SchemaError, compile_schema
+from moedge.runtime.sampling.grammar import MAX_SCHEMA_NBYTES, SchemaError, compile_schema
+from moedge.runtime.settings.errors import MissingExtra
 
 
 def nested(levels: int) -> dict[str, Any]:

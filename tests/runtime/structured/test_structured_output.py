@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.engine import Engine
+from moedge.runtime.engine.engine import Engine
+from moedge.runtime.engine.mask_thread import MaskThread
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.sampling.grammar import ANY_OBJECT, Grammars, GrammarState
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.structured.grammar import Grammars
-from moedge.runtime.structured.mask_thread import MaskThread
-from moedge.runtime.structured.schema import ANY_OBJECT
-from moedge.runtime.structured.state import GrammarState
 from moedge.runtime.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB, noise_engine

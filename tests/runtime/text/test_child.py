@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.text.child import Child
-from moedge.runtime.text.frames import pack, unpack
+from moedge.runtime.text.child import Child, pack, unpack
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from moedge.runtime.text.control import ControlTokens, Span
+from moedge.runtime.text.control_tokens import ControlTokens, Span
 
 
 @pytest.fixture

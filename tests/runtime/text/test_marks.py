@@ -1,8 +1,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.text.control import Span
-from moedge.runtime.text.marks import Marks, Piece
+from moedge.runtime.text.control_tokens import Marks, Piece, Span
 
 letters = st.text(st.sampled_from("ab\U000f0000"), max_size=6)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError
 
-from moedge.runtime.text.sandbox import template_environment
+from moedge.runtime.text.template_worker import template_environment
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))

@@ -195,7 +195,7 @@ def test_an_endless_render_does_not_outlive_a_killed_parent() -> None:
     code = f"""
 import time
 from datetime import datetime
-from moedge.runtime.text.frames import pack
+from moedge.runtime.text.child import pack
 from moedge.runtime.text.template import TemplateRenderer
 worker = TemplateRenderer({BOMBS["nested loops"]!r}, {{}}, datetime.now(), limit_s=0.5)._start()
 worker.send(pack([]), time.monotonic() + 60)

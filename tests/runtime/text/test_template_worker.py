@@ -5,9 +5,8 @@ from datetime import datetime
 import pytest
 
 from moedge.runtime.text.errors import TemplateError
-from moedge.runtime.text.sandbox import template_environment
 from moedge.runtime.text.template import TemplateRenderer
-from moedge.runtime.text.template_worker import bounded_text
+from moedge.runtime.text.template_worker import bounded_text, template_environment
 
 CONFINED = """
 import os, socket, sys

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from moedge.runtime.errors import DoesNotFit
+from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.model.loading import CheckpointLoader
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.preparing import WINDOW_NBYTES, window_nbytes
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.shape.shards import model_shards
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.source.model_source import ModelSource, open_source
+from moedge.runtime.weights.preparation import WINDOW_NBYTES, window_nbytes
 
 
 def smallest(source: ModelSource) -> int:
@@ -49,7 +49,7 @@ def test_a_small_budget_packs_the_same_bytes_an_expert_at_a_time(
         windows.clear()
         # Tiny experts all fit into a MiB: hold the budget to what one of them takes.
         one = max(layer.experts.numel * 4 for layer in source.shape.layers if layer.experts)
-        monkeypatch.setattr("moedge.runtime.weights.making.window_nbytes", lambda *_: one)
+        monkeypatch.setattr("moedge.runtime.loading.prepare.window_nbytes", lambda *_: one)
         prepare(source, tmp_path / "tight", "nf4", "fp32", Budgets())
     assert max(together) == 8
     assert windows == [1] * 8 * len(together)

@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 
 from moedge.offload.store.store import Store
 from moedge.offload.store.stores import remove
-from moedge.runtime.load import load_engine
-from moedge.runtime.model_source import open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.planner import JobShape, Settings, budget_range, make_plan
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.planner import Settings, Workload, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights import routing_profile
-from moedge.runtime.weights.making import prepare
 from moedge.runtime.weights.routing_profile import FILE, Profile, kept, merge, profile_shapes
 
 SHAPES = profile_shapes([0, 4, 4])
@@ -83,7 +83,7 @@ def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
 ) -> None:
     from moedge.cli.models import show
 
-    settings, job = Settings("fp32", "none", "fp32", 32, 1, True), JobShape(1, 20)
+    settings, job = Settings("fp32", "none", "fp32", 32, 1, True), Workload(1, 20)
     store = tmp_path / "store"
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         prepare(source, store, "none", "fp32", Budgets())

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from moedge.moe.modes import Mode
-from moedge.moe.options import ExpertOptions
-from moedge.runtime.load import LoadedEngine, load_engine
-from moedge.runtime.model_source import ModelSource, open_source
-from moedge.runtime.plan.budgets import Budgets
-from moedge.runtime.plan.planner import JobShape, Plan, Settings, budget_range, make_plan
+from moedge.moe.streaming_mode import ExpertOptions, Mode
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.planner import Plan, Settings, Workload, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sequence import Sequence
-from moedge.runtime.weights.making import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.source.model_source import ModelSource, open_source
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 10
-JOB = JobShape(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+JOB = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
 
 
 def settings(quant: str) -> Settings:
@@ -105,7 +104,7 @@ def test_a_store_opens_without_its_checkpoint(checkpoint: Callable[[str], Path],
 
 
 def test_budgets_between_smallest_and_whole_all_work_and_never_hold_less(checkpoint: Callable[[str], Path]) -> None:
-    from moedge.runtime.errors import DoesNotFit
+    from moedge.runtime.settings.errors import DoesNotFit
 
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         smallest, whole = budget_range(source.shape, settings("none"), JOB)

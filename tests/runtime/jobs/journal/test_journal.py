@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedge.runtime.jobs.journal import committer as committer_file
-from moedge.runtime.jobs.journal.errors import BadJournal, JournalFailed, OtherVersion
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.record import HEAD_NBYTES, Done, Kind, decode_done, encode, encode_done, frame
 from moedge.runtime.jobs.journal.repair import repair
-from moedge.runtime.jobs.journal.state import JobState, read_state, replay
-from moedge.runtime.jobs.journal.suspicion import Ending
+from moedge.runtime.jobs.journal.state import Ending, JobState, read_state, replay
+from moedge.runtime.settings.errors import BadJournal, JournalFailed, OtherVersion
 
 NUM_ROWS = 40
 

@@ -1,0 +1,248 @@
+"""Settings that stand for many runs: flag before environment before ./moedge.toml before the user's file before
+default.
+
+An option takes part by having an environment variable `MOEDGE_...`; its key in files is that name in small letters
+with dashes. docs/configuration.md is the page for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+PROJECT_FILE = "moedge.toml"
+# A page of settings is a few kilobytes; anything large was not written for this.
+_MOST_NBYTES = 1 << 20
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or wrong; the message begins with where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`command` is "" for a setting that stands above all tables and serves every command; `place` is `FILE:LINE`."""
+
+    command: str
+    key: str
+    value: Any
+    place: str
+    folder: Path
+
+
+def config_paths() -> tuple[Path, Path]:
+    """The user's file and the one of the current folder, which counts for more."""
+    from platformdirs import user_config_path
+
+    return user_config_path("moedge") / PROJECT_FILE, Path(PROJECT_FILE)
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Nothing where there is no file. Raises ConfigError."""
+    text = _text(path)
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return list(_entries(document, path, _lines(text)))
+
+
+def _text(path: Path) -> str:
+    try:
+        if not stat.S_ISREG((status := os.stat(path)).st_mode) or status.st_size > _MOST_NBYTES:
+            raise ConfigError(f"{path}: a regular file of at most 1 MiB was wanted")
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def _entries(document: dict[str, Any], path: Path, lines: dict[tuple[str, str], int]) -> Iterator[Entry]:
+    for name, value in document.items():
+        command, inner = (name, value) if isinstance(value, dict) else ("", {name: value})
+        for key, setting in inner.items():
+            line = lines.get((command, key))
+            yield Entry(command, key, setting, f"{path}:{line}" if line else f"{path}", path.parent)
+
+
+def _lines(text: str) -> dict[tuple[str, str], int]:
+    """The line of every key by table. TOML's own reader keeps none; a table that is written inline is not found."""
+    found: dict[tuple[str, str], int] = {}
+    table = ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if header := re.match(r"\s*\[\s*[\"']?([\w-]+)[\"']?\s*\]", line):
+            table = header[1]
+        elif key := re.match(r"\s*(?:([\w-]+)\s*\.\s*)?[\"']?([\w-]+)[\"']?\s*=", line):
+            found.setdefault((key[1] or table, key[2]), number)
+    return found
+
+
+PREFIX = "MOEDGE_"
+DEFAULT = "default"
+# What `jobs resume` goes on with was begun by `batch`; commands that take a single option need no table.
+_TABLE = {"resume": "batch", "ls": "", "prune": "", "doctor": ""}
+_HELP = {"-h", "--help"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`origin` is a variable's name, `FILE:LINE` or "default"; `arguments` are what a person would have typed."""
+
+    key: str
+    value: Any
+    origin: str
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value} ({self.origin})"
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command whose options may be set outside of the command line; it says which were."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its options that may stand, by key."""
+        named = ((str(getattr(option, "envvar", None) or ""), option) for option in self.params)
+        return {_key(name): option for name, option in named if name.startswith(PREFIX)}
+
+    @property
+    def table(self) -> str:
+        """The table of files that is meant for it; "" where there is none."""
+        name = self.name or ""
+        return _TABLE.get(name, name)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing or _HELP & set(args):
+            return super().parse_args(ctx, args)
+        given = self.make_parser(ctx).parse_args(args=list(args))[0]
+        settings = [
+            setting
+            for setting in self.settings(ctx)
+            if self.options[setting.key].name not in given and setting.origin != DEFAULT
+        ]
+        rest = super().parse_args(ctx, [*(text for setting in settings for text in setting.arguments), *args])
+        if settings and not ctx.params.get("quiet") and ctx.params.get("output_format") != "json":
+            print(f"settings: {', '.join(map(str, settings))}", file=sys.stderr)
+        return rest
+
+    def settings(self, ctx: Any) -> Iterator[Setting]:
+        """What every option is where no flag says otherwise. Raises ConfigError."""
+        commands = configured_commands(ctx.find_root().command)
+        _refuse_unknown_variables(commands)
+        entries = {entry.key: entry for path in config_paths() for entry in _applying(path, self, commands, ctx)}
+        for key, option in self.options.items():
+            variable = option.resolve_envvar_value(ctx)
+            if variable is not None:
+                _meaning(option, variable, ctx, f"environment: {option.envvar}={variable}")
+                yield Setting(key, variable, option.envvar)
+            elif key in entries:
+                yield _from_file(entries[key], option)
+            else:
+                yield Setting(key, option.get_default(ctx), DEFAULT)
+
+
+def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
+    """By full name, as "jobs resume"."""
+    found = {}
+    for name, command in root.commands.items():
+        if isinstance(command, ConfiguredCommand):
+            found[name] = command
+        elif hasattr(command, "commands"):
+            found |= {f"{name} {inner}": each for inner, each in configured_commands(command).items()}
+    return found
+
+
+def _applying(path: Path, own: ConfiguredCommand, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> list[Entry]:
+    """Entries of a file for a command, the stronger ones last. Checks all of them, whomever they are for."""
+    entries = read_entries(path)
+    for entry in entries:
+        _check(entry, commands, ctx)
+    mine = [entry for entry in entries if entry.key in own.options and entry.command in ("", own.table)]
+    return sorted(mine, key=lambda entry: entry.command != "")
+
+
+def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> None:
+    tables = {command.table for command in commands.values()} - {""}
+    if entry.command and entry.command not in tables:
+        raise ConfigError(f"{entry.place}: there is no table [{entry.command}]{_nearest(entry.command, tables)}")
+    meant = [command.options for command in commands.values() if entry.command in ("", command.table)]
+    keys = {key for options in meant for key in options}
+    if entry.key not in keys:
+        where = f" of [{entry.command}]" if entry.command else ""
+        raise ConfigError(f"{entry.place}: unknown key {entry.key!r}{where}{_nearest(entry.key, keys)}")
+    for options in meant:
+        if entry.key in options:
+            _check_value(entry, options[entry.key], ctx)
+
+
+def _check_value(entry: Entry, option: Any, ctx: Any) -> None:
+    found = f"{entry.place}: {entry.key} = {_shown(entry.value)}"
+    if option.is_flag != isinstance(entry.value, bool):
+        raise ConfigError(f"{found}; wanted {'true or false' if option.is_flag else 'a value, not a truth'}")
+    if not isinstance(entry.value, str | int | float):
+        raise ConfigError(f"{found}; wanted one value")
+    if option.is_flag:
+        return
+    meant = _meaning(option, str(entry.value), ctx, found)
+    if isinstance(entry.value, str) and isinstance(meant, int | float):
+        raise ConfigError(f"{found}; wanted a number, without quotation marks")
+    if not isinstance(entry.value, str) and isinstance(meant, str | Path):
+        raise ConfigError(f"{found}; wanted text in quotation marks")
+
+
+def _meaning(option: Any, text: str, ctx: Any, found: str) -> Any:
+    """What an option makes of a text. Raises ConfigError, which begins with `found`."""
+    try:
+        return option.process_value(ctx, text)
+    except typer.BadParameter as error:
+        raise ConfigError(f"{found}; {error.message}") from None
+
+
+def _from_file(entry: Entry, option: Any) -> Setting:
+    value = entry.value
+    if _is_path(option):
+        value = str(entry.folder / Path(value).expanduser())
+    flag = max(option.opts, key=len)
+    arguments = ((flag,) if value else ()) if option.is_flag else (flag, str(value))
+    return Setting(entry.key, value, entry.place, arguments)
+
+
+def _refuse_unknown_variables(commands: Mapping[str, ConfiguredCommand]) -> None:
+    known = {option.envvar for command in commands.values() for option in command.options.values()}
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            raise ConfigError(f"environment: unknown variable {name}{_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    # The separator is what is most often mistaken, so it counts for nothing.
+    plain = {key.replace("_", "-"): key for key in known}
+    near = difflib.get_close_matches(name.replace("_", "-"), plain, n=1)
+    return f"; nearest: {plain[near[0]]}" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def _key(variable: str) -> str:
+    return variable.removeprefix(PREFIX).lower().replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _is_path(option: Any) -> bool:
+    return "dir" in option.name.split("_")

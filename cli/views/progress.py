@@ -1,0 +1,166 @@
+"""How far a job is: a bar on a terminal, a line every ten seconds elsewhere, events for scripts, or nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+from ...runtime.jobs.eta import Eta
+from .formatting import clock, duration, gib
+
+
+class SafeStream:
+    """What rich and print need of a text stream; after the first failure nothing is written any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._gone = False
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                self._stream.write(text)
+            except OSError:
+                self._gone = True
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._gone = True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+SCHEMA = "moedge.events/2"
+
+
+class Events:
+    """Prints events, or nothing where nobody asked for them."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self._stream = SafeStream(sys.stdout) if wanted else None
+
+    def emit(self, event: str, **facts: Any) -> None:
+        if self._stream is None:
+            return
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"schema": SCHEMA, "event": event, "at": at, **facts}, allow_nan=False)
+        self._stream.write(line + "\n")
+        # A line at a time, whatever the pipe: whoever reads it wants to know now.
+        self._stream.flush()
+
+
+PLAIN_INTERVAL_S = 10.0
+EVENT_INTERVAL_S = 1.0
+
+
+class ProgressView(Protocol):
+    """A context manager that is shown the pace after every pass."""
+
+    def show(self, pace: Eta) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class NoProgress:
+    def show(self, pace: Eta) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class SeldomProgress(NoProgress):
+    """Shows when `interval_s` seconds have passed since the last time."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._shown = time.monotonic()
+
+    def show(self, pace: Eta) -> None:
+        now = time.monotonic()
+        if now - self._shown >= self._interval_s:
+            self._shown = now
+            self.print(pace)
+
+    def print(self, pace: Eta) -> None:
+        raise NotImplementedError
+
+
+class PlainProgress(SeldomProgress):
+    """For logs: a line every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(PLAIN_INTERVAL_S)
+        self._console = console
+
+    def print(self, pace: Eta) -> None:
+        self._console.print(f"{pace.done:,}/{pace.total:,} rows  {rates(pace)}", markup=False, soft_wrap=True)
+
+
+class EventProgress(SeldomProgress):
+    """For scripts: an event every second."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(EVENT_INTERVAL_S)
+        self._events = events
+
+    def print(self, pace: Eta) -> None:
+        self._events.emit(
+            "progress",
+            done=pace.done,
+            failed=pace.failed,
+            rows=pace.total,
+            generated_tok_s=pace.generated_tok_s,
+            prompt_tok_s=pace.prompt_tok_s,
+            seconds_left=pace.seconds_left,
+            resident_nbytes=pace.resident_nbytes,
+        )
+
+
+class BarProgress:
+    """Rows done, tokens per second in and out, memory, time left."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("rows  {task.description}"), TimeElapsedColumn()
+        self._progress = RichProgress(*columns, console=console)
+        self._task = self._progress.add_task("starting", total=total)
+
+    def show(self, pace: Eta) -> None:
+        self._progress.update(self._task, completed=pace.done, description=rates(pace))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+def rates(pace: Eta) -> str:
+    left = (
+        "" if pace.seconds_left is None else f"  left {duration(pace.seconds_left)}, ready {clock(pace.seconds_left)}"
+    )
+    tokens = f"{pace.generated_tok_s:,.1f} tok/s out, {pace.prompt_tok_s:,.1f} in"
+    return f"{tokens}  {gib(pace.resident_nbytes)}{left}"

@@ -1,0 +1,121 @@
+"""KV cache formats on paper: which planes a record has, where they lie, how many bytes they take. Torch-free.
+
+The one definition that planner, codec and attention kernels share. A record is one block of N tokens in one layer with
+H KV heads of D elements, keys and values together; it is head-major, so that one head of one block is one run of bytes.
+
+| plane            | native           | int8             | int4               |
+|------------------|------------------|------------------|--------------------|
+| `codes`          | float  [H, N, D] | int8   [H, N, D] | uint8 [H, N, D/2]  |
+| `scales`         |                  | fp16   [H, 1, N] | fp16  [H, 2, N]    |
+| `zeros`          |                  |                  | fp16  [H, 2, N]    |
+
+int8: element = code * scale, code in -127 to 127.
+int4: element = code * scales[g] + zeros[g], code in 0 to 15. Elements 0 to D/2 are group 0, in the low bits of a byte,
+the others group 1, in the high bits: a kernel takes two half-width dots, and the groups need no interleaving.
+
+A token's codes depend on that token alone (scales per token and head), so blocks can be appended to, shared, copied and
+moved without being coded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ..format import FormatError, Plane, end_of, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """How one vector (a head of a token, D elements) is stored: `packed` elements per code, `groups` of one scale."""
+
+    name: str
+    code: str
+    packed: int = 1
+    groups: int = 0
+    has_zeros: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        return self.groups > 0
+
+
+VECTOR_FORMATS: Mapping[str, VectorFormat] = MappingProxyType(
+    {
+        "fp32": VectorFormat("fp32", "float32"),
+        "bf16": VectorFormat("bf16", "bfloat16"),
+        "fp16": VectorFormat("fp16", "float16"),
+        "int8": VectorFormat("int8", "int8", groups=1),
+        "int4": VectorFormat("int4", "uint8", packed=2, groups=2, has_zeros=True),
+    }
+)
+KV_FORMATS = ("bf16", "fp16", "fp32", "int8", "int8/int4", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """Formats of keys and values."""
+
+    keys: VectorFormat
+    values: VectorFormat
+
+    @classmethod
+    def parse(cls, name: str) -> KVFormat:
+        """`int8` for both, `int8/int4` for keys/values. Raises FormatError."""
+        if name not in KV_FORMATS:
+            raise FormatError(f"KV format {name!r} is unknown; use one of {', '.join(KV_FORMATS)}.")
+        keys, _, values = name.partition("/")
+        return cls(VECTOR_FORMATS[keys], VECTOR_FORMATS[values or keys])
+
+
+class VectorPlanes(NamedTuple):
+    """Where the parts of keys, or of values, lie in a record; None for those that the format does not have."""
+
+    codes: Plane
+    scales: Plane | None
+    zeros: Plane | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """The record of one block in one layer: offsets in bytes, every plane on a multiple of 64."""
+
+    format: KVFormat
+    keys: VectorPlanes
+    values: VectorPlanes
+    nbytes: int
+
+    @classmethod
+    def of(cls, format: KVFormat, kv_heads: int, head_dim: int, block: int) -> RecordLayout:
+        """Raises FormatError for a head size that the format cannot hold."""
+        for vectors in (format.keys, format.values):
+            if head_dim % vectors.packed:
+                raise FormatError(
+                    f"A head of {head_dim} elements was found; {vectors.name} wants a multiple of {vectors.packed}."
+                    " Use --kv int8."
+                )
+        parts = {"keys": format.keys, "values": format.values}
+        named = [
+            (f"{side}.{name}", dtype, shape)
+            for name in ("codes", "scales", "zeros")
+            for side, vectors in parts.items()
+            for dtype, shape in _tensors(vectors, name, kv_heads, head_dim, block)
+        ]
+        planes = {plane.name: plane for plane in lay_out(named)}
+        keys, values = (
+            VectorPlanes(planes[f"{side}.codes"], planes.get(f"{side}.scales"), planes.get(f"{side}.zeros"))
+            for side in parts
+        )
+        return cls(format, keys, values, end_of(planes.values()))
+
+
+def _tensors(
+    vectors: VectorFormat, name: str, kv_heads: int, head_dim: int, block: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """dtype and shape of one plane, nothing where the format does not have it."""
+    if name == "codes":
+        yield vectors.code, (kv_heads, block, head_dim // vectors.packed)
+    elif vectors.quantized and (name == "scales" or vectors.has_zeros):
+        yield "float16", (kv_heads, vectors.groups, block)

@@ -1,0 +1,80 @@
+"""The frame that quantized keys are kept in: less a fixed offset per head, then rotated.
+
+Both leave attention as it is: a rotation of queries and keys does not change their products, and an offset that is the
+same for all keys shifts all scores of a query alike, which softmax does not see. Rotating spreads outlier channels
+(QuaRot, arXiv 2404.00456), the offset takes away what biases of key projections add to every token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotation(dim: int) -> Tensor:
+    """Orthonormal [dim, dim], float32. A power of two gives Sylvester's Hadamard matrix.
+
+    For other sizes (80, 96) it is the Kronecker product of the largest Hadamard matrix whose order divides `dim` and a
+    cosine transform of the odd rest, so that no part of the vector keeps its outliers to itself.
+    """
+    order = dim & -dim
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    for _ in range(order.bit_length() - 1):
+        matrix = torch.kron(step, matrix)
+    return torch.kron(_cosines(dim // order), matrix).float()
+
+
+def _cosines(dim: int) -> Tensor:
+    """The orthonormal DCT-II [dim, dim]."""
+    index = torch.arange(dim, dtype=torch.float64)
+    matrix = torch.cos(math.pi / dim * torch.outer(index, index + 0.5)) * math.sqrt(2 / dim)
+    matrix[0] /= math.sqrt(2)
+    return matrix
+
+
+# Rows that are rotated together where bits must not depend on how many there are; padded with zeros.
+TILE = 256
+
+
+class KeyTransform:
+    """`offsets` [layers, H, D]: what is taken off every key of a layer and head; zeros where nothing was measured.
+
+    `tiled` rotates TILE vectors at a time in one place, so that a vector's bits depend on that vector alone.
+    """
+
+    def __init__(self, offsets: Tensor, tiled: bool = False) -> None:
+        dim = offsets.shape[-1]
+        self.offsets = offsets.float()
+        self.rotation = rotation(dim).to(offsets.device)
+        self._tile = self.rotation.new_zeros(2, TILE, dim) if tiled else None
+
+    def keys(self, layer: int, k: Tensor) -> Tensor:
+        """k [T, H, D] as it is to be stored, float32."""
+        return self._rotate(k.float() - self.offsets[layer])
+
+    def queries(self, q: Tensor) -> Tensor:
+        """q [T, Hq, D] whose products with stored keys are those of q with k less its offset, float32."""
+        return self._rotate(q.float())
+
+    def shifts(self, layer: int, q: Tensor) -> Tensor:
+        """q · offset [T, Hq], float32: what scores lack; needed wherever they are more than softmax's input."""
+        offsets = self.offsets[layer]
+        grouped = q.float().view(len(q), len(offsets), -1, q.shape[-1])
+        return (grouped * offsets.unsqueeze(1)).sum(-1).flatten(1)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        if self._tile is None:
+            return x @ self.rotation
+        rows = x.reshape(-1, x.shape[-1])
+        rotated = torch.empty_like(rows)
+        tile, product = self._tile
+        for start in range(0, len(rows), TILE):
+            part = rows[start : start + TILE]
+            tile[: len(part)].copy_(part)
+            tile[len(part) :].zero_()
+            torch.mm(tile, self.rotation, out=product)
+            rotated[start : start + TILE].copy_(product[: len(part)])
+        return rotated.view(x.shape)

@@ -1,0 +1,99 @@
+"""Products of activations with packed matrices, on whatever device they are. Knows kernels and when each is best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..formats import int4, int8
+from ..formats.codec import CODECS
+from ..scratch import TILE, is_direct, strip_rows
+from ..tensor import PackedTensor, dtype_name
+from .workspace import Scratch, Workspace
+
+# Rows up to which torch's kernels on codes are taken where nothing was measured (few_rows.py).
+FEW_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24})
+
+
+class Matmul:
+    """How activations meet packed matrices: as fast as possible, or so that a row's bits depend on that row alone.
+
+    `deterministic`: one kernel per format whatever the number of rows; rows go through it TILE at a time, copied to
+    the same place and padded with zeros, so that every call has the same shapes, strides and alignment. What is then
+    left to vary is the machine, its libraries and its number of threads. Plain products do differ: the same row
+    among 1 and 64, or 64 and 300 others, meets other kernels that sum in another order.
+
+    `integer`: matrices in int8 meet activations rounded to int8, each row with a scale of its own (W8A8). Integer sums
+    are exact, so such products are deterministic as they are.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        deterministic: bool = False,
+        integer: bool = False,
+        few_rows: Mapping[str, int] = FEW_ROWS,
+    ) -> None:
+        self.workspace = workspace
+        self.deterministic = deterministic
+        self.integer = integer
+        self.few_rows = few_rows
+
+    def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, K] times packed [N, K] transposed, plus bias [N]: [T, N] in x's dtype, any weight dtype.
+
+        In `out` where given: rows without gaps, in other memory than x. Raises FormatError if the workspace is too
+        small for such a product (scratch.scratch_nbytes).
+        """
+        y = x.new_empty(len(x), packed.shape[0]) if out is None else out
+        if self.integer and packed.layout.format == "int8":
+            int8.multiply_integers(x, packed.planes, y)
+        elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
+            torch.mm(x, packed.planes[0].t(), out=y)
+        elif not self.deterministic and (multiply := self._kernel(x, packed)):
+            y.copy_(multiply(x, packed.planes)[:, : y.shape[1]])
+        else:
+            self._multiply_strips(x, packed, y)
+        return y if bias is None else y.add_(bias)
+
+    def _kernel(self, x: Tensor, packed: PackedTensor) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor] | None:
+        """The kernel that multiplies by codes as they lie, where there is one and rows are few.
+
+        In float32 and float16 these kernels are slower than widening even for one row.
+        """
+        name = packed.layout.format
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.few_rows.get(name, 0):
+            return None
+        if name == "int8":
+            return int8.multiply
+        return int4.multiply if int4.has_kernel() else None
+
+    def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
+        scratch = self.workspace.cut(packed.layout, x.dtype, self.deterministic)
+        direct = is_direct(packed.layout, dtype_name(x.dtype))
+        codec = CODECS[packed.layout.format]
+        # Slices, since torch.split costs eight times as much as one of them.
+        for start in range(0, packed.shape[0], rows := strip_rows(packed.layout)):
+            planes = packed.rows(strip := slice(start, start + rows))
+            part = y[:, strip]
+            weight, factor = (planes[0], None) if direct else codec.factor(planes, *scratch[:2])
+            weight = weight[: part.shape[1]]
+            if self.deterministic:
+                _multiply_tiles(x, weight, part, scratch)
+            else:
+                torch.mm(x, weight.t(), out=part)
+            if factor is not None:
+                part.mul_(factor)
+
+
+def _multiply_tiles(x: Tensor, weight: Tensor, y: Tensor, scratch: Scratch) -> None:
+    product = scratch.y[:, : len(weight)]
+    for start in range(0, len(x), TILE):
+        rows = x[start : start + TILE]
+        scratch.x[: len(rows)].copy_(rows)
+        scratch.x[len(rows) :].zero_()
+        torch.mm(scratch.x, weight.t(), out=product)
+        y[start : start + TILE].copy_(product[: len(rows)])

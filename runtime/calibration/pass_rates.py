@@ -1,0 +1,174 @@
+"""How fast this machine does what a pass does besides single products: experts side by side, and attention.
+
+For its profile, beside weight_rates.py; named as predictions look them up (plan/rates.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import cycle
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ...offload.machine.timing import Case, best_seconds, measure_rates
+from ...quant.format import FORMATS
+from ...quant.kv.format import KV_FORMATS
+from ...quant.matmul.gemv import measure_few_rows
+from ...quant.matmul.matmul import Matmul
+from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.workspace import Workspace
+from ...quant.scratch import scratch_nbytes
+from ...quant.tensor import PackedTensor, dtype_name, pack
+from ..attention.protocol import AttentionCall
+from ..attention.torch_backend import TorchAttention
+from ..engine.batch import pack as pack_batch
+from ..engine.sequence import Sequence
+from ..kv.cache import KVCache
+from ..kv.pool import KVPool
+from ..kv.spec import KVSpec
+from ..plan.rates import ATTENTION, TOGETHER, WIDE
+from ..sampling.params import SamplingParams
+from ..shape.model_shape import KVGroup
+
+EXPERT_ROWS = (1, 16, 64, 256)
+EXPERT_SHAPE = (1024, 2048)
+# Enough that every thread has several, and that none is still in a cache when it comes again.
+NUM_EXPERTS = 32
+WIDE_ROWS = (1, 16, 128, 1024)
+# Query heads, KV heads, head size; tokens that are looked back to; sequences side by side.
+HEADS, KV_HEADS, HEAD_DIM = 16, 4, 128
+LOOKED_AT = 512
+SEQUENCES = 16
+CHUNK = 256
+_SECONDS = 0.05
+
+
+@torch.inference_mode()
+def pass_rates() -> dict[str, dict[int, float]]:
+    """FLOP/s on the processor by what is computed, then by rows: of an expert, or of one sequence's queries."""
+    rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in FORMATS}
+    rates[WIDE] = _wide()
+    rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
+    return rates | {ATTENTION.format(name): _attention(name) for name in KV_FORMATS}
+
+
+def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
+    packed = pack(torch.randn(EXPERT_SHAPE).to(dtype), format_name)
+    experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
+    nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
+    workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
+    compute = ParallelMatmul(workspaces[0], few_rows=measure_few_rows(format_name), helpers=workspaces[1:])
+    flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
+    rates = {}
+    for rows in EXPERT_ROWS:
+        x = torch.randn(rows, EXPERT_SHAPE[1]).to(dtype)
+        rates[rows] = rows * flop / best_seconds(partial(compute.share, experts, partial(_multiply, x)), _SECONDS)
+    return rates
+
+
+def _multiply(x: torch.Tensor, expert: PackedTensor, products: Matmul) -> None:
+    products.linear(x, expert)
+
+
+def _wide() -> dict[int, float]:
+    """Products in float32, that weights in few bits are widened to when arithmetic is."""
+    weights = cycle([torch.randn(EXPERT_SHAPE) for _ in range(8)])
+    flop = 2 * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
+
+    def case(rows: int) -> Callable[[], None]:
+        x = torch.randn(rows, EXPERT_SHAPE[1])
+
+        def multiply() -> None:
+            torch.mm(x, next(weights).t())
+
+        return multiply
+
+    return measure_rates({WIDE: case}, WIDE_ROWS, flop, _SECONDS)[WIDE]
+
+
+def _attention(kv_format: str) -> dict[int, float]:
+    """One token each of many sequences, and a piece of a prompt."""
+    dtype = torch.float32 if kv_format == "fp32" else torch.float16 if kv_format == "fp16" else torch.bfloat16
+    return {
+        1: _attention_rate(kv_format, dtype, SEQUENCES, 1),
+        CHUNK: _attention_rate(kv_format, dtype, 2, CHUNK),
+    }
+
+
+def _attention_rate(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) -> float:
+    attend = _attend(kv_format, dtype, num_sequences, count)
+    looked_at = num_sequences * sum(range(LOOKED_AT - count + 1, LOOKED_AT + 1))
+    return 4 * looked_at * HEADS * HEAD_DIM / best_seconds(attend, _SECONDS)
+
+
+def _attend(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) -> Callable[[], object]:
+    spec = KVSpec(KVGroup((0,), KV_HEADS, HEAD_DIM, None), kv_format)
+    blocks = spec.blocks_for(LOOKED_AT)
+    attention = TorchAttention(KVCache([KVPool(spec, num_sequences * blocks)]), dtype, tiled=False)
+    chosen = []
+    for index in range(num_sequences):
+        sequence = Sequence([0] * LOOKED_AT, SamplingParams(1))
+        sequence.table.blocks = [list(range(index * blocks, (index + 1) * blocks))]
+        sequence.table.num_tokens = LOOKED_AT - count
+        chosen.append((sequence, count))
+    batch, rows = pack_batch(chosen), num_sequences * count
+    q = torch.randn(rows, HEADS, HEAD_DIM).to(dtype)
+    k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+    return lambda: attention.attend(AttentionCall(0, HEAD_DIM**-0.5), q, k, v, batch)
+
+
+ROWS = (1, 4, 16, 64, 256, 1024)
+# Rows of activations rounded to int8, which `--compute int8` multiplies; no format of its own.
+INTEGER = "int8xint8"
+SHAPE = (1536, 2048)
+# So many bytes of matrices take turns that none is still in a cache when it comes again, as none is in a model.
+POOL_NBYTES = 192 << 20
+_SECONDS_EACH = 0.06
+
+WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in FORMATS}, INTEGER: "int8"})
+
+
+@torch.inference_mode()
+def weight_rates(device: str = "cpu") -> dict[str, dict[int, float]]:
+    """FLOP/s of bfloat16 rows times matrices of an expert's size, all of torch's threads at work.
+
+    By format of the weights (and "int8xint8" on a CPU), then by rows. A few seconds.
+    """
+    rates: dict[str, dict[int, float]] = {}
+    for name, format_name in WAYS.items():
+        if name != INTEGER or device == "cpu":
+            case = _case(name == INTEGER, format_name, device)
+            rates |= measure_rates({name: case}, ROWS, 2 * SHAPE[0] * SHAPE[1], _SECONDS_EACH)
+    return rates
+
+
+def _case(integer: bool, format_name: str, device: str) -> Case:
+    matrices = cycle(_matrices(format_name, device))
+    first = next(matrices)
+    nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
+    few_rows = measure_few_rows(format_name) if device == "cpu" else {}
+    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, few_rows=few_rows)
+
+    def case(num_rows: int) -> Callable[[], None]:
+        x = torch.randn(num_rows, SHAPE[1], device=device).bfloat16()
+        y = x.new_empty(num_rows, SHAPE[0])
+        return partial(_multiply_by, compute, x, y, matrices)
+
+    return case
+
+
+def _multiply_by(compute: ParallelMatmul, x: Tensor, y: Tensor, matrices: Iterator[PackedTensor]) -> None:
+    compute.linear(x, next(matrices), out=y)
+    if y.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _matrices(format_name: str, device: str) -> list[PackedTensor]:
+    packed = pack(torch.randn(SHAPE).bfloat16(), format_name)
+    count = -(-POOL_NBYTES // packed.nbytes)
+    return [
+        PackedTensor(packed.layout, tuple(plane.to(device, copy=True) for plane in packed.planes)) for _ in range(count)
+    ]

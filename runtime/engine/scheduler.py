@@ -1,0 +1,195 @@
+"""Which sequences take part in the next pass, with how many tokens. Knows no model and no tensor's contents.
+
+Continuous batching with chunked prompts (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024): decode tokens of all live
+sequences first, then prompt tokens, up to `tokens_per_pass`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ..kv.cache import KVCache
+from ..sampling.draw import NO_TOKEN, Sampled
+from .batch import Batch, pack
+from .sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """Most tokens and sequences of a pass."""
+
+    tokens_per_pass: int
+    max_sequences: int
+
+    @property
+    def live(self) -> int:
+        """Every live sequence decodes one token a pass, so there are never more of them than tokens."""
+        return min(self.max_sequences, self.tokens_per_pass)
+
+
+@dataclass(slots=True)
+class ScheduleCounts:
+    """What memory made the scheduler do, and what sharing saved it."""
+
+    preemptions: int = 0
+    # Of those, how many left their blocks in host memory.
+    parked: int = 0
+    # Tokens that were stored, lost to a preemption, and computed again.
+    recomputed_tokens: int = 0
+    # Prompt tokens that were found in the cache, or shared by the samples of one prompt, and not computed.
+    prefix_hit_tokens: int = 0
+
+
+class Scheduler:
+    """`waiting` and `running` are in order of age; the oldest sequence is never preempted, so every schedule ends."""
+
+    def __init__(self, limits: PassLimits, cache: KVCache) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.counts = ScheduleCounts()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def hungry(self) -> bool:
+        """Whether more sequences should be added, so that none of the live places stays empty."""
+        return len(self.waiting) < self.limits.live
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises ValueError for a sequence that could never be stored: callers check `cache.fits` first."""
+        longest = max(each.max_tokens for each in (sequence, *sequence.forks))
+        if not self.cache.fits(longest):
+            raise ValueError(f"{longest} tokens never fit into the {self.cache.nbytes:,} bytes of the KV cache")
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Batch:
+        """The next pass; has at least one chunk whenever `busy`."""
+        draft = _Draft(self.limits.tokens_per_pass)
+        preemptions = self.counts.preemptions
+        # Decoding sequences have one pending token and come first, each group in order of age.
+        for sequence in sorted(self.running, key=lambda running: running.num_pending > 1):
+            if sequence.status is SequenceStatus.RUNNING and draft.tokens_left:
+                self._continue(sequence, draft)
+        # Only now: until here a sequence that was chosen could still be preempted, and its blocks never be filled.
+        for sequence in draft.chosen:
+            self.cache.publish(sequence.table, sequence.tokens)
+        if self.counts.preemptions == preemptions:
+            self._admit(draft)
+        self._limit_forks(draft)
+        return pack(list(draft.chosen.items()))
+
+    def commit(self, batch: Batch, samples: Sampled) -> list[Sequence]:
+        """Books the pass: tokens stored, tokens sampled; returns the sequences that it finished."""
+        for chunk in batch.chunks:
+            self.cache.store(chunk.sequence.table, chunk.count)
+            if chunk.forks:
+                self._fork(chunk.sequence)
+        for index, (sequence, token_id) in enumerate(zip(batch.sampling, samples.token_ids.tolist(), strict=True)):
+            if token_id == NO_TOKEN:
+                sequence.fail()
+            else:
+                sequence.append(token_id, samples.logprobs.get(index))
+        finished = [sequence for sequence in self.running if sequence.finished]
+        for sequence in finished:
+            self.cache.release(sequence.table)
+        self.running = [sequence for sequence in self.running if not sequence.finished]
+        return finished
+
+    def forget_parked(self) -> None:
+        """Sequences that wait in host memory are computed again, and none is parked any more."""
+        for sequence in self.waiting:
+            self.cache.drop_parked(sequence.table)
+        self.cache.host = None
+
+    def _continue(self, sequence: Sequence, draft: _Draft) -> None:
+        """Gives a running sequence its tokens of the pass, at the cost of the youngest where nothing else is left."""
+        if sequence.num_pending == 1 and self.cache.grow_in_place(sequence.table):
+            draft.choose(sequence, 1)
+            return
+        while (room := self.cache.room(sequence.table)) < 1:
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            draft.drop(youngest)
+            if youngest is sequence:
+                return
+        count = min(sequence.num_pending, draft.tokens_left, room)
+        self.cache.grow(sequence.table, sequence.table.num_tokens + count)
+        draft.choose(sequence, count)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks; it waits at the head of the queue, parked or to be computed again."""
+        self.running.remove(sequence)
+        sequence.num_lost = sequence.table.num_tokens
+        self.counts.parked += self.cache.set_aside(sequence.table)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+        self.counts.preemptions += 1
+
+    def _admit(self, draft: _Draft) -> None:
+        """Starts sequences in order of age, as long as there are tokens, places and blocks for the next one.
+
+        A block for each running sequence is left to grow into: without it, admitting one soon preempts another.
+        """
+        claimed = sum(1 + len(sequence.forks) for sequence in self.running)
+        while draft.tokens_left and self.waiting:
+            sequence = self.waiting[0]
+            table, claim = sequence.table, min(1 + len(sequence.forks), self.limits.live)
+            if claimed + claim > self.limits.live:
+                return
+            if not self.cache.open(table, sequence.tokens, sequence.num_tokens, spare=claimed):
+                return
+            claimed += claim
+            self.waiting.popleft()
+            self._count_opened(sequence)
+            count = min(sequence.num_pending, draft.tokens_left, self.cache.room(table))
+            self.cache.grow(table, table.num_tokens + count)
+            self.cache.publish(table, sequence.tokens)
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+            draft.choose(sequence, count)
+
+    def _count_opened(self, sequence: Sequence) -> None:
+        if sequence.num_lost:
+            self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.table.num_tokens)
+            sequence.num_lost = 0
+        elif not sequence.output_ids:
+            self.counts.prefix_hit_tokens += sequence.table.num_tokens
+
+    def _limit_forks(self, draft: _Draft) -> None:
+        """Samples that would be more than a pass can hold wait: they find most of their prompt in the cache."""
+        places = self.limits.live - len(self.running)
+        for sequence, count in draft.chosen.items():
+            if sequence.forks and count == sequence.num_pending:
+                waiting = sequence.forks[max(places, 0) :]
+                sequence.forks = sequence.forks[: max(places, 0)]
+                places -= len(sequence.forks)
+                self.waiting.extendleft(reversed(waiting))
+
+    def _fork(self, sequence: Sequence) -> None:
+        """The samples of one prompt part here: each takes its first token from the same logits."""
+        for fork in sequence.forks:
+            fork.table = self.cache.fork(sequence.table)
+            fork.status = SequenceStatus.RUNNING
+            self.counts.prefix_hit_tokens += len(fork.prompt_ids)
+        self.running += sequence.forks
+        sequence.forks = []
+
+
+class _Draft:
+    """The pass being made: tokens of each chosen sequence, and how many are left to give."""
+
+    def __init__(self, tokens_per_pass: int) -> None:
+        self.tokens_left = tokens_per_pass
+        self.chosen: dict[Sequence, int] = {}
+
+    def choose(self, sequence: Sequence, count: int) -> None:
+        self.chosen[sequence] = count
+        self.tokens_left -= count
+
+    def drop(self, sequence: Sequence) -> None:
+        self.tokens_left += self.chosen.pop(sequence, 0)

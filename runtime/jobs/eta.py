@@ -1,0 +1,94 @@
+"""How fast a job is going and when it will be ready. Arithmetic for whoever shows progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...offload.memory import host_resident
+from ..engine.metrics import Metrics
+
+# The weight of the newest window in what a pass takes: a machine that slows down shows within a minute.
+_NEWEST = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run has before it: rows of the whole job and those that have answers, tokens to compute at most."""
+
+    rows: int
+    done: int
+    prompt_tokens: int
+    max_generated_tokens: int
+    tokens_per_pass: int
+
+
+class Eta:
+    """Rates over the last `window_s` seconds, and a forecast that every pass corrects.
+
+    Time is passes times seconds per pass: a pass costs about the same whatever it carries. How many are left follows
+    from the tokens left: at most so many fit a pass, and each sequence of it makes one. How long answers are
+    is learned from those that are finished; before the first one they are taken to be as long as they may be.
+    """
+
+    def __init__(self, work: Work, window_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = work.rows
+        self.done = work.done
+        self.failed = 0
+        self.prompt_tok_s = 0.0
+        self.generated_tok_s = 0.0
+        self._work = work
+        self._window_s = window_s
+        self._clock = clock
+        self._mark = (clock(), Metrics())
+        self._pass_seconds: float | None = None
+        self._sequences = 1.0
+        self._left: float | None = None
+
+    def update(self, done: int, failed: int, metrics: Metrics) -> None:
+        now = self._clock()
+        since, before = self._mark
+        self.done, self.failed = done, failed
+        first = self._pass_seconds is None
+        if metrics.passes == before.passes or (now - since < self._window_s and not first):
+            return
+        seconds, passes = max(now - since, 1e-9), metrics.passes - before.passes
+        self.prompt_tok_s = (metrics.prompt_tokens - before.prompt_tokens) / seconds
+        self.generated_tok_s = (metrics.generated_tokens - before.generated_tokens) / seconds
+        newest = seconds / passes
+        self._pass_seconds = newest if self._pass_seconds is None else _blend(self._pass_seconds, newest)
+        self._sequences = max(1.0, (metrics.generated_tokens - before.generated_tokens) / passes)
+        self._mark = (now, _counters(metrics))
+        self._left = self._forecast(metrics)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None before the first pass."""
+        if self._left is None:
+            return None
+        return max(0.0, self._left - (self._clock() - self._mark[0]))
+
+    @property
+    def resident_nbytes(self) -> int:
+        return host_resident()
+
+    def _forecast(self, metrics: Metrics) -> float:
+        """Seconds from now, with what is known now."""
+        finished = metrics.finished_limit
+        share = metrics.finished_tokens / finished if finished else 1.0
+        generate = max(0.0, self._work.max_generated_tokens * share - metrics.generated_tokens)
+        prompt = max(0, self._work.prompt_tokens - metrics.prompt_tokens)
+        passes = max(generate / self._sequences, (generate + prompt) / self._work.tokens_per_pass)
+        return passes * (self._pass_seconds or 0.0)
+
+
+def _blend(old: float, newest: float) -> float:
+    return (1 - _NEWEST) * old + _NEWEST * newest
+
+
+def _counters(metrics: Metrics) -> Metrics:
+    """The sums that rates are made of, as they are now."""
+    return Metrics(
+        passes=metrics.passes, prompt_tokens=metrics.prompt_tokens, generated_tokens=metrics.generated_tokens
+    )

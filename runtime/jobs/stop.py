@@ -1,0 +1,158 @@
+"""When a job stops before its end, because it was told to."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Protocol
+
+from ...offload.stream.lane import StreamBroken
+from ...offload.stream.watchdog import LIMIT_SECONDS, Watchdog
+from ..settings.errors import BadLimit
+
+
+def steady() -> float:
+    """Seconds that go on in a suspended machine, and do not jump with the wall clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """As the user said them: a time of day, rows of this run, failed rows of the job as a number or a share of all."""
+
+    until: str | None = None
+    max_rows: int | None = None
+    max_failures: str | None = None
+
+    def seconds_until(self, now: datetime) -> float | None:
+        """From `now` to the next time that clocks show `until`. Raises BadLimit."""
+        if self.until is None:
+            return None
+        try:
+            wanted = datetime.strptime(self.until, "%H:%M").time()
+        except ValueError:
+            raise BadLimit(f"--until {self.until} is no time of day; give hours and minutes, such as 07:00") from None
+        local = now.astimezone()
+        # Of naive times, so that the day on which clocks change has its own length.
+        days = (datetime.combine(local.date() + timedelta(days=day), wanted).astimezone() for day in range(3))
+        return min((at - local).total_seconds() for at in days if at > local)
+
+    def failures(self, num_rows: int) -> int | None:
+        """How many rows may fail. Raises BadLimit."""
+        if self.max_failures is None:
+            return None
+        text = self.max_failures.removesuffix("%")
+        if not text.replace(".", "", 1).isdecimal() or ("." in text and text == self.max_failures):
+            raise BadLimit(f"--max-failures {self.max_failures} is neither a number of rows nor a share: 10, or 5%")
+        return int(text) if text == self.max_failures else int(float(text) * num_rows / 100)
+
+
+class StopRule:
+    """Limits of one run, from the moment it is made. `clock` counts seconds and never goes back. Raises BadLimit."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = steady) -> None:
+        seconds = limits.seconds_until(datetime.now())
+        limits.failures(1)
+        self._limits = limits
+        self._clock = clock
+        self._deadline = None if seconds is None else clock() + seconds
+
+    def reason(self, num_failed: int, num_rows: int) -> str | None:
+        """Why to stop now; None to go on."""
+        if self._deadline is not None and self._clock() >= self._deadline:
+            return f"it is {self._limits.until}"
+        allowed = self._limits.failures(num_rows)
+        if allowed is not None and num_failed > allowed:
+            return f"{num_failed:,} rows failed, at most {allowed:,} may"
+        return None
+
+
+# How long the passes have to notice that their bytes will not come; after that nobody is left to end the process.
+GRACE_SECONDS = 0.8
+# Of a stop by the watchdog; the same as of any other stop that is not the user's fault and can be gone on with.
+STALLED_EXIT_CODE = 75
+
+
+class Stalled(Exception):
+    """The run stood still; nothing that was confirmed is lost."""
+
+
+class Weights(Protocol):
+    """Where weights come from during passes."""
+
+    @property
+    def nbytes_moved(self) -> int:
+        """Grows while bytes move."""
+        ...
+
+    def fail(self, cause: BaseException) -> None:
+        """Everyone who waits for bytes gets an error from now on."""
+        ...
+
+
+class StallGuard:
+    """While entered, passes are watched. `reason` is set once they stood still; then they are made to end."""
+
+    def __init__(
+        self,
+        work: Callable[[], int],
+        weights: Weights | None,
+        stacks: Path,
+        limit_seconds: float = LIMIT_SECONDS,
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`stacks` is the file that says where every thread stood."""
+        self.reason: str | None = None
+        self._weights = weights
+        self._stacks = stacks
+        self._end_process = end_process
+        self._left = threading.Event()
+        moved = (lambda: 0) if weights is None else (lambda: weights.nbytes_moved)
+        self._watchdog = Watchdog(work, moved, self._stop, limit_seconds, dump=self._dump)
+
+    def __enter__(self) -> StallGuard:
+        self._stacks.unlink(missing_ok=True)
+        self._watchdog.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._left.set()
+        self._watchdog.__exit__(kind, error, None)
+        if self.reason is not None:
+            raise Stalled(f"{self.reason}; {self._stacks} says where each thread stood") from error
+
+    def watched(self, passes: Iterator[None]) -> Iterator[None]:
+        """The passes; what breaks the stream of weights is kept with where all threads stood."""
+        try:
+            yield from passes
+        except StreamBroken as error:
+            self._record(error)
+            raise
+
+    def _record(self, error: BaseException) -> None:
+        if self.reason is None:
+            self._dump()
+        with self._stacks.open("a") as file:
+            file.write("\n" + "".join(traceback.format_exception(error)))
+
+    def _dump(self) -> None:
+        with self._stacks.open("w") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+
+    def _stop(self, reason: str) -> None:
+        """On the watching thread."""
+        self.reason = reason
+        if self._weights is not None:
+            self._weights.fail(TimeoutError(reason))
+        if not self._left.wait(GRACE_SECONDS):
+            # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
+            print(f"moedge: {reason}; {self._stacks} says where each thread stood", file=sys.__stderr__, flush=True)
+            self._end_process(STALLED_EXIT_CODE)

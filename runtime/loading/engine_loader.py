@@ -1,0 +1,189 @@
+"""From a model source and a plan to an engine that is ready for its first pass."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.device import Device
+from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
+from ...offload.store.store import Store
+from ...quant.kv.format import KVFormat
+from ...quant.tensor import DTYPES
+from ..engine.engine import Engine
+from ..engine.scheduler import PassLimits, Scheduler
+from ..kv.allocator import root_hash
+from ..kv.cache import KVCache
+from ..kv.parking import ParkingMemory
+from ..kv.pool import KVPool
+from ..kv.spec import KVSpec
+from ..model.assembly import LayerAssembly, install_head
+from ..model.definition import define
+from ..model.runner import ModelRunner
+from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
+from ..plan.placement import LOADING_NBYTES
+from ..plan.plan import Plan
+from ..sampling.sampler import Sampler
+from ..shape.config import ModelConfig
+from ..shape.model_shape import ModelShape
+from ..shape.shards import ModelShards, model_shards
+from ..source.model_source import ModelSource
+from ..source.stored_model import read_resident
+from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
+from ..weights.memory import WeightMemory
+from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation
+from ..weights.streaming import StreamedWeights, fill_from_store
+from .backends import make_attention, make_compute
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """The engine, what its weights are packed as, where they come from, and the device that computes, if one does."""
+
+    engine: Engine
+    model: ModelRunner
+    shards: ModelShards
+    streamed: StreamedWeights
+    parking: ParkingMemory
+    device: Device | None = None
+    key_offsets: KeyOffsets | None = None
+
+    def close(self) -> None:
+        self.engine.close()
+        self.streamed.close()
+        self.parking.close()
+
+
+class Loading:
+    """What every way of loading starts from: a model without weights, and memory for them where the plan wants it.
+
+    `device` is the one that the plan was made for.
+    """
+
+    def __init__(self, source: ModelSource, plan: Plan, device: Device | None = None) -> None:
+        self.source = source
+        self.plan = plan
+        self.place = device.place if device else torch.device("cpu")
+        self.shards = model_shards(source.shape, plan.quant, plan.dtype)
+        self.compute = make_compute(source.shape, plan, self.place)
+        self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
+        staging = None if plan.device is None else plan.device.staging
+        self.memory = WeightMemory(self.shards, plan.placement, staging, device)
+
+    def install_layers(self) -> list[LayerAssembly]:
+        """Packed modules in all layers, which nothing has been loaded for."""
+        pairs = zip(self.model.get_decoder().layers, self.shards.layers, strict=True)
+        layers = [LayerAssembly(layer, shards, self.compute) for layer, shards in pairs]
+        for layer in layers:
+            layer.install()
+        return layers
+
+    def finish(
+        self,
+        layers: list[LayerAssembly],
+        store: Store | None = None,
+        experts: ExpertOptions = DEFAULTS,
+        key_offsets: KeyOffsets | None = None,
+    ) -> LoadedEngine:
+        """The engine, once `memory` and the small parameters are filled; the rest streams from `store`."""
+        self.memory.seal()
+        device = self.memory.device
+        if device is not None:
+            move_resident(self.model, device.place)
+        with ExitStack() as opened:
+            streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
+            opened.callback(streamed.close)
+            install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
+            if self.compute.deterministic:
+                # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
+                for layer in layers:
+                    layer.tile_routers()
+            if self.place.type == "cpu":
+                norm_in_pieces(self.model, PIECE_NUMEL if _keeps_memory(self.plan) else SMALL_PIECE_NUMEL)
+            decoder = self.model.get_decoder()
+            decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
+            packed = ModelRunner(self.model, self.compute)
+            folder = None if store is None else store.folder
+            offsets = _key_offsets(packed, self.source, self.plan, folder, key_offsets)
+            specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
+            parking = ParkingMemory(specs, self.plan.parked_blocks, device)
+            opened.callback(parking.close)
+            cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
+            packed.attention = make_attention(cache, self.plan, device)
+            limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
+            free = (lambda: None) if device is None else device.give_back
+            engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
+            opened.pop_all()
+        return LoadedEngine(engine, packed, self.shards, streamed, parking, device, offsets)
+
+
+def load_engine(
+    source: ModelSource,
+    plan: Plan,
+    store: Path | None = None,
+    device: Device | None = None,
+    experts: ExpertOptions = DEFAULTS,
+    key_offsets: KeyOffsets | None = None,
+) -> LoadedEngine:
+    """Weights come from `store` where there is one, else from the source's checkpoint, all into memory.
+
+    `key_offsets` are what quantized keys are less; the store's, or measured now, where none are given.
+    """
+    keep_memory() if _keeps_memory(plan) else return_memory()
+    loading = Loading(source, plan, device)
+    if store is None:
+        return loading.finish(_read_checkpoint(loading), None, experts, key_offsets)
+    opened = Store.open(store)
+    layers = loading.install_layers()
+    read_resident(opened, loading.model)
+    fill_from_store(loading.memory, opened)
+    return loading.finish(layers, opened, experts, key_offsets)
+
+
+def _key_offsets(
+    model: ModelRunner, source: ModelSource, plan: Plan, store: Path | None, given: KeyOffsets | None
+) -> KeyOffsets | None:
+    """None where keys are kept as they are."""
+    if not KVFormat.parse(plan.kv).keys.quantized:
+        return None
+    offsets = given or (None if store is None else kept(store, source.shape))
+    return offsets or measure(model, fixed_token_ids(source.folder))
+
+
+def _cache(
+    shape: ModelShape,
+    specs: list[KVSpec],
+    plan: Plan,
+    place: torch.device,
+    offsets: KeyOffsets | None,
+    parking: ParkingMemory,
+) -> KVCache:
+    pools = [
+        KVPool(spec, count, place, None if offsets is None else offsets.of(spec.group), plan.deterministic)
+        for spec, count in zip(specs, plan.kv_blocks, strict=True)
+    ]
+    # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
+    formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
+    settings = (shape, *formats, plan.deterministic, offsets and offsets.digest)
+    return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
+
+
+def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
+    plan = loading.plan
+    # What a pass will compute with is not in use yet; a device's plan has room of its own.
+    room = plan.kv_nbytes + plan.scratch_nbytes if plan.device is None else LOADING_NBYTES
+    with Checkpoint(loading.source.folder) as checkpoint:
+        window = min(room // (WINDOW_COPIES + 1), WINDOW_NBYTES)
+        preparation = Preparation(loading.model, checkpoint, loading.compute, window)
+        preparation.run(loading.shards, MemorySink(loading.memory))
+    return preparation.layers
+
+
+def _keeps_memory(plan: Plan) -> bool:
+    """Whether there is room for a heap that keeps the buffers of a pass for the next one."""
+    return plan.free_nbytes >= KEPT_NBYTES

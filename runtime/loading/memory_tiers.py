@@ -1,0 +1,38 @@
+"""The memory that a run may use, as found on this machine: host, and a device's where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...offload.device import Device, find_device
+from ...offload.memory import host_resident
+from ...quant.kernels.gpu import find_gpu
+from ..plan.candidate import PROCESS_NBYTES
+from ..plan.placement import LIBRARIES_NBYTES, DeviceRoom
+from ..settings.budgets import Budgets
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """`device` and `room` are None where a run computes on the processor."""
+
+    host_nbytes: int
+    device: Device | None = None
+    room: DeviceRoom | None = None
+
+
+def open_tiers(budgets: Budgets) -> Tiers:
+    """Looks for a device unless the budgets forbid it. Raises SettingError, BadSize."""
+    host = budgets.host_nbytes()
+    device = find_device() if budgets.wants_device else None
+    if device is None:
+        budgets.without_device()
+        return Tiers(host)
+    budget = budgets.device_nbytes(device.total, device.available)
+    # Compiles and runs a kernel, which is part of what the process and the context take from here on.
+    gpu = find_gpu(device.place, device.capability, device.processors)
+    process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
+    context = device.context_nbytes
+    # What libraries will take is not the allocator's to give.
+    device.limit(max(0, budget - context - LIBRARIES_NBYTES))
+    return Tiers(host, device, DeviceRoom(budget, context + LIBRARIES_NBYTES, process, gpu))

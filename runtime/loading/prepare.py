@@ -1,0 +1,100 @@
+"""Makes the store of a checkpoint, or finds the one that was made before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.store.stores import default_root, disk_budget, store_folder
+from ...offload.store.writer import StoreWriter
+from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.workspace import Workspace
+from ...quant.tensor import DTYPES
+from ..model.definition import define
+from ..plan.plan import Plan, Settings, Workload
+from ..plan.planner import budget_range, make_plan
+from ..settings.budgets import Budgets
+from ..settings.errors import DoesNotFit, SettingError
+from ..shape.config import ModelConfig
+from ..shape.model_shape import shape_to_json
+from ..shape.shards import model_shards, weights_nbytes
+from ..source.model_source import ModelSource, model_fingerprint
+from ..source.stored_model import StoreSink, write_resident
+from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
+from ..weights.preparation import Preparation, window_nbytes
+from .engine_loader import load_engine
+
+
+def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
+    """Everything beside the checkpoint that decides the bytes of a store."""
+    return {"quant": quant, "dtype": dtype}
+
+
+def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
+    """Weight format and arithmetic of a store; "auto" is the checkpoint's own. Raises SettingError for a store."""
+    if source.store is not None:
+        raise SettingError(f"{source.store} is a store already; give the checkpoint that it was made from")
+    return "none" if quant == "auto" else quant, source.shape.dtype if dtype == "auto" else dtype
+
+
+def place_for(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
+    """Where the store of this checkpoint in this format lies, or would."""
+    return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
+
+
+def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> None:
+    """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
+
+    `repair` reads a finished store too, and makes its damaged files anew. Raises DoesNotFit where the memory is too
+    little for the largest part that is converted whole, OutOfBudget where the store does not fit the disk.
+    """
+    _pack(source, target, quant, dtype, budgets, repair)
+    _keep_key_offsets(source, target, quant, dtype, budgets)
+
+
+def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> None:
+    folder, shape = source.folder, source.shape
+    shards = model_shards(shape, quant, dtype)
+    window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
+    disk_budget(target, weights_nbytes(shape, quant, dtype), budgets.disk_nbytes())
+    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
+        if writer.complete and not repair:
+            return
+        model = define(ModelConfig.read(folder), DTYPES[dtype])
+        with Checkpoint(folder) as checkpoint:
+            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window)
+            preparation.run(shards, StoreSink(writer))
+        write_resident(writer, model, folder)
+        writer.finish({"shape": shape_to_json(shape), "name": source.name})
+
+
+def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:
+    """Measures them by a pass over the finished store, once, and so that the bits are the same in every budget.
+
+    Where host memory allows no pass at all, jobs with quantized keys measure them when they load.
+    """
+    if (target / FILE).exists():
+        return
+    settings = Settings(dtype, quant, dtype, tokens_per_pass=MAX_TOKENS, max_sequences=1, deterministic=True)
+    with suppress(DoesNotFit):
+        job = Workload(1, MAX_TOKENS)
+        least, _ = budget_range(source.shape, settings, job)
+        plan = make_plan(source.shape, settings, min(least, budgets.host_nbytes()), job)
+        with closing(load_engine(source, plan, target)) as loaded:
+            keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
+        # An engine is a circle of modules: its memory is wanted for the one that is loaded next.
+        del loaded
+        gc.collect()
+
+
+def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:
+    """The store that a plan reads its weights from, made now where it is missing; None where none is needed."""
+    if source.store is not None or not plan.streams:
+        return source.store
+    target = place_for(source, plan.quant, plan.dtype, budgets.disk_dir)
+    prepare(source, target, plan.quant, plan.dtype, budgets)
+    return target

@@ -1,0 +1,136 @@
+"""What a job gives up where memory gives out in spite of its plan, a step at a time and in a fixed order. Torch-free.
+
+1. Prefetch depth: room for experts on their way, halved down to the least that works. Costs waiting.
+2. Sequences together, halved down to one; in a pass, whose cache stays as it is, its tokens. Costs passes.
+3. Blocks in which preempted sequences wait in host memory. Costs computing them again.
+
+Answers depend on none of them. What is left is again a plan, with all of its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..kv.spec import KVSpec
+from ..settings.errors import MemoryGaveOut
+from ..shape.model_shape import ModelShape
+from ..shape.shards import model_shards
+from .cache_size import CacheSize
+from .placement import MIN_RING_EXPERTS, DeviceRoom, largest_expert
+from .plan import Plan, Settings, Workload
+from .search_space import SearchSpace
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Of `what`, `before` is what the plan had and `after` what is left: experts on their way, sequences, tokens of a
+    pass, parked blocks. `cause` is what the allocator said."""
+
+    what: str
+    before: int
+    after: int
+    cause: str
+
+    def __str__(self) -> str:
+        return f"memory gave out ({self.cause}): {self.what} {self.before:,} -> {self.after:,}"
+
+
+class _Given(NamedTuple):
+    what: str
+    before: int
+    after: int
+    plan: Plan
+
+
+class FallbackPolicy:
+    """`plan` is what is left of the plan, and `made` how it came to that."""
+
+    def __init__(self, shape: ModelShape, plan: Plan, job: Workload, device: DeviceRoom | None = None) -> None:
+        self.plan = plan
+        self.made: list[Fallback] = []
+        self._shape = shape
+        self._job = job
+        self._device = device
+        specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups)
+        self._cache = CacheSize(specs, min(job.longest, plan.kv_tokens), plan.tokens_per_pass)
+        self._expert = largest_expert(model_shards(shape, plan.quant, plan.dtype))
+
+    def before_passes(self, cause: str) -> None:
+        """The next step, to begin anew with. Raises MemoryGaveOut where nothing is left to give up."""
+        self._step(cause, self._prefetch, self._sequences, self._parked)
+
+    def in_pass(self, cause: str, tokens: int) -> None:
+        """The next step in a pass of so many tokens, over a ring and a cache that stay where they are.
+
+        Raises MemoryGaveOut where nothing is left to give up.
+        """
+        self._step(cause, lambda: self._tokens(tokens), self._parked)
+
+    def _step(self, cause: str, *steps: Callable[[], _Given | None]) -> None:
+        for step in steps:
+            if given := step():
+                self.plan = given.plan
+                self.made.append(Fallback(given.what, given.before, given.after, cause))
+                return
+        raise MemoryGaveOut(
+            f"memory gave out ({cause}), and nothing is left to give up for it. The least that this job takes is "
+            f"{self._least()}: make as much free, and the same command goes on"
+        )
+
+    def _least(self) -> str:
+        """The smallest budget, in the formats that the job has."""
+        plan = self.plan
+        settings = Settings(plan.dtype, plan.quant, plan.kv, deterministic=plan.deterministic, compute=plan.compute)
+        return SearchSpace(self._shape, settings, self._job, self._device).for_every_row
+
+    def _prefetch(self) -> _Given | None:
+        """A device's ring and the one in the host that feeds it are as large as each other afterwards."""
+        staging = None if self.plan.device is None else self.plan.device.staging
+        rings = [place.expert_ring // max(1, self._expert) for place in (self.plan.placement, staging) if place]
+        before, after = max(rings), max(MIN_RING_EXPERTS, max(rings) // 2)
+        if after >= before:
+            return None
+        most = after * self._expert
+        placement = replace(self.plan.placement, expert_ring=min(most, self.plan.placement.expert_ring))
+        plan = replace(self.plan, placement=placement)
+        if plan.device is not None:
+            ring = min(most, plan.device.staging.expert_ring)
+            plan = replace(plan, device=replace(plan.device, staging=replace(plan.device.staging, expert_ring=ring)))
+        return _Given("experts on their way", before, after, plan)
+
+    def _sequences(self) -> _Given | None:
+        before = max(self.plan.max_sequences, self.plan.kv_sequences)
+        if before == 1:
+            return None
+        live, cached = max(1, self.plan.max_sequences // 2), max(1, self.plan.kv_sequences // 2)
+        blocks = self._cache.blocks(cached)
+        whole = [
+            count * self.plan.kv_block
+            for count, spec in zip(blocks, self._cache.specs, strict=True)
+            if spec.group.window is None
+        ]
+        plan = replace(
+            self.plan,
+            max_sequences=live,
+            kv_sequences=cached,
+            kv_blocks=blocks,
+            kv_nbytes=self._cache.nbytes_of(blocks),
+            kv_tokens=min(whole, default=self.plan.kv_tokens),
+            parked_blocks=tuple(map(min, self.plan.parked_blocks, blocks)),
+        )
+        return _Given("sequences", before, max(live, cached), plan)
+
+    def _tokens(self, tokens: int) -> _Given | None:
+        if tokens < 2:
+            return None
+        after = tokens // 2
+        live = min(after, self.plan.max_sequences)
+        return _Given("tokens of a pass", tokens, after, replace(self.plan, tokens_per_pass=after, max_sequences=live))
+
+    def _parked(self) -> _Given | None:
+        before = sum(self.plan.parked_blocks)
+        if not before:
+            return None
+        return _Given("parked blocks", before, 0, replace(self.plan, parked_blocks=(0,) * len(self.plan.parked_blocks)))

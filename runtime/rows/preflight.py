@@ -1,0 +1,136 @@
+"""The whole input read once before anything is loaded: what it holds, and whether the job may start."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from io import BufferedReader
+
+from .error_codes import ErrorCode, Severity
+from .input_file import Fingerprint, HashingReader, open_regular
+from .reader import RowPlaces, rows_from
+from .row import BadRow, Defaults, Endpoint, Row, RowError
+
+MAX_LISTED = 20
+# Read at once; each time costs two calls of Python.
+_BUFFER_NBYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """How many rows have errors of one severity, and the first of them."""
+
+    total: int
+    first: tuple[RowError, ...]
+
+    def lines(self) -> Iterator[str]:
+        yield from map(str, self.first)
+        if self.total > len(self.first):
+            yield f"... and {self.total - len(self.first)} more"
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """`rows` counts runnable rows by endpoint (chat, completion, short); the three kinds of problems are apart
+    because they decide differently: whole files, malformed lines, rows that merely get an error for an answer.
+    `bad_rows` are the indices of all rows with an error; `places` is where each row is, without its gzip layer.
+    """
+
+    path: str
+    fingerprint: Fingerprint
+    rows: Mapping[str, int]
+    file_problems: Problems
+    line_problems: Problems
+    row_problems: Problems
+    bad_rows: Items[int] = ()
+    places: RowPlaces = field(default_factory=RowPlaces)
+
+    @property
+    def num_rows(self) -> int:
+        """Input rows, and so output rows of a lenient job."""
+        return sum(self.rows.values()) + self.line_problems.total + self.row_problems.total
+
+    def refused(self, lenient: bool = False) -> bool:
+        """Whether the job must not start (exit code 7)."""
+        return self.file_problems.total > 0 or (not lenient and self.line_problems.total > 0)
+
+    def report(self, lenient: bool = False) -> str:
+        """What a person needs to see: the counts, then the problems that decide, then the others."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.rows.items() if count) or "none runnable"
+        text = [f"{self.path}: {self.num_rows} rows ({kinds})"]
+        for problems in (self.file_problems, self.line_problems, self.row_problems):
+            text.extend(problems.lines())
+        if self.refused(lenient) and not self.file_problems.total:
+            text.append("nothing was run: correct these lines, or let --lenient answer them with errors")
+        return "\n".join(text)
+
+
+def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int = MAX_LISTED) -> Preflight:
+    """Memory is one line and about 180 bytes per row, most of it for the ids. Raises `InputUnreadable`."""
+    tally = _Tally(max_listed)
+    with open_regular(path) as file:
+        hashing = HashingReader(file)
+        for row in rows_from(BufferedReader(hashing, _BUFFER_NBYTES), defaults, places=tally.places):
+            tally.add(row)
+        fingerprint = hashing.fingerprint()
+        if hashing.changed():
+            tally.refuse(
+                ErrorCode.INPUT_CHANGED, "the file was written to while it was read; start again when it is whole"
+            )
+    if not tally.num_rows:
+        tally.refuse(ErrorCode.EMPTY_FILE, "there is no row in it")
+    return tally.preflight(os.fspath(path), fingerprint)
+
+
+def file_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
+    """Of a whole file, read for nothing else."""
+    with open_regular(path) as file:
+        return HashingReader(file).fingerprint()
+
+
+class _Tally:
+    def __init__(self, max_listed: int) -> None:
+        self.num_rows = 0
+        self.places = RowPlaces()
+        self._max_listed = max_listed
+        self._bad_rows = array("Q")
+        self._rows: Counter[Endpoint] = Counter()
+        self._codes: Counter[ErrorCode] = Counter()
+        self._first: dict[Severity, list[RowError]] = {severity: [] for severity in Severity}
+
+    def add(self, row: Row | BadRow) -> None:
+        self.num_rows += 1
+        if isinstance(row, BadRow):
+            self._note(row.error)
+            self._bad_rows.append(row.index)
+        else:
+            self._rows[row.endpoint] += 1
+
+    def refuse(self, code: ErrorCode, message: str) -> None:
+        self._note(RowError(code, message, None, 0))
+
+    def preflight(self, path: str, fingerprint: Fingerprint) -> Preflight:
+        return Preflight(
+            path=path,
+            fingerprint=fingerprint,
+            rows={endpoint.name.lower(): count for endpoint, count in self._rows.items()},
+            file_problems=self._problems(Severity.FILE),
+            line_problems=self._problems(Severity.LINE),
+            row_problems=self._problems(Severity.ROW),
+            bad_rows=self._bad_rows,
+            places=self.places,
+        )
+
+    def _note(self, error: RowError) -> None:
+        self._codes[error.code] += 1
+        listed = self._first[error.code.severity]
+        if len(listed) < self._max_listed:
+            listed.append(error)
+
+    def _problems(self, severity: Severity) -> Problems:
+        total = sum(count for code, count in self._codes.items() if code.severity is severity)
+        return Problems(total, tuple(self._first[severity]))

@@ -1,0 +1,221 @@
+"""A file of rows, streamed: every line that is not blank becomes a `Row` or a `BadRow`, never an exception.
+
+Knows which form a line is in; what the forms mean is in openai_rows.py and short_rows.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+from io import BufferedReader
+from typing import Any, NamedTuple
+
+from ..settings.errors import InputChanged
+from .error_codes import ErrorCode, RowFault
+from .input_file import Stream, open_input, plain
+from .response_format import Schemas
+from .row import BadRow, Defaults, Endpoint, Row, RowError
+from .row_builder import Place, RowBuilder
+from .row_formats import UniqueIds, is_openai, is_short, line_id, openai_body, openai_id, short_body, short_id
+from .strict_json import parse_again, parse_object
+
+MAX_LINE_NBYTES = 16 << 20
+
+
+class Line(NamedTuple):
+    """`offset` counts bytes from where reading began; `content` has no line end, None is a line over the limit."""
+
+    number: int
+    offset: int
+    content: bytes | None
+
+
+def read_lines(stream: Stream, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[Line]:
+    """Yields the lines that are not blank, numbered from 1; holds at most one of them."""
+    number = offset = 0
+    # Two bytes more than the limit: room for CRLF after a line of exactly the limit.
+    while piece := stream.readline(max_nbytes + 2):
+        number += 1
+        nbytes = len(piece)
+        content = piece.removesuffix(b"\n").removesuffix(b"\r")
+        if len(content) > max_nbytes:
+            nbytes += _skip_to_end(stream, piece)
+            yield Line(number, offset, None)
+        elif content.strip(b" \t\r"):
+            yield Line(number, offset, content)
+        offset += nbytes
+
+
+def _skip_to_end(stream: Stream, piece: bytes) -> int:
+    """How many bytes were skipped."""
+    nbytes = 0
+    while piece and not piece.endswith(b"\n"):
+        piece = stream.readline(1 << 20)
+        nbytes += len(piece)
+    return nbytes
+
+
+class RowPlaces:
+    """Rows count from 0, lines from 1; offsets are those of the text, behind its byte order mark."""
+
+    def __init__(self) -> None:
+        self._offsets = array("Q")
+        self._nbytes = array("I")
+        self._lines = array("Q")
+        self._digests = array("Q")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def add(self, line: Line) -> None:
+        """The next row; a line over the limit has no content, and digest 0."""
+        content = line.content or b""
+        self._offsets.append(line.offset)
+        self._nbytes.append(len(content))
+        self._lines.append(line.number)
+        self._digests.append(_digest(content) if content else 0)
+
+    def line_number(self, row: int) -> int:
+        return self._lines[row]
+
+    def span(self, row: int) -> tuple[int, int]:
+        """Offset and length of the row's line, in bytes, without its end."""
+        return self._offsets[row], self._nbytes[row]
+
+    def digest(self, row: int) -> str:
+        """16 hex digits that identify the row's line."""
+        return f"{self._digests[row]:016x}"
+
+    def is_at(self, row: int, content: bytes) -> bool:
+        """Whether `content` is what the row's line was."""
+        return _digest(content) == self._digests[row]
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest())
+
+
+_GZIP_DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)
+
+
+def read_rows(path: str | os.PathLike[str], defaults: Defaults) -> Iterator[Row | BadRow]:
+    """Rows of a .jsonl or .jsonl.gz file, or of standard input for "-".
+
+    Holds one line and a digest per id. Raises `InputUnreadable` if there is no such file, MissingExtra if a row asks
+    for JSON and nothing is installed that could hold it to that.
+    """
+    with open_input(path) as raw:
+        yield from rows_from(raw, defaults)
+
+
+def rows_from(
+    raw: BufferedReader,
+    defaults: Defaults,
+    max_line_nbytes: int = MAX_LINE_NBYTES,
+    places: RowPlaces | None = None,
+) -> Iterator[Row | BadRow]:
+    """As `read_rows`; a file that is wrong as a whole ends with one `BadRow` whose line is 0.
+
+    `places` takes note of where each row was.
+    """
+    parser = LineParser(defaults, max_line_nbytes)
+    try:
+        for line in read_lines(plain(raw), max_line_nbytes):
+            if places is not None:
+                places.add(line)
+            yield parser.parse(line)
+    except _GZIP_DAMAGE as error:
+        yield parser.end_badly(
+            RowFault(ErrorCode.DAMAGED_GZIP, f"the gzip data is damaged or cut off ({error}); copy the file again")
+        )
+    except RowFault as fault:
+        yield parser.end_badly(fault)
+
+
+class LineParser:
+    """Lines of one file to rows; `parse` takes them in their order, `again` any that was parsed without a fault."""
+
+    def __init__(self, defaults: Defaults, max_line_nbytes: int = MAX_LINE_NBYTES) -> None:
+        self._builder = RowBuilder(defaults)
+        self._max_line_nbytes = max_line_nbytes
+        self._ids = UniqueIds()
+        self._schemas = Schemas()
+        self._num_rows = 0
+        # An unreadable line is answered in the form of the line before it.
+        self._short = False
+
+    def parse(self, line: Line) -> Row | BadRow:
+        index, row_id = self._num_rows, line_id(line.number)
+        self._num_rows += 1
+        try:
+            values = self._object(line)
+            row_id = self._id(values, line.number)
+            self._ids.add(row_id, line.number, "id" if self._short else "custom_id")
+            row = self._row(values, Place(index, line.number, row_id))
+            if row.schema is not None:
+                self._schemas.check(row.schema)
+            return row
+        except RowFault as fault:
+            return self._bad(Place(index, line.number, row_id), fault)
+
+    def again(self, content: bytes, index: int, number: int) -> Row:
+        """The row of line `number`; neither JSON nor id nor schema is looked at twice."""
+        values = parse_again(content)
+        return self._row(values, Place(index, number, self._id(values, number)))
+
+    def end_badly(self, fault: RowFault) -> BadRow:
+        return self._bad(Place(self._num_rows, 0, line_id(0)), fault)
+
+    def _row(self, values: dict[str, Any], place: Place) -> Row:
+        endpoint, body = (Endpoint.SHORT, short_body(values)) if self._short else openai_body(values)
+        return self._builder.build(body, endpoint, place)
+
+    def _object(self, line: Line) -> dict[str, Any]:
+        if line.content is None:
+            raise RowFault(
+                ErrorCode.LINE_TOO_LONG, f"longer than {self._max_line_nbytes} bytes; split the prompt into rows"
+            )
+        return parse_object(line.content)
+
+    def _id(self, values: dict[str, Any], number: int) -> str:
+        if is_openai(values):
+            self._short = False
+            return openai_id(values, number)
+        if is_short(values):
+            self._short = True
+            return short_id(values, number)
+        raise RowFault(
+            ErrorCode.NOT_A_ROW,
+            "an object with neither custom_id, method, url and body nor prompt or messages; see docs/rows.md",
+        )
+
+    def _bad(self, place: Place, fault: RowFault) -> BadRow:
+        error = RowError(fault.code, fault.message, fault.param, place.line)
+        return BadRow(place.index, place.line, place.id, self._short, error)
+
+
+class RowFile:
+    """A seekable file that stands where its text begins, and whose rows were found at `places`."""
+
+    def __init__(self, file: BufferedReader, places: RowPlaces, defaults: Defaults) -> None:
+        self._file = file
+        self._places = places
+        self._parser = LineParser(defaults)
+        self._begin = file.tell()
+
+    def row(self, index: int) -> Row:
+        """A row without a fault. Raises InputChanged where its line is not what it was when the file was first read."""
+        offset, nbytes = self._places.span(index)
+        self._file.seek(self._begin + offset)
+        content = self._file.read(nbytes)
+        number = self._places.line_number(index)
+        if not self._places.is_at(index, content):
+            raise InputChanged(
+                f"line {number} of the input was changed while the job ran; put the file back as it was, "
+                "then start the same command again"
+            )
+        return self._parser.again(content, index, number)

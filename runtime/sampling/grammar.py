@@ -1,0 +1,148 @@
+"""JSON schemas compiled for one model's vocabulary. Knows no sequence and no pass."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ..settings.errors import MissingExtra
+from ..text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_SCHEMA_NBYTES = 128 << 10
+# What a row gets that asks for an object and gives no schema.
+ANY_OBJECT = '{"type":"object"}'
+
+# Where only one text may follow, llguidance would allow only the tokens that its tokenizer makes of it: the model may
+# spell the text in its own way instead.
+_HEADER = '%llguidance {"no_forcing": true}\nstart: %json '
+# They take the place of what the schema itself asks for: no row may switch checks off. One space is allowed between two
+# tokens of JSON, so that no model can go on with blanks until its tokens end.
+_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": "[ ]", "coerce_one_of": False, "lenient": False}
+
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+
+
+class SchemaError(ValueError):
+    """The schema is no JSON schema, asks for what a grammar cannot promise, or for more work than is granted."""
+
+
+def compile_schema(schema: str) -> str:
+    """llguidance's grammar for the text of a schema. Raises SchemaError, and MissingExtra without llguidance."""
+    if find_spec("llguidance") is None:
+        raise MissingExtra("response_format needs llguidance, which is not installed: pip install 'moedge[json]'")
+    from llguidance import LLMatcher
+
+    if len(schema) > MAX_SCHEMA_NBYTES:
+        raise SchemaError(f"it has {len(schema)} bytes as ASCII, at most {MAX_SCHEMA_NBYTES} are accepted")
+    grammar = LLMatcher.grammar_from_lark(_HEADER + json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS}))
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    if failed:
+        raise SchemaError(first_line(messages[0]))
+    return grammar
+
+
+def parser_limits() -> LLParserLimits:
+    """A mask costs at most about 20 ms (llguidance counts work, not time), and a schema's automaton about 60 MB."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=40_000, verbose_errors=False)
+
+
+def first_line(message: str) -> str:
+    """What is wrong, without where in the grammar, which nobody has seen, and without the grammar that is quoted."""
+    line = next(iter(_PLACE.sub("", message.strip()).splitlines()), "unknown error")
+    return line[:300]
+
+
+class GrammarState:
+    """One sequence's place in its grammar: a function of its output tokens, so preemption needs nothing of it.
+
+    `complete`: nothing may follow. `error`: why the grammar cannot be followed further, else empty.
+    """
+
+    __slots__ = ("complete", "error", "mask_words", "matcher")
+
+    def __init__(self, matcher: LLMatcher, mask_words: int) -> None:
+        """`mask_words` 32-bit words hold one bit for each token of the matcher's vocabulary."""
+        self.matcher = matcher
+        self.mask_words = mask_words
+        self.complete = False
+        self.error = ""
+
+    def append(self, token_id: int) -> None:
+        """Takes the sequence's next token, which the mask allowed."""
+        self.matcher.consume_token(token_id)
+        self.check()
+        self.complete = not self.error and self.matcher.is_stopped()
+
+    def check(self) -> None:
+        """Notes an error of the matcher, such as a parse that became too complex."""
+        if self.matcher.is_error():
+            self.error = "the schema cannot be followed: " + first_line(self.matcher.get_error())
+
+
+# Compiled schemas that are kept: jobs have one or a few, and a hostile one takes about 60 MB.
+MAX_KEPT = 16
+
+
+class Grammars:
+    """Schemas compiled for one tokenizer, the most recent ones kept; one thread at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        """`vocab` is the model's: its logits may be wider than the tokenizer's vocabulary."""
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def start(self, schema: str) -> GrammarState:
+        """The beginning of a text that follows the schema. Raises SchemaError."""
+        matcher = self._compiled.get(schema)
+        if matcher is None:
+            matcher = self._compile(schema)
+            self._compiled[schema] = matcher
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(schema)
+        return GrammarState(matcher.deep_copy(), -(-self._guidance_tokenizer.vocab_size // 32))
+
+    def _compile(self, schema: str) -> LLMatcher:
+        grammar = compile_schema(schema)
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._guidance_tokenizer, grammar, log_level=0, limits=parser_limits())
+        # The first mask shows what compiling does not: a schema that no text satisfies.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise SchemaError(first_line(matcher.get_error()))
+        return matcher
+
+    @cached_property
+    def _guidance_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        words = _Words(self._tokenizer, self._vocab)
+        # Without an end token only the grammar ends a text: the id that stands in for one is beyond all logits.
+        eos_ids = list(self._tokenizer.eos_token_ids) or [words.nowhere]
+        return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=eos_ids)
+
+
+class _Words:
+    """The vocabulary as llguidance asks for it: the bytes that each token adds to the text, as the detokenizer does."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self.nowhere = max(vocab, tokenizer.num_tokens)
+        self.tokens = [tokenizer.token_text(token_id).data for token_id in range(self.nowhere)] + [b""]
+        # An end token among them must not pass for text in the middle of a string.
+        self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_token_ids, self.nowhere})
+        self.eos_token_id = next(iter(tokenizer.eos_token_ids), self.nowhere)
+        self.bos_token_id = None
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError("grammars without forcing make no tokens of text")

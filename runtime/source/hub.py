@@ -1,0 +1,96 @@
+"""Where a model's files are: a folder, or a repository of the hub in its local cache. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...offload.errors import BadCheckpoint
+from ..settings.errors import ModelNotFound, UnsupportedModel
+from ..shape.checkpoint_shape import read_shape
+
+# Weights as safetensors, tokenizer and configuration: no pickle and no code is ever fetched.
+_WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
+# Copies of the weights in other layouts, which some repositories keep beside those that are read.
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def find_model(name: str) -> Path:
+    """The folder of a checkpoint; downloads a hub repository that is not in the cache.
+
+    `name` is a folder, or `owner/repository`, with `@revision` where one is wanted. Cache, token and offline mode are
+    huggingface_hub's own settings. Raises ModelNotFound.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    return _fetch(name, *repository_of(name))
+
+
+def repository_of(name: str) -> tuple[str, str | None]:
+    """Owner and repository of a hub id, and the revision where it names one. Raises ModelNotFound for anything else."""
+    repository, _, revision = name.partition("@")
+    if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+        raise ModelNotFound(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen3-30B-A3B")
+    return repository, revision or None
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a checkpoint that is here whole, in the hub's cache too; asks nobody."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    repository, revision = repository_of(name)
+    try:
+        found = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except Exception:
+        return None
+    return found if any(found.glob("*.safetensors")) else None
+
+
+def _fetch(name: str, repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(repository, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    # The library lets through the errors of its HTTP client, another one in every major version, and, where a proxy
+    # answers something else than the hub would, whatever its own code trips over.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ModelNotFound(f"{name!r} is no folder here, and could not be fetched from the hub: {reason}") from None
+    return Path(found)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """`verdict` is "yes", or the sentence that says why not."""
+
+    name: str
+    nbytes: int
+    verdict: str
+
+
+def cached_models() -> Iterator[CachedModel]:
+    """Repositories of kind model, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
+        if repository.repo_type == "model" and repository.revisions:
+            newest = max(repository.revisions, key=lambda revision: revision.last_modified)
+            yield CachedModel(repository.repo_id, repository.size_on_disk, _verdict(Path(newest.snapshot_path)))
+
+
+def _verdict(folder: Path) -> str:
+    try:
+        read_shape(folder)
+    except (BadCheckpoint, UnsupportedModel) as error:
+        return f"no: {error}"
+    return "yes"

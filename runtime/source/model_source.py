@@ -1,0 +1,112 @@
+"""What a user's MODEL is: a checkpoint folder, a hub repository, or a prepared store.
+
+Torch-free but for stores, whose small files are read with it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...offload.checkpoint.checkpoint import SINGLE, read_header, read_index
+from ...offload.checkpoint.folder_file import blob_id, open_inside, read_inside
+from ..plan.plan import Settings
+from ..settings.errors import SettingError
+from ..shape.checkpoint_shape import read_shape
+from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
+from ..shape.model_shape import ModelShape
+from ..shape.shards import weights_nbytes
+from .hub import find_model
+
+if TYPE_CHECKING:
+    from ...offload.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """`folder` has config and tokenizer, and the weights too unless there is a `store`."""
+
+    name: str
+    folder: Path
+    shape: ModelShape
+    store: Path | None = None
+    quant: str | None = None
+    dtype: str | None = None
+
+    def packed_nbytes(self, quant: str, dtype: str) -> int:
+        """Bytes of all weights in a format."""
+        return weights_nbytes(self.shape, quant, dtype)
+
+    def settle(self, settings: Settings) -> Settings:
+        """Settings with what a store has decided already. Raises SettingError where the user wants something else."""
+        if self.store is None:
+            return settings
+        for option, found, wanted in (("quant", self.quant, settings.quant), ("dtype", self.dtype, settings.dtype)):
+            if wanted not in ("auto", found):
+                raise SettingError(
+                    f"{self.store} was prepared with --{option} {found}, and --{option} {wanted} was asked for; "
+                    "leave the option away, or give the checkpoint"
+                )
+        return replace(settings, quant=str(self.quant), dtype=str(self.dtype))
+
+
+@contextmanager
+def open_source(name: str) -> Iterator[ModelSource]:
+    """Finds MODEL; the small files of a store are laid out in a temporary folder meanwhile."""
+    folder = find_model(name)
+    if not is_store(folder):
+        yield ModelSource(name, folder, read_shape(folder))
+        return
+    from ...offload.store.store import Store
+    from ..shape.model_shape import shape_from_json
+    from .stored_model import extract_files
+
+    with tempfile.TemporaryDirectory(prefix="moedge-") as small:
+        with Store.open(folder) as store:
+            extract_files(store, Path(small))
+            shape = shape_from_json(dict(store.manifest.extra["shape"]))
+        yield ModelSource(name, Path(small), shape, folder, **_recipe(store))
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder holds packed weights, finished or not, rather than a checkpoint."""
+    return any((folder / name).is_file() for name in ("manifest.json", "progress.json"))
+
+
+def _recipe(store: Store) -> dict[str, str]:
+    return {"quant": store.manifest.recipe["quant"], "dtype": store.manifest.recipe["dtype"]}
+
+
+def model_fingerprint(folder: Path) -> str:
+    """sha256 (hex) over config.json, and every weight file's name, size, header and, from a hub cache, blob id.
+
+    An edit of a weight in place is seen only where blob ids are: all bytes of a large model take minutes to hash.
+    Raises BadCheckpoint.
+    """
+    digest = sha256()
+    for part in _parts(folder):
+        # The length in front of every part keeps two parts from passing for one.
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(folder: Path) -> Iterator[bytes]:
+    yield read_inside(folder, CONFIG, MAX_CONFIG_NBYTES)
+    index = read_index(folder)
+    for file in [SINGLE] if index is None else sorted(set(index.values())):
+        descriptor = open_inside(folder, file)
+        try:
+            header, file_nbytes = read_header(descriptor, file)
+        finally:
+            os.close(descriptor)
+        yield file.encode()
+        yield header
+        yield file_nbytes.to_bytes(8, "little")
+        yield (blob_id(folder, file) or "").encode()

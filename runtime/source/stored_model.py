@@ -1,0 +1,134 @@
+"""A model in a store: packed shards, resident parameters, and the small files that make it a model.
+
+A prepared store opens without its checkpoint. Knows what is in it; where stores lie and what they may take is
+`making.py`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
+from ...offload.store.shard_file import TensorSpec
+from ...offload.store.store import Store
+from ...offload.store.writer import LayerFile, StoreWriter
+from ..settings.errors import UnsupportedModel
+from ..shape.shards import LayerShards
+
+# Small files of a checkpoint that travel with its weights, as resident tensors of bytes.
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+FILE_PREFIX = "file:"
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class StoreSink:
+    """Writes packed shards into a store as they come; one shard is in memory at a time."""
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
+
+    def has_layer(self, index: int) -> bool:
+        return self._writer.has(layer_file(index))
+
+    @contextmanager
+    def layer(self, index: int, shards: LayerShards) -> Iterator[_LayerSink]:
+        expert_nbytes = shards.expert.nbytes if shards.expert else 0
+        with self._writer.layer(index, shards.dense.nbytes, shards.num_experts, expert_nbytes) as file:
+            yield _LayerSink(file, shards)
+
+    @contextmanager
+    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
+        shard = torch.empty(nbytes, dtype=torch.uint8)
+        yield shard
+        if not self._writer.has(HEAD_FILE):
+            self._writer.write_head(_view(shard))
+
+
+class _LayerSink:
+    def __init__(self, file: LayerFile, shards: LayerShards) -> None:
+        self._file = file
+        self._dense_nbytes = shards.dense.nbytes
+        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
+
+    @contextmanager
+    def dense(self) -> Iterator[torch.Tensor]:
+        shard = torch.empty(self._dense_nbytes, dtype=torch.uint8)
+        yield shard
+        self._file.write_dense(_view(shard))
+
+    @contextmanager
+    def expert(self, index: int) -> Iterator[torch.Tensor]:
+        yield self._expert
+        self._file.write_expert(index, _view(self._expert))
+
+
+def write_resident(writer: StoreWriter, model: PreTrainedModel, folder: Path) -> None:
+    """The parameters that are not packed, and the checkpoint's small files."""
+    if writer.has(RESIDENT_FILE):
+        return
+    tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_tensors(model)}
+    for name in SMALL_FILES:
+        if (path := folder / name).is_file():
+            tensors[FILE_PREFIX + name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    specs = [TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with writer.resident(specs) as file:
+        for name, tensor in tensors.items():
+            file.write(name, _view(tensor))
+
+
+def read_resident(store: Store, model: PreTrainedModel) -> None:
+    """Gives a meta model its resident parameters. Raises UnsupportedModel where the store has other ones."""
+    wanted = dict(_resident_tensors(model))
+    stored = {name: tensor for name, tensor in store.resident.items() if not name.startswith(FILE_PREFIX)}
+    if wanted.keys() != stored.keys():
+        different = sorted(wanted.keys() ^ stored.keys())[:3]
+        raise UnsupportedModel(
+            f"{store.folder} and the model differ in resident parameters {different}; prepare it again"
+        )
+    for name, tensor in stored.items():
+        value = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype])
+        store.read_into(tensor.place, _view(value), check=True)
+        path, _, attribute = name.rpartition(".")
+        is_parameter = isinstance(wanted[name], nn.Parameter)
+        setattr(
+            model.get_submodule(path), attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value
+        )
+    model.tie_weights()
+
+
+def extract_files(store: Store, folder: Path) -> None:
+    """Writes the checkpoint's small files into `folder`."""
+    for name, tensor in store.resident.items():
+        if name.startswith(FILE_PREFIX) and name.removeprefix(FILE_PREFIX) in SMALL_FILES:
+            data = bytearray(tensor.place.nbytes)
+            store.read_into(tensor.place, memoryview(data), check=True)
+            (folder / name.removeprefix(FILE_PREFIX)).write_bytes(data)
+
+
+def _resident_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that are not packed, and buffers that checkpoints hold, such as routers' corrections.
+
+    A tied head is its embedding, an untied one has a shard of its own.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    packed = head.weight if isinstance(head, nn.Linear) and head.weight is not embedding else None
+    for name, parameter in model.named_parameters():
+        if parameter is not packed:
+            yield name, parameter
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data

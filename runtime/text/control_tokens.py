@@ -1,0 +1,171 @@
+"""Which added tokens of a tokenizer are control tokens, and where a text imitates them. Encodes nothing."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Tokenizer, models
+
+from .errors import PromptError, TokenizerError
+from .limits import bounded_encoding
+
+
+class PlainText:
+    """The pipeline of `backend` without its added tokens and without what it puts around a text."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._pipeline = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._pipeline.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._pipeline.pre_tokenizer = backend.pre_tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        """The ids the model part gives `text`, in which no added token is recognized."""
+        return list(bounded_encoding(self._pipeline, text).ids)
+
+
+_BRACKETED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_UNKNOWN = "\0"
+
+
+class Span(NamedTuple):
+    """Characters [start, stop) of a text that a tokenizer would read as a control token."""
+
+    start: int
+    stop: int
+    special: bool
+
+
+class ControlTokens:
+    """The control tokens of `backend`, for texts that must not contain any.
+
+    Every special token is one. So is another added token if it looks like `<|this|>`, or if the chat template's source
+    contains it and it is no mere word or space. `<think>` is found this way, while table tags and runs of spaces, which
+    some vocabularies hold as added tokens, stay ordinary text.
+    """
+
+    def __init__(self, backend: Tokenizer, template: str, unknown_id: int | None) -> None:
+        """Raises `TokenizerError` if plain text can become a special token."""
+        controls, plain = {}, PlainText(backend)
+        for token_id, token in backend.get_added_tokens_decoder().items():
+            if not token.content or not _is_control(token, template):
+                continue
+            if token_id == unknown_id or token_id not in plain.ids(token.content):
+                controls[token_id] = token
+            # Some checkpoints call a mere character special, such as "!" for padding: it stays a character.
+            elif token.special and len(token.content) > 1:
+                raise TokenizerError(
+                    f"The tokenizer writes its control token {token.content!r} when it reads that text, so text cannot "
+                    "be kept apart from control; use a checkpoint with a byte-level or byte-fallback BPE tokenizer."
+                )
+        # Characters outside the vocabulary come out as the unknown token: no text gains anything by that.
+        self.ids: frozenset[int] = frozenset(controls) - {unknown_id}
+        self._special = {token.content for token in controls.values() if token.special}
+        self._literal = _any_of(token.content for token in controls.values())
+        self._matcher = _matcher(backend, controls.values())
+
+    def spans(self, text: str) -> list[Span]:
+        """All imitations in `text`, in order, without overlap."""
+        found = [
+            Span(match.start(), match.end(), match.group() in self._special) for match in self._literal.finditer(text)
+        ]
+        if self._matcher is not None:
+            encoding = bounded_encoding(self._matcher, text)
+            found += [
+                Span(*offsets, token in self._special)
+                for token, offsets in zip(encoding.tokens, encoding.offsets, strict=True)
+                if token != _UNKNOWN
+            ]
+        return _merged(sorted(found))
+
+
+def _is_control(token: AddedToken, template: str) -> bool:
+    if token.special or _BRACKETED.fullmatch(token.content):
+        return True
+    # Without its letters and spaces something must be left: "user" in a template is a word.
+    has_sign = re.search(r"[^\w\s]", token.content) is not None
+    return has_sign and token.content in template
+
+
+def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _matcher(backend: Tokenizer, controls: Iterable[AddedToken]) -> Tokenizer | None:
+    """A tokenizer that knows nothing but `controls`, to find those that appear only once a text is normalized."""
+    normalized = [AddedToken(token.content, normalized=True) for token in controls if token.normalized]
+    if backend.normalizer is None or not normalized:
+        return None
+    matcher = Tokenizer(models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
+    matcher.normalizer = backend.normalizer
+    matcher.add_tokens(normalized)
+    return matcher
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and span.start < merged[-1].stop:
+            last = merged[-1]
+            merged[-1] = Span(last.start, max(last.stop, span.stop), last.special or span.special)
+        else:
+            merged.append(span)
+    return merged
+
+
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+
+
+class Piece(NamedTuple):
+    """A stretch of a prompt; in a literal one the names of control tokens are mere text."""
+
+    text: str
+    literal: bool
+
+
+class Marks:
+    """The marks of one prompt: two characters that occur in none of its texts."""
+
+    def __init__(self, texts: Sequence[str], spans: Sequence[Span], avoid: str) -> None:
+        """Marks `spans`, which count characters through all `texts`; `avoid` is text that the template may add.
+
+        Raises `PromptError` if the texts leave no two private-use characters.
+        """
+        used = set(avoid).union(*texts)
+        free = list(islice((chr(code) for code in _PRIVATE_USE if chr(code) not in used), 2))
+        if len(free) < 2:
+            raise PromptError("The text uses up the private-use characters U+F0000 to U+FFFFD; leave two of them out.")
+        self._start, self._stop = free
+        self._names: set[str] = set()
+        begins = accumulate(map(len, texts), initial=0)
+        self._texts = [self._marked(text, begin, spans) for text, begin in zip(texts, begins, strict=False)]
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts with their marks."""
+        return self._texts
+
+    def pieces(self, text: str) -> Iterator[Piece]:
+        """`text`, which a template made of the marked texts, cut at the marks and without them."""
+        start, stop = self._start, self._stop
+        # Split with a group: cut text and marked text take turns, None stands for a mark without its partner.
+        for index, part in enumerate(re.split(f"{start}([^{start}{stop}]*){stop}|[{start}{stop}]", text)):
+            if part:
+                yield Piece(part, literal=index % 2 == 1 and part in self._names)
+
+    def _marked(self, text: str, begin: int, spans: Sequence[Span]) -> str:
+        first = bisect_right(spans, begin, key=lambda span: span.stop)
+        last = bisect_left(spans, begin + len(text), key=lambda span: span.start)
+        parts, done = [], 0
+        for span in spans[first:last]:
+            # A span may begin in the text before this one, or end in the next.
+            start, stop = max(span.start - begin, 0), min(span.stop - begin, len(text))
+            name = text[start:stop]
+            self._names.add(name)
+            parts += [text[done:start], self._start, name, self._stop]
+            done = stop
+        return "".join([*parts, text[done:]])
