@@ -79,6 +79,7 @@ def answer(
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers_in_any_batch(
     family: str,
@@ -115,6 +116,7 @@ def test_sampled_rows_differ_from_greedy_ones_and_by_seed(
     assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quant", [["none"], ["int4"], ["nf4"], ["int8", "--compute", "int8"]], ids="-".join)
 def test_low_precision_is_exact_across_batches_too(
     quant: list[str], checkpoint: Callable[[str], Path], answer: Answer
@@ -125,6 +127,7 @@ def test_low_precision_is_exact_across_batches_too(
     assert first == second
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "kv"),
     [("qwen3_moe", kv) for kv in ("int8", "int8/int4", "int4")] + [("gpt_oss", "int4"), ("gemma3_text", "int8")],

@@ -25,6 +25,7 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     return ran
 
 
+@pytest.mark.sample("minimum-qwen3_moe-nf4", "half-gpt_oss-int8", "all-llama-none")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [("qwen3_moe", "nf4"), ("mixtral", "none"), ("gpt_oss", "int8"), ("granitemoe", "none"), ("llama", "none")],
@@ -39,6 +40,7 @@ def test_tokens_are_those_of_the_processor(family: str, quant: str, share: float
     assert (fake.num_looks > 0) == (share < 1), "reads of streamed memory were not looked at again"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ring_experts", [4, placement.RING_EXPERTS], ids=["experts mixed", "experts on disk"])
 def test_disk_host_and_device_work_as_three_tiers(
     ring_experts: int, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch

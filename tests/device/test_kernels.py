@@ -42,6 +42,7 @@ def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     return [out[0, len(ids) :].tolist() for out, ids in zip(outs, prompts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "share", "deterministic"),
     [("mixtral", 0.0, True), ("gpt_oss", 0.6, False), ("gemma3_text", 1.0, False)],
@@ -65,6 +66,7 @@ def test_tokens_are_those_of_stock_transformers(
     assert (ran.to_device > 0) == (share < 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "quant", "kv", "capability"),
     [
