@@ -7,6 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+from moedge.cli.process import settle
+
+# Before torch is imported: passes run as users' do.
+settle()
+
 import torch
 
 # Before Triton is imported: its kernels run in the interpreter where there is no GPU.
