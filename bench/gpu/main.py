@@ -1,5 +1,7 @@
 """bench/gpu.sh: parts of the evidence that a GPU must give."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import argparse

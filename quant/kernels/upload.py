@@ -46,8 +46,9 @@ class UploadRing:
             return staged.to(device, non_blocking=True)
 
     def _take_next_segment(self) -> None:
-        copied = self._copied[self._segment] = torch.cuda.Event()
+        copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream())
+        self._copied[self._segment] = copied
         self._segment = (self._segment + 1) % _SEGMENTS
         self._head = self._segment * self._nbytes
         if (before := self._copied[self._segment]) is not None:

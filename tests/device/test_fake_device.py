@@ -1,5 +1,6 @@
 """The fake device refuses and delays what a GPU does: what it lets pass would be no proof."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -31,8 +32,21 @@ def registered(fake: Any, *runs: tuple[int, int]) -> HostMemory:
     return memory
 
 
+def copy_aside(host: torch.Tensor, there: torch.Tensor) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there.copy_(host, non_blocking=True)
+
+
+WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "to the host": lambda host, there: host.copy_(there),
+    "to the device": lambda host, there: there.copy_(host),
+    "to": lambda host, there: host.to(there.device),
+    "aside": copy_aside,
+}
+
+
 @pytest.mark.parametrize("runs", [((0, 4), (4, 10)), ((0, 6),)], ids=["two registrations", "not all registered"])
-@pytest.mark.parametrize("way", ["to the host", "to the device", "to", "aside"])
+@pytest.mark.parametrize("way", WAYS)
 def test_no_copy_crosses_the_border_of_a_registration(
     runs: tuple[tuple[int, int], ...], way: str, fakes: ModuleType
 ) -> None:
@@ -40,15 +54,7 @@ def test_no_copy_crosses_the_border_of_a_registration(
         host = registered(fake, *runs).bytes[3 * PAGE : 7 * PAGE]
         there = fake.device.allocate(len(host))
         with pytest.raises(RuntimeError, match="invalid argument"):
-            if way == "to the host":
-                host.copy_(there)
-            elif way == "to the device":
-                there.copy_(host)
-            elif way == "to":
-                host.to(fake.place)
-            else:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    there.copy_(host, non_blocking=True)
+            WAYS[way](host, there)
 
 
 def test_a_copy_that_nobody_waits_for_wants_page_locked_memory(fakes: ModuleType) -> None:
@@ -119,21 +125,25 @@ def test_an_error_left_behind_is_told_to_the_next_launch_and_to_no_allocation(fa
 
 
 @pytest.mark.parametrize(
-    ("room", "said"),
-    [(0, "CUBLAS_STATUS_ALLOC_FAILED"), (29, "CUDA error: out of memory"), (37, "CUDA error: out of memory")],
+    ("total_mib", "said"),
+    [(10, "CUBLAS_STATUS_ALLOC_FAILED"), (46, "CUDA error: out of memory"), (54, "CUDA error: out of memory")],
 )
-def test_libraries_take_what_the_allocator_does_not_know_of(room: int, said: str, fakes: ModuleType) -> None:
-    """20 MiB for cuBLAS, 8 for products and 6 for attention of a dtype; its workspace is torch's."""
-    with fakes.FakeDevice(total=64 * MIB, context=0) as fake:
+def test_libraries_take_what_the_allocator_does_not_know_of(total_mib: int, said: str, fakes: ModuleType) -> None:
+    """20 MiB for cuBLAS, and of torch's for its workspace, 8 for products and 6 for attention of a dtype."""
+
+    def compute() -> None:
+        torch.mm(x[0, 0], x[0, 0])
+        functional.scaled_dot_product_attention(x, x, x)
+
+    with fakes.FakeDevice(total=total_mib * MIB, context=0) as fake:
         x = torch.ones(1, 1, 4, 4, device=fake.place)
-        taken = [fake.device.allocate(2 * MIB) for _ in range(31 - room // 2)]
-        reserved = fake.cuda.memory_reserved()
         with pytest.raises(RuntimeError, match=said) as told:
-            torch.mm(x[0, 0], x[0, 0])
-            functional.scaled_dot_product_attention(x, x, x)
+            compute()
         assert is_out_of_memory(told.value)
-        assert taken
-        assert fake.cuda.memory_reserved() - reserved <= 20 * MIB
+        assert fake.device.context_nbytes == {10: 0, 46: 20, 54: 28}[total_mib] * MIB
+    with fakes.FakeDevice(total=60 * MIB, context=0) as fake:
+        x = torch.ones(1, 1, 4, 4, device=fake.place)
+        compute()
 
 
 def churn(fake: Any) -> int:

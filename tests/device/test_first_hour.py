@@ -108,9 +108,11 @@ def test_a_place_of_the_ring_is_used_again_when_it_was_copied(fakes: ModuleType)
     for seed in range(5):
         with fakes.FakeDevice(seed) as fake:
             fill(UploadRing(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True)), fake)
-    with fakes.FakeDevice() as fake, pytest.raises(fakes.simulator.Race):
+    with fakes.FakeDevice() as fake:
         fake.machine.haste = 0.0
-        fill(Careless(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True)), fake)
+        careless = Careless(torch.empty(4 * PAGE, dtype=torch.uint8, pin_memory=True))
+        with pytest.raises(fakes.simulator.Race):
+            fill(careless, fake)
 
 
 def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
