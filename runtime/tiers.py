@@ -36,6 +36,8 @@ def open_tiers(budgets: Budgets) -> Tiers:
         budgets.without_device()
         return Tiers(host)
     budget = budgets.device_nbytes(device.total, device.available)
+    # An earlier run of this process may have left a limit.
+    device.limit(device.total)
     # What both of these load is part of what the process and the context take from here on.
     load_libraries(device)
     gpu = find_gpu(device.place, device.capability, device.processors)
