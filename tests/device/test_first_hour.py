@@ -131,17 +131,21 @@ def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monke
 def test_pins_are_given_back_where_a_ring_cannot_be_had(
     case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slab was pinned in part when memory gives out; loading anew may get its addresses."""
+    """One ring was pinned when memory gives out for the other; loading anew may get its addresses."""
+    tiny, pinned = case("qwen3_moe"), []
 
-    def refuses(nbytes: int) -> HostMemory:
-        raise MemoryError("no memory for a ring")
+    def refuses_the_second(nbytes: int) -> HostMemory:
+        pinned.append(len(fake.cuda.registered))
+        if len(pinned) == 2:
+            raise MemoryError("no memory for a ring")
+        return HostMemory(nbytes)
 
-    tiny = case("qwen3_moe")
     with fakes.FakeDevice() as fake:
         plan = tiny.held(fake.device, 0.2)
-        monkeypatch.setattr(lanes, "HostMemory", refuses)
+        monkeypatch.setattr(lanes, "HostMemory", refuses_the_second)
         with pytest.raises(MemoryError):
             load_engine(tiny.source, plan, tiny.store, fake.device)
+    assert pinned == [0, 1]
     assert not fake.cuda.registered
     assert fake.device.pins.taken == RING_NBYTES
 
@@ -163,12 +167,13 @@ def test_a_stale_error_is_swallowed_where_the_allocator_gives_nothing(
     monkeypatch.setattr(cuda_error, "_spare", [])
     with fakes.FakeDevice(pin_limit=0) as fake:
         cuda_error.prepare_to_swallow()
-        kept = fake.device.allocate(fake.cuda.memory_reserved() - PAGE)
+        # The rest of the segment that the spare element lies in.
+        kept = [fake.device.allocate(MIB), fake.device.allocate(MIB - 512)]
         fake.device.limit(0)
         assert fake.cuda.cudaHostRegister(1 << 40, PAGE, 0) == 2
         cuda_error.swallow_cuda_error()
         assert not fake.cuda.stale_error
-        kept.fill_(1)
+        kept[0].fill_(1)
         cuda_error._spare.clear()
 
 
