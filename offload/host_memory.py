@@ -5,6 +5,8 @@ Knows bytes, not what they are for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .device import Device
@@ -27,6 +29,8 @@ class HostMemory:
         view: memoryview = self.bytes.numpy().data
         return view
 
-    def pin(self, device: Device) -> Pinned:
-        """Page-locks as much of the beginning as the machine allows; to be closed before the memory goes."""
-        return Pinned(device.runtime, address_of(self._memory), self.nbytes, device.clear_error)
+    def pin(self, device: Device, cuts: Sequence[int] = ()) -> Pinned:
+        """Page-locks as much of the beginning as the machine and the device's budget allow, in registrations that end
+        at `cuts`; to be closed before the memory goes."""
+        address = address_of(self._memory)
+        return Pinned(device.runtime, address, self.nbytes, device.clear_error, device.pins, cuts)

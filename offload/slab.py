@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 PIN_CHUNK_NBYTES = 256 << 20
 # The limit is found to this much: smaller pieces would cost a copy more per shard than they pin.
 MIN_PIN_NBYTES = 16 << 20
+# cudaErrorHostMemoryAlreadyRegistered.
+ALREADY_REGISTERED = 712
 
 
 class CudaRuntime(Protocol):
@@ -37,27 +39,73 @@ def address_of(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+class PinBudget:
+    """How much host memory the process may page-lock, all uses together; `most` is None where no limit is known."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+        self.taken = 0
+
+    def allows(self, nbytes: int) -> bool:
+        return self.most is None or self.taken + nbytes <= self.most
+
+
 class Pinned:
     """The page-locked beginning of a slab, in pieces registered one by one until the machine refuses.
 
+    Registrations end at `cuts` (ascending, multiples of the page size, the last one `nbytes`), as large as
+    `PIN_CHUNK_NBYTES` allows: what lies between two cuts is never in two of them. `budget` counts what is locked.
     `clear_error` must swallow the CUDA error that a refusal leaves behind: it would be raised by the next kernel
-    launched anywhere. Give `swallow_cuda_error`.
+    launched anywhere. Give `swallow_cuda_error`. Raises RuntimeError where something is registered there already.
     """
 
-    def __init__(self, runtime: CudaRuntime, address: int, nbytes: int, clear_error: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        address: int,
+        nbytes: int,
+        clear_error: Callable[[], None],
+        budget: PinBudget | None = None,
+        cuts: Sequence[int] = (),
+    ) -> None:
         self._runtime = runtime
         self._address = address
+        self._clear_error = clear_error
+        self._budget = budget or PinBudget()
         self._begins: list[int] = []
         self.nbytes = 0
-        chunk_nbytes = PIN_CHUNK_NBYTES
+        chunk_nbytes, refused = PIN_CHUNK_NBYTES, nbytes + 1
         while self.nbytes < nbytes and chunk_nbytes >= MIN_PIN_NBYTES:
-            size = min(chunk_nbytes, nbytes - self.nbytes)
-            if int(runtime.cudaHostRegister(address + self.nbytes, size, 0)) == 0:
-                self._begins.append(self.nbytes)
-                self.nbytes += size
-            else:
-                clear_error()
-                chunk_nbytes //= 2
+            size = self._next_size(nbytes, chunk_nbytes, cuts)
+            if size < refused and self._register(size):
+                continue
+            chunk_nbytes, refused = chunk_nbytes // 2, min(refused, size)
+
+    def _next_size(self, nbytes: int, chunk_nbytes: int, cuts: Sequence[int]) -> int:
+        """A chunk, rounded down to the last cut in it; where none is, all up to the next one."""
+        if not cuts:
+            return min(chunk_nbytes, nbytes - self.nbytes)
+        following = bisect_right(cuts, self.nbytes + chunk_nbytes)
+        inside = following and cuts[following - 1] > self.nbytes
+        return cuts[following - 1 if inside else following] - self.nbytes
+
+    def _register(self, size: int) -> bool:
+        if not self._budget.allows(size):
+            return False
+        code = int(self._runtime.cudaHostRegister(self._address + self.nbytes, size, 0))
+        if code != 0:
+            self._clear_error()
+            if code == ALREADY_REGISTERED:
+                self.close()
+                raise RuntimeError(
+                    f"{size:,} bytes to be page-locked are registered with CUDA already: memory was freed before "
+                    "it was unregistered; start the process again"
+                )
+            return False
+        self._begins.append(self.nbytes)
+        self.nbytes += size
+        self._budget.taken += size
+        return True
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The run [begin, end) cut where registrations meet: one copy may not read from two of them, nor from a
@@ -73,4 +121,5 @@ class Pinned:
         """Unregisters every piece; an address reused while registered could never be pinned again."""
         while self._begins:
             self._runtime.cudaHostUnregister(self._address + self._begins.pop())
+        self._budget.taken -= self.nbytes
         self.nbytes = 0

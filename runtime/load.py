@@ -13,6 +13,7 @@ from ..offload.checkpoint.checkpoint import Checkpoint
 from ..offload.device import Device
 from ..offload.heap import KEPT_NBYTES, keep_memory, return_memory
 from ..offload.store.store import Store
+from ..quant.kernels.upload import open_ring
 from ..quant.kv_format import KVFormat
 from .computing import make_attention, make_compute
 from .dtypes import DTYPES
@@ -74,6 +75,9 @@ class Loading:
         self.plan = plan
         self.place = device.place if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
+        if device is not None:
+            # Before anything else is page-locked: passes need it thousands of times, wherever weights lie.
+            device.pins.taken += open_ring(device.place)
         self.compute = make_compute(source.shape, plan, self.place)
         self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
         staging = None if plan.device is None else plan.device.staging

@@ -42,7 +42,9 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
         job = JobShape(1, sequence.max_tokens)
         tiers = open_tiers(budgets)
-        plan = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job).plan
+        planned = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job)
+        tiers.limit_pins(planned.machine.profile)
+        plan = planned.plan
         with closing(load_engine(source, plan, store_for(source, plan, budgets), tiers.device)) as loaded:
             loaded.engine.add(sequence)
             while loaded.engine.busy:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..offload.device import Device, find_device
+from ..offload.machine.profile import Machine
 from ..offload.memory import host_resident
 from ..quant.kernels.gpu import find_gpu
+from .first_use import load_libraries
 from .plan.budgets import Budgets
 from .plan.device_plan import LIBRARIES_NBYTES, DeviceRoom
 from .plan.draft import PROCESS_NBYTES
@@ -20,6 +22,11 @@ class Tiers:
     device: Device | None = None
     room: DeviceRoom | None = None
 
+    def limit_pins(self, machine: Machine | None) -> None:
+        """Of what `machine` was found to page-lock, a fifth is left to others."""
+        if self.device is not None and machine is not None and machine.pin is not None:
+            self.device.pins.most = machine.pin.usable
+
 
 def open_tiers(budgets: Budgets) -> Tiers:
     """Looks for a device unless the budgets forbid it. Raises SettingError, BadSize."""
@@ -29,7 +36,10 @@ def open_tiers(budgets: Budgets) -> Tiers:
         budgets.without_device()
         return Tiers(host)
     budget = budgets.device_nbytes(device.total, device.available)
-    # Compiles and runs a kernel, which is part of what the process and the context take from here on.
+    # An earlier run of this process may have left a limit.
+    device.limit(device.total)
+    # What both of these load is part of what the process and the context take from here on.
+    load_libraries(device)
     gpu = find_gpu(device.place, device.capability, device.processors)
     process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
     context = device.context_nbytes

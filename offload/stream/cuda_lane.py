@@ -81,7 +81,8 @@ class CudaLane:
         with self._cuda.stream(self._side):
             for first, last in self._pinned.pieces(begin, begin + place.nbytes):
                 target = self._memory[place.offset + first - begin : place.offset + last - begin]
-                target.copy_(self._host[first:last], non_blocking=True)
+                # What is not page-locked is read while the calling thread waits, or it could be overwritten meanwhile.
+                target.copy_(self._host[first:last], non_blocking=last <= self._pinned.nbytes)
         self.nbytes_moved += place.nbytes
         ready = self._recorded(self._side, enable_timing=True)
         self._copies.append((begin_copy, ready))

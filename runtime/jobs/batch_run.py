@@ -83,6 +83,7 @@ class BatchRun:
         host, room = self._tiers.host_nbytes, self._tiers.room
         settings, saved = self.ledger.settings(), self.request.plan
         self.planned: JobPlan = plan_job(self.source, settings, budgets, host, room, self._job, saved)
+        self._tiers.limit_pins(self.planned.machine.profile)
         self.plan_made = self.planned.plan
         self.ledger.begin(self.plan_made)
         return self.plan_made

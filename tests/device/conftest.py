@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moedge.cli.process import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.model_source import open_source
 from moedge.runtime.plan.budgets import Budgets
 from moedge.runtime.weights.making import prepare
@@ -58,3 +59,10 @@ def case(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             return made[family, quant]
 
         yield make
+
+
+@pytest.fixture(autouse=True)
+def segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command line settles it."""
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, ALLOCATOR)

@@ -24,7 +24,7 @@ def run(tiny: Any, fake: Any, share: float, **changed: Any) -> Any:
     """Tokens on a fake device that kernels are for, and the plan."""
     tiny = short(tiny, **changed)
     plan = tiny.plan(fake.device, share)
-    fake.device.limit(plan.device.budget_nbytes)
+    fake.device.limit(plan.device.budget_nbytes - plan.device.context_nbytes)
     with fake:
         ran = tiny.run(plan, fake.device)
     assert fake.device.peak <= plan.device.budget_nbytes

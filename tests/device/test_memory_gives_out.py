@@ -35,13 +35,13 @@ class Refusals:
         self.num_counted = self.num_refused = 0
         take = fake.cuda.take
 
-        def refusing(nbytes: int) -> None:
+        def refusing(nbytes: int) -> Any:
             if self.counting:
                 self.num_counted += 1
                 if refused(self.num_counted):
                     self.num_refused += 1
                     raise torch.OutOfMemoryError(GAVE_OUT)
-            take(nbytes)
+            return take(nbytes)
 
         fake.cuda.take = refusing
 

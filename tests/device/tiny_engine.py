@@ -14,7 +14,7 @@ from moedge.runtime.jobs.movement import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.load import load_engine
 from moedge.runtime.model_source import ModelSource
-from moedge.runtime.plan.device_plan import LOADING_NBYTES, DeviceRoom
+from moedge.runtime.plan.device_plan import LIBRARIES_NBYTES, LOADING_NBYTES, DeviceRoom
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -62,7 +62,8 @@ class Case:
         """With `share` of the way from the smallest budget on the device to the one that holds everything."""
         if device is None:
             return make_plan(self.source.shape, self.settings, ram, self.job)
-        room = DeviceRoom(0, device.context_nbytes, 0, gpu_of(device))
+        # As runtime/tiers.py counts, which finds libraries loaded.
+        room = DeviceRoom(0, device.context_nbytes + LIBRARIES_NBYTES, 0, gpu_of(device))
         smallest, whole = budget_range(self.source.shape, self.settings, self.job, room)
         # More than holds everything with a single sequence: else a plan may stream a little for another one.
         whole += 64 << 20 if share == 1.0 else 0

@@ -217,10 +217,11 @@ class Run:
 
     def copy_(self, source: "Run", non_blocking: bool) -> None:
         assert len(self) == len(source)
-        assert non_blocking
         stream = self.memory.cuda.current_stream()
         stream.machine.wander()
         stream.steps += [lambda: self.write(0, source.read()), lambda: self.write(1, source.read())]
+        if not non_blocking:
+            stream.synchronize()
 
     @property
     def _cells(self) -> list[Any]:
@@ -461,7 +462,9 @@ class Trial:
 
     def _copies(self, host: Memory, memory: Memory) -> CudaLane:
         self.memories.append(host)
-        return self.parts.copies(self.cuda, host, Pinned(self.cuda, 1 << 40, 0, self.cuda.clear_error), memory)
+        address = (1 << 40) + sum(self.cuda.registered.values())
+        pinned = Pinned(self.cuda, address, host.nbytes, self.cuda.clear_error)
+        return self.parts.copies(self.cuda, host, pinned, memory)
 
     def _slab(self) -> Memory:
         return Memory(self.cuda, sum(shard.nbytes + ALIGNMENT for shard in self.shards), None)
