@@ -48,9 +48,12 @@ class GroupedProduct:
         return Rows.of(spans, x, self.steady)
 
     def takes(self, matrices: Sequence[PackedTensor]) -> bool:
-        """Whether there is a kernel for them: matrices of one layout, in a format that it reads."""
+        """Whether there is a kernel for them: matrices of one layout, in a format that it reads, with rows in multiples
+        of 8, since biases that lie side by side have to begin at multiples of STEP_NBYTES.
+        """
         layout = matrices[0].layout
-        return layout.format in FORMATS and all(matrix.layout == layout for matrix in matrices)
+        known = layout.format in FORMATS and layout.shape[0] % 8 == 0
+        return known and all(matrix.layout == layout for matrix in matrices)
 
     def launch(
         self,

@@ -69,7 +69,7 @@ class PassPages:
         key = (tokens, chunks)
         if key not in self._tiled:
             tiles = torch.tensor([tile for index in chunks for tile in self._tiles(index, tokens)], dtype=torch.int32)
-            self._tiled[key] = Pages(self.table, upload(tiles, self.device), self.table.stride(0))
+            self._tiled[key] = Pages(self.table, upload(tiles, self.device))
         return self._tiled[key]
 
     def fresh(self, chunks: tuple[int, ...]) -> Fresh:

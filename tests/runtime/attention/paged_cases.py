@@ -96,7 +96,7 @@ class Cache:
             for first in range(past // tokens * tokens, past + count, tokens)
         ]
         device = self.q.device
-        return Pages(table.to(device), torch.tensor(tiles, dtype=torch.int32).to(device), table.stride(0))
+        return Pages(table.to(device), torch.tensor(tiles, dtype=torch.int32).to(device))
 
     def run(self, kernel: str, splits: int = 1) -> torch.Tensor:
         """What `decode`, `decode without dot` or `extend` writes into NaN."""
