@@ -9,7 +9,6 @@ import torch
 
 from .upload import upload
 
-
 # Every tensor of a stack begins at a multiple of so many bytes: what a GPU loads at once.
 STEP_NBYTES = 16
 

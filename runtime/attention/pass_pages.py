@@ -90,7 +90,8 @@ class PassPages:
         chunk = self.chunks[index]
         begin, end = chunk.past, chunk.past + chunk.count
         starts = range(begin // tokens * tokens, end, tokens)
-        return [(index, chunk.begin - chunk.past, first, begin, end) for first in starts]
+        row = index * self.table.shape[1]
+        return [(row, chunk.begin - chunk.past, first, begin, end) for first in starts]
 
 
 def _way(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from ....quant.kernels.launch import Launch, dot_type, padded
-from .operands import Features, Geometry, Heads, Pages, Partials, Side, StoreGeometry, stride_unit
+from .operands import Features, Geometry, Heads, Pages, Side, StoreGeometry, Target, stride_unit
 from .paged import attend_pages, merge_splits
 from .storing import store_tokens
 from .tuning import MAX_SPLITS, Cut
@@ -35,8 +35,10 @@ def store_launch(k: torch.Tensor, v: torch.Tensor, cached: Cached, slots: torch.
     widths = (padded(head_dim), padded(-(-head_dim // 2)))
     geometry = StoreGeometry(head_dim, cached.block, STORE_TOKENS, *widths, stride_unit(head_dim))
     grid = (triton.cdiv(num_tokens, STORE_TOKENS), kv_heads)
-    (k, *k_strides), (v, *v_strides) = Heads.of(k), Heads.of(v)
-    arguments = (k, v, cached.keys, cached.values, slots, num_tokens, *k_strides, *v_strides, geometry)
+    (k, *strides), (v, *others) = Heads.of(k), Heads.of(v)
+    if strides != others:
+        (k, *strides), (v, *_) = Heads.of(k.contiguous()), Heads.of(v.contiguous())
+    arguments = (k, v, cached.keys, cached.values, slots, num_tokens, *strides, geometry)
     return Launch(store_tokens, grid, arguments)
 
 
@@ -60,17 +62,16 @@ def attend_launches(
         dtype=dot_type(out.dtype if cut.dot else torch.float32),
         dot=cut.dot,
     )
-    partials = None
+    target = Target(out)
     if splits > 1:
         sums = q.new_empty(num_tiles, num_heads, splits, head_dim, dtype=torch.float32)
-        partials = Partials(sums, sums.new_empty(num_tiles, num_heads, splits, 2))
+        target = Target(out, sums, sums.new_empty(num_tiles, num_heads, splits, 2))
     grid = (num_tiles, cached.kv_heads * triton.cdiv(group, cut.heads), splits)
     q, *strides = Heads.of(q)
-    strides.append(pages.table.stride(0))
-    arguments = (q, out, partials, cached.keys, cached.values, pages, features, *strides, geometry)
+    arguments = (q, target, cached.keys, cached.values, pages, features, *strides, geometry)
     launches = [Launch(attend_pages, grid, arguments, cut.warps, cut.stages)]
-    if partials is not None:
-        merge = (partials, out, pages.tiles, splits, head_dim, padded(head_dim), MAX_SPLITS)
+    if splits > 1:
+        merge = (target, pages.tiles, splits, head_dim, padded(head_dim), MAX_SPLITS)
         launches.append(Launch(merge_splits, (num_tiles, num_heads), merge, 4))
     return launches
 

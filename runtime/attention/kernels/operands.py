@@ -21,11 +21,12 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor) -> Heads:
         unit = stride_unit(x.shape[-1])
-        if x.stride(-1) != 1 or any(size > 1 and stride % unit for size, stride in zip(x.shape, x.stride()[:2])):
-            x = x.contiguous()
         # The stride of an axis of one is any number.
-        strides = [stride // unit if size > 1 else 0 for size, stride in zip(x.shape, x.stride()[:2])]
-        return cls(x, *strides)
+        token, head, item = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+        if item == 1 and token % unit == head % unit == 0:
+            return cls(x, token // unit, head // unit)
+        x = x.contiguous()
+        return cls(x, x.shape[1] * x.shape[2] // unit, x.shape[2] // unit)
 
 
 def stride_unit(head_dim: int) -> int:
@@ -59,19 +60,23 @@ class Side(NamedTuple):
 class Pages(NamedTuple):
     """Which blocks hold a sequence's tokens, and which query rows a program computes.
 
-    table int32 [B, max blocks], rows side by side; tiles int32 [n, 5]: sequence (row of the table), origin (row of the pass where the
-    sequence's position 0 would be), first position of the tile, first and last + 1 position that the pass has.
+    table int32 [B, max blocks]; tiles int32 [n, 5]: where the sequence's row of the table begins, origin (row of the
+    pass where the sequence's position 0 would be), first position of the tile, first and last + 1 position that the
+    pass has.
     """
 
     table: torch.Tensor
     tiles: torch.Tensor
 
 
-class Partials(NamedTuple):
-    """What splits leave for the merge: float32 sums [n, Hq, splits, D], maxima and totals [n, Hq, splits, 2]."""
+class Target(NamedTuple):
+    """out [T, Hq, D], contiguous. With splits also what they leave for the merge: float32 sums [n, Hq, splits, D], and
+    maxima and totals [n, Hq, splits, 2].
+    """
 
-    sums: torch.Tensor
-    stats: torch.Tensor
+    out: torch.Tensor
+    sums: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
 
 
 class Features(NamedTuple):

@@ -10,32 +10,19 @@ SMALLEST_SCALE = tl.constexpr(2.0**-17)
 
 
 # What changes while a job runs, or may: a kernel must not be compiled for each.
-@triton.jit(do_not_specialize=["num_tokens", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"])
-def store_tokens(
-    k,
-    v,
-    keys,
-    values,
-    slots,
-    num_tokens,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    S: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["num_tokens", "token_stride", "head_stride"])
+def store_tokens(k, v, keys, values, slots, num_tokens, token_stride, head_stride, S: tl.constexpr):
     """Grid (runs of S.tokens tokens, KV heads). Token t goes to place slots[t] % block of block slots[t] // block;
-    a negative slot is left out. Strides of k and v [T, H, D] are in units of S.unit.
+    a negative slot is left out. k and v [T, H, D] have the same strides, in units of S.unit.
     """
     tokens = tl.program_id(0) * S.tokens + tl.arange(0, S.tokens)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
     live = slot >= 0
     blocks, places = slot // S.block, slot % S.block
-    head, wide = tl.program_id(1), tokens.to(tl.int64)
-    k_rows = (wide * k_token_stride + head * k_head_stride) * S.unit
-    store_side(k, k_rows, keys, head, blocks, places, live, S)
-    v_rows = (wide * v_token_stride + head * v_head_stride) * S.unit
-    store_side(v, v_rows, values, head, blocks, places, live, S)
+    head = tl.program_id(1)
+    rows = (tokens.to(tl.int64) * token_stride + head * head_stride) * S.unit
+    store_side(k, rows, keys, head, blocks, places, live, S)
+    store_side(v, rows, values, head, blocks, places, live, S)
 
 
 @triton.jit

@@ -91,7 +91,7 @@ class Cache:
             row[: len(blocks)] = torch.tensor(blocks)
         begins = itertools.accumulate((count for _, count in self.case.lengths), initial=0)
         tiles = [
-            (index, begin - past, first, past, past + count)
+            (index * table.shape[1], begin - past, first, past, past + count)
             for index, (begin, (past, count)) in enumerate(zip(begins, self.case.lengths, strict=False))
             for first in range(past // tokens * tokens, past + count, tokens)
         ]

@@ -58,8 +58,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(self: Launch) -> None:
         name = self.kernel.fn.__name__
         if name == "attend_pages":
-            geometry, partials = self.arguments[-1], self.arguments[2]
-            name += f"{'' if geometry.dot else ' without dot'}{' split' if partials is not None else ''}"
+            geometry, target = self.arguments[-1], self.arguments[1]
+            name += f"{'' if geometry.dot else ' without dot'}{' split' if target.sums is not None else ''}"
         counts[name] += 1
         run(self)
 
