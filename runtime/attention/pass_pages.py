@@ -69,7 +69,7 @@ class PassPages:
         key = (tokens, chunks)
         if key not in self._tiled:
             tiles = torch.tensor([tile for index in chunks for tile in self._tiles(index, tokens)], dtype=torch.int32)
-            self._tiled[key] = Pages(self.table, upload(tiles, self.device), self.table.stride(0))
+            self._tiled[key] = Pages(self.table, upload(tiles, self.device))
         return self._tiled[key]
 
     def fresh(self, chunks: tuple[int, ...]) -> Fresh:
@@ -90,7 +90,8 @@ class PassPages:
         chunk = self.chunks[index]
         begin, end = chunk.past, chunk.past + chunk.count
         starts = range(begin // tokens * tokens, end, tokens)
-        return [(index, chunk.begin - chunk.past, first, begin, end) for first in starts]
+        row = index * self.table.shape[1]
+        return [(row, chunk.begin - chunk.past, first, begin, end) for first in starts]
 
 
 def _way(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:

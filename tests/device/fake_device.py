@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from moedge.offload.device import Device
+from moedge.quant.kernels.operands import STEP_NBYTES
 from moedge.quant.kernels.upload import close_rings
 
 POISON = 0xFF
@@ -279,9 +280,9 @@ class FakeDevice(TorchFunctionMode):
             self._interpret(grid, *arguments, **options)
         self._look_again([tensor for tensor in tensors if isinstance(tensor, OnDevice)], None)
         for stack in (leaf for leaf in tree_iter(arguments, is_leaf=_is_stack) if _is_stack(leaf)):
-            item = stack.base.element_size()
+            nbytes = stack.base.numel() * stack.base.element_size()
             for shift in _plain(stack.shifts).tolist():
-                self._look_at(stack.base.data_ptr() + shift * item, stack.base.numel() * item)
+                self._look_at(stack.base.data_ptr() + shift * STEP_NBYTES, nbytes)
 
     def _look_at(self, address: int, nbytes: int) -> None:
         if not self._is_streamed_into(address):

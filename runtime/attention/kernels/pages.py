@@ -9,10 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def locate(pages, sequence, tokens, live, BLOCK: tl.constexpr):
+def locate(table, tokens, live, BLOCK: tl.constexpr):
     """Block ids, 64-bit since blocks * stride exceeds 31 bits, and places in the block of tokens [N]."""
-    row = pages.table + sequence.to(tl.int64) * pages.table_stride
-    return tl.load(row + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
+    return tl.load(table + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
 
 
 @triton.jit

@@ -10,17 +10,17 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_queries(q, tokens, heads, valid, keys, S: tl.constexpr):
-    """Whole heads [M, W], twice, or the halves of heads where keys are int4."""
-    row = (tokens * q.token_stride + heads * q.head_stride)[:, None]
+def load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S: tl.constexpr):
+    """Whole heads [M, W], twice, or the halves of heads where keys are int4; strides are in units of S.unit."""
+    row = ((tokens * token_stride + heads * head_stride) * S.unit)[:, None]
     columns = tl.arange(0, S.key_width)[None, :]
     COLUMNS: tl.constexpr = S.head_dim if keys.zeros is None else S.head_dim // 2
     inside = valid[:, None] & (columns < COLUMNS)
-    low = tl.load(q.data + row + columns, mask=inside, other=0).to(S.dtype)
+    low = tl.load(q + row + columns, mask=inside, other=0).to(S.dtype)
     if keys.zeros is None:
         high = low
     else:
-        high = tl.load(q.data + row + COLUMNS + columns, mask=inside, other=0).to(S.dtype)
+        high = tl.load(q + row + COLUMNS + columns, mask=inside, other=0).to(S.dtype)
     return low, high
 
 
@@ -28,7 +28,7 @@ def load_queries(q, tokens, heads, valid, keys, S: tl.constexpr):
 def row_shift(features, tokens, heads, valid, S: tl.constexpr):
     """What is added to a row's products [M]."""
     if features.shift is None:
-        shift = tl.zeros([S.rows], tl.float32)
+        shift = tl.full((S.rows,), 0.0, tl.float32)
     else:
         shift = tl.load(features.shift + tokens * (S.kv_heads * S.group) + heads, mask=valid, other=0.0)
     return shift
@@ -37,8 +37,8 @@ def row_shift(features, tokens, heads, valid, S: tl.constexpr):
 @triton.jit
 def start_softmax(features, heads, valid, S: tl.constexpr):
     """Maximum, in powers of 2, and total of rows before the first key; a sink counts once, in the first split."""
-    highest = tl.full([S.rows], float("-inf"), tl.float32)
-    total = tl.zeros([S.rows], tl.float32)
+    highest = tl.full((S.rows,), float("-inf"), tl.float32)
+    total = tl.full((S.rows,), 0.0, tl.float32)
     if features.sinks is not None:
         sinks = tl.load(features.sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2_E
         highest = tl.where(tl.program_id(2) == 0, sinks, highest)
