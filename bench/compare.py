@@ -10,9 +10,10 @@ its implementations of experts, accelerate's disk offload (`--offload SIZE`, its
 
 `--ceiling` puts every contender in a memory cgroup of its own, page cache included and swap off, which takes root. The
 files that it reads are dropped from the page cache first, or it would use pages that are charged to somebody else. What
-the table says was looked up: the group's peak, `killed` where the kernel killed in the group for want of memory, the
-bytes that came from disks. A row is invalid, and this command fails, where the ceiling cannot have bound. Memory that
-other processes had before, such as the libraries of the interpreter that runs this script, is not charged.
+the table says was looked up: the group's peak (of moedge also while it makes its store), `killed` where the kernel
+killed in the group for want of memory, the bytes that came from disks. A row is invalid, and this command fails, where
+the ceiling cannot have bound. Memory that other processes had before, such as the libraries of the interpreter that
+runs this script, is not charged.
 
 `--products` times the bare matrix products of the same passes as well (bare_products.py), the roof in bfloat16.
 
@@ -260,7 +261,10 @@ def main() -> None:
             raise SystemExit(f"--ceiling {options.ceiling} cannot be kept, and nothing was run: {error}") from error
         print(f"Ceiling: {limit / GIB:.3f} GiB by cgroups version {version}, swap off, files dropped first.\n")
     options.ram = options.ram or ("auto" if limit is None else SHARE)
-    rows = compare(options, limit)
+    try:
+        rows = compare(options, limit)
+    except page_cache.StillCached as error:
+        raise SystemExit(str(error)) from error
     if wrong := [f"{row.title}: {row.verdict}" for row in rows if not row.valid]:
         raise SystemExit("\n".join(wrong))
 
