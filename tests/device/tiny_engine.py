@@ -9,7 +9,7 @@ import torch
 from moedge.moe.modes import Mode
 from moedge.moe.options import ExpertOptions
 from moedge.offload.device import Device
-from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu
+from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.jobs.movement import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.load import load_engine
@@ -129,9 +129,9 @@ def spread(counts: list[int], total: int) -> tuple[int, ...]:
 
 
 def gpu_of(device: Device) -> Gpu:
-    """As `find_gpu`, without trying a kernel: a fake device runs none before it is entered."""
+    """As `try_kernels`, without trying one: a fake device runs none before it is entered."""
     old = "no kernel is compiled for it" if device.capability < OLDEST_CAPABILITY else ""
-    return Gpu(device.capability, device.processors, old)
+    return Gpu(device.capability, device.processors, Lacks.everything(old))
 
 
 def exact(quant: str) -> Settings:
