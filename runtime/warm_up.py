@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..moe.expert import Arrived
+from ..moe.expert import Arrived, ExpertWeights
 from ..moe.groups import group_by_expert
 from ..offload.device import Device
 from ..offload.memory_error import is_out_of_memory
@@ -50,9 +50,14 @@ def _compute_one(layer: LayerAssembly, packed: PackedExperts, compute: Compute, 
     shard = layer.shards.expert
     assert shard is not None
     place = compute.device
-    weights = layer.bind_expert(0, torch.zeros(shard.nbytes, dtype=torch.uint8, device=place))
+    weights = bind_somewhere(layer, shard.nbytes, place)
     for num_rows in TILE_ROWS:
         hidden = torch.zeros(num_rows, weights.up.shape[1], dtype=dtype, device=place)
         groups = group_by_expert(torch.zeros(num_rows, 1, dtype=torch.long, device=place), 1)
         rows = torch.empty(groups.num_rows, hidden.shape[1], dtype=dtype, device=place)
         packed.body.forward_together(hidden, rows, groups, [Arrived(0, weights)], compute)
+
+
+def bind_somewhere(layer: LayerAssembly, nbytes: int, place: torch.device) -> ExpertWeights:
+    """An expert of the layer over memory that is nobody's."""
+    return layer.bind_expert(0, torch.zeros(nbytes, dtype=torch.uint8, device=place))

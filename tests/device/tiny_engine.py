@@ -1,5 +1,6 @@
 """An engine run of a tiny checkpoint on any device, and the plans that put its weights on one, two or three tiers."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,10 +99,17 @@ class Case:
         return budget_range(self.source.shape, self.settings, self.job)[0]
 
     def run(
-        self, plan: Plan, device: Device | None = None, temperature: float = 0.0, experts: ExpertOptions = ALL
+        self,
+        plan: Plan,
+        device: Device | None = None,
+        temperature: float = 0.0,
+        experts: ExpertOptions = ALL,
+        loaded_now: Callable[[], object] = lambda: None,
     ) -> Ran:
+        """`loaded_now` is called between loading and the first pass."""
         store = self.store if plan.streams else None
         with closing(load_engine(self.source, plan, store, device, experts)) as loaded:
+            loaded_now()
             sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(self.prompts)]
             for sequence in sequences:
                 loaded.engine.add(sequence)
