@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,11 +17,15 @@ import pytest
 from moedge.quant.kernels import trial as products
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.launch import Launch
-from moedge.runtime import tiers
+from moedge.runtime import load, tiers
 from moedge.runtime.attention import trial as attention
+from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.errors import SettingError
+from moedge.runtime.jobs import batch_run
+from moedge.runtime.kernel_trial import KernelNeeds
 from moedge.runtime.plan.device_plan import DeviceRoom
+from moedge.runtime.plan.job import JobShape
 from moedge.runtime.plan.outlook import Question
 from moedge.runtime.plan.packed_model import PackedModel, Speed
 from moedge.runtime.plan.plan import Settings
@@ -37,34 +42,47 @@ EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--tokens-per-pas
 
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of each kind: the interpreter takes its time."""
+    """One of each kind, and nothing launched at load: the interpreter takes its time."""
     monkeypatch.setattr(attention, "_QUANTIZED", ())
+    monkeypatch.setattr(load, "warm_up_experts", lambda *_: None)
+    monkeypatch.setattr(doctor, "usual_needs", lambda device: KernelNeeds("fp32", frozenset({16})))
     cases = list(products.product_cases())[:2]
     monkeypatch.setattr(products, "product_cases", lambda: iter(cases))
 
 
-@pytest.fixture
-def batch(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_cases: None
-) -> Callable[..., tuple[int, list[Any], dict[str, Any]]]:
-    """`batch(fake, *options)` is the exit code, the answers and the summary of one job."""
+Batch = Callable[..., tuple[int, list[Any], dict[str, Any]]]
+
+
+def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
+    """The exit code, the answers and the summary of one job, which is not rehearsed."""
     from moedge.cli.main import main
 
-    rows = tmp_path / "in.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "a b " * n, "max_tokens": 3}) + "\n" for n in (1, 7)))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
+    rows.write_text(json.dumps({"prompt": "a b c", "max_tokens": 3}) + "\n")
+    arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(tiers, "find_device", lambda: fake and fake.device)
+        # In its place, so that the launches which are counted are those of passes.
+        patch.setattr(batch_run, "rehearse", lambda *_: fake and fake.launched.clear())
+        patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
+        main()
+    answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
+    return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
 
-    def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
-        out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
-        monkeypatch.setattr(tiers, "find_device", lambda: fake and fake.device)
-        arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
-        monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
-        return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
 
-    return run
+@pytest.fixture
+def batch(checkpoint: Callable[[str], Path], tmp_path: Path, few_cases: None) -> Batch:
+    """`batch(fake, *options)` runs one job on a fake device."""
+    return partial(run_job, checkpoint("mixtral"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def wanted(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The processor's answers."""
+    code, answers, _ = run_job(checkpoint("mixtral"), tmp_path_factory.mktemp("wanted"), None)
+    assert code == 0
+    return answers
 
 
 @contextmanager
@@ -98,33 +116,35 @@ def spoil(launch: Launch) -> None:
 
 
 def test_kernels_that_are_right_are_used_and_nothing_is_said(
-    batch: Callable[..., Any], fakes: ModuleType, capsys: pytest.CaptureFixture[str]
+    batch: Batch, wanted: list[Any], fakes: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Negative control of the tests below: with the same cases nothing falls back."""
-    wanted = batch(None)[1]
     with fakes.FakeDevice(capability=AMPERE) as fake:
         tried = check_kernels(fake.device)
         assert [finding.verdict for finding in tried] == ["ok"]
-        fake.launched.clear()
         capsys.readouterr()
         code, answers, summary = batch(fake)
     assert (code, answers) == (0, wanted)
     plan = summary["plan"]
     assert (plan["lacks"], plan["notes"]) == ({}, [])
     assert (plan["attention"], plan["grouped_experts"], plan["stores_by_kernel"]) == ("triton", True, True)
-    assert min(fake.launched[name] for name in ("attend_pages", "grouped_product", "store_tokens")) > 12
+    assert min(fake.launched[name] for name in ("attend_pages", "grouped_product", "store_tokens")) > 0
     assert "torch computes" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["raises", "is wrong"])
+@pytest.mark.parametrize("way", ["raises", pytest.param("is wrong", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", KERNELS)
 def test_a_broken_family_falls_back_alone_and_the_job_ends(
-    family: str, way: str, batch: Callable[..., Any], fakes: ModuleType, capsys: pytest.CaptureFixture[str]
+    family: str,
+    way: str,
+    batch: Batch,
+    wanted: list[Any],
+    fakes: ModuleType,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    wanted = batch(None)[1]
     capsys.readouterr()
     with fakes.FakeDevice(capability=AMPERE) as fake, broken(KERNELS[family], way):
-        doctor = check_kernels(fake.device)
+        findings = check_kernels(fake.device)
         code, answers, summary = batch(fake)
     assert (code, answers) == (0, wanted)
     plan = summary["plan"]
@@ -133,18 +153,17 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
     assert reason in plan["lacks"][family]
     told = " ".join(capsys.readouterr().err.split())
     assert f"torch computes in place of the GPU's kernels for {family}. {plan['lacks'][family]}" in told
-    assert [finding.verdict for finding in doctor] == ["warn", "ok"]
-    assert reason in doctor[0].found
+    assert [finding.verdict for finding in findings] == ["warn", "ok"]
+    assert reason in findings[0].found
     used = {"attention": plan["attention"] == "triton", "cache": plan["stores_by_kernel"]}
     used["experts"] = plan["grouped_experts"]
     assert used == {name: name != family for name in KERNELS}
-    # The others are used; each was tried a few times before.
-    for name in set(KERNELS) - {family}:
-        assert sum(fake.launched[kernel] for kernel in KERNELS[name]) > 12
+    passes = {name: sum(fake.launched[kernel] for kernel in KERNELS[name]) > 0 for name in KERNELS}
+    assert passes == used
 
 
 def test_kernels_that_are_asked_for_and_broken_are_refused_with_the_reason(
-    batch: Callable[..., Any], fakes: ModuleType, capsys: pytest.CaptureFixture[str]
+    batch: Batch, fakes: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with fakes.FakeDevice(capability=AMPERE) as fake, broken({"merge_splits"}, "is wrong"):
         assert batch(fake, "--attention", "triton")[0] == 4
@@ -152,6 +171,9 @@ def test_kernels_that_are_asked_for_and_broken_are_refused_with_the_reason(
         assert "wrong numbers here: split over fp32" in told
         code, _, summary = batch(fake, "--attention", "torch")
     assert (code, summary["plan"]["lacks"], summary["plan"]["stores_by_kernel"]) == (0, {}, False)
+
+
+JOB = JobShape(3, 46, 8, 60, 18)
 
 
 def question(shape: Any, settings: Settings, job: Any, gpu: Gpu) -> Question:
@@ -166,8 +188,8 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
     from moedge.offload.machine.hardware import Hardware
 
     tiny, hardware = case("qwen3_moe"), Hardware("a CPU", 2, 1 << 36, (), "a disk")
-    whole = question(tiny.source.shape, tiny.settings, tiny.job, Gpu(AMPERE, 28))
-    part = question(tiny.source.shape, tiny.settings, tiny.job, Gpu(AMPERE, 28, Lacks(attention="it does not compile")))
+    whole = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28))
+    part = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28, Lacks(attention="it does not compile")))
     documents = [
         json.loads(json.dumps(document("a model", hardware, each, each.answer(), [], [], 0))) for each in (whole, part)
     ]
@@ -203,7 +225,7 @@ def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
 
     tiny = case("qwen3_moe")
     shape = replace(tiny.source.shape, dtype="bf16")
-    asked = question(shape, Settings(wanted, "none"), tiny.job, Gpu(capability, 14))
+    asked = question(shape, Settings(wanted, "none"), JOB, Gpu(capability, 14))
     plan = asked.answer().plan
     assert plan.dtype == dtype
     assert plan.kv == dtype, "where all have room keys and values are native"
