@@ -60,13 +60,14 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
     rows.write_text(json.dumps({"prompt": "a b c", "max_tokens": 3}) + "\n")
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(tiers, "find_device", lambda: fake and fake.device)
         # In its place, so that the launches which are counted are those of passes.
         patch.setattr(batch_run, "rehearse", lambda *_: fake and fake.launched.clear())
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
-        main()
+        with pytest.raises(SystemExit) as ended:
+            main()
     answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
     return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
 
