@@ -22,7 +22,7 @@ from .progress import BarProgress, EventProgress, NoProgress, PlainProgress, Pro
 from .signals import Stopped, StopSignals
 from .summary_view import summary_table
 from .tolerant import TolerantStream
-from .wording import duration, gib
+from .wording import duration, gib, kernel_lines
 
 
 class JobView:
@@ -95,6 +95,8 @@ class JobView:
             f"{plan.kv_sequences:,} sequences at their longest, within {_budgets(plan)}; arithmetic {plan.dtype}; "
             f"{plan.tokens_per_pass:,} tokens a pass"
         )
+        for line in kernel_lines(plan.lacks, plan.notes):
+            self._say(line)
         if streamed := plan.weights_nbytes - plan.held_nbytes:
             self._say(f"{gib(plan.held_nbytes)} of weights are held, {_way(plan, streamed)} in every pass")
         for line in _expectation(run.planned):

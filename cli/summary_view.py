@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from ..runtime.jobs.summary import Percentiles, RunSummary
-from .wording import duration, gib
+from .wording import duration, gib, kernel_lines
 
 
 def summary_table(summary: RunSummary) -> Table:
@@ -32,6 +32,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
         ("reuse", f"{kv.prefix_hit_tokens or 0:,} prompt tokens were in the cache; {kv.preemptions} preemptions"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
+        *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), summary.plan.get("notes", ()))),
     ]
 
 

@@ -44,13 +44,15 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     """The backend that the plan names; without a device Triton's runs in its interpreter."""
     place = device.place if device else torch.device("cpu")
     dtype, tiled = DTYPES[plan.dtype], plan.deterministic
-    if plan.attention == "torch":
+    if plan.attention == "torch" and not plan.stores_by_kernel:
         return TorchAttention(cache, dtype, tiled, place)
     # Imports Triton, which takes a second, and which not every machine has.
-    from .attention.triton_backend import TritonAttention
+    from .attention.triton_backend import TritonAttention, store_by_kernel
 
+    if plan.attention == "torch":
+        return TorchAttention(cache, dtype, tiled, place, store_by_kernel)
     gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
-    return TritonAttention(cache, dtype, tiled, gpu, place)
+    return TritonAttention(cache, dtype, tiled, gpu, place, plan.stores_by_kernel)
 
 
 def _grouped(place: torch.device, steady: bool) -> GroupedProduct:

@@ -16,6 +16,7 @@ from .model_source import ModelSource
 from .plan.budgets import Budgets
 from .plan.device_plan import DeviceRoom
 from .plan.draft import Packed
+from .plan.drafting import choose_dtype
 from .plan.history import MOST_KEPT as ALL_RUNS
 from .plan.history import (
     RunRecord,
@@ -68,9 +69,10 @@ class KnownMachine:
 
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
-    def speed(self, shape: ModelShape, settings: Settings, on_device: bool) -> Speed:
-        """Its rates, corrected by its runs."""
-        dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
+    def speed(self, shape: ModelShape, settings: Settings, room: DeviceRoom | None) -> Speed:
+        """Its rates, corrected by its runs; of a device where there is room on one."""
+        on_device = room is not None
+        dtype = choose_dtype(settings.dtype, shape.dtype, None if room is None else room.gpu)
         kinds = {
             quant: formats_key(quant, dtype, settings.compute, settings.deterministic, on_device) for quant in FORMATS
         }
@@ -137,13 +139,13 @@ def plan_job(
     """
     machine = KnownMachine.here(budgets)
     settings = source.settle(settings)
-    speed = machine.speed(source.shape, settings, room is not None)
+    speed = machine.speed(source.shape, settings, room)
     disk = None if source.store else budgets.disk_nbytes()
     question = Question(PackedModel(source.shape), settings, job, host, room, speed, disk)
     planned = JobPlan(job, machine, speed, _choice(question, machine, saved))
     if machine.profile is None and planned.prediction.seconds > LONG_SECONDS:
         machine = machine.measured(budgets)
-        speed = machine.speed(source.shape, settings, room is not None)
+        speed = machine.speed(source.shape, settings, room)
         planned = JobPlan(job, machine, speed, _choice(replace(question, speed=speed), machine, saved))
     return planned
 

@@ -38,6 +38,7 @@ from .scheduler import PassLimits, Scheduler
 from .shape.config import ModelConfig
 from .shape.model_shape import ModelShape
 from .shape.shards import ModelShards, model_shards
+from .warm_up import warm_up_experts
 from .weights.in_memory import MemorySink
 from .weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from .weights.memory import WeightMemory
@@ -123,6 +124,8 @@ class Loading:
             opened.callback(parking.close)
             cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
             packed.attention = make_attention(cache, self.plan, device)
+            if device is not None:
+                warm_up_experts(layers, self.compute, DTYPES[self.plan.dtype], device)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)

@@ -41,7 +41,7 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         text = tokenizer.stream()
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
         job = JobShape(1, sequence.max_tokens)
-        tiers = open_tiers(budgets)
+        tiers = open_tiers(budgets, source.settle(settings), source.shape)
         planned = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job)
         tiers.limit_pins(planned.machine.profile)
         plan = planned.plan

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..offload.machine.hardware import Hardware
+from ..quant.kernels.gpu import Lacks
 from .errors import SettingError
 from .plan.device_plan import DevicePlan
 from .plan.history import machine_key, shape_key
@@ -91,6 +92,8 @@ def refuse_other_budgets(plan: Plan, question: Question) -> None:
     """Raises SettingError where a plan needs more than there is now, or computes elsewhere."""
     if (plan.device is None) != (question.room is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
+    if question.room is not None:
+        _refuse_missing_kernels(plan, question.room.gpu.lacks)
     device = (
         []
         if plan.device is None or question.room is None
@@ -104,12 +107,19 @@ def refuse_other_budgets(plan: Plan, question: Question) -> None:
             )
 
 
+def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
+    wanted = {"attention": plan.attention == "triton", "cache": plan.stores_by_kernel, "experts": plan.grouped_experts}
+    for family, reason in lacks.reasons.items():
+        if wanted[family]:
+            raise SettingError(f"the plan takes the GPU's kernels for {family}. {reason}. Make a new plan without them")
+
+
 def plan_from_json(content: Mapping[str, Any]) -> Plan:
     """Raises TypeError or KeyError for what `Plan.as_dict` did not write."""
     device = content["device"]
     if device is not None:
         device = DevicePlan(**{**device, "staging": _placement(device["staging"])})
-    lists = {name: tuple(content[name]) for name in ("kv_blocks", "parked_blocks")}
+    lists = {name: tuple(content[name]) for name in ("kv_blocks", "parked_blocks", "notes")}
     return Plan(**{**content, **lists, "placement": _placement(content["placement"]), "device": device})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING
 from ..offload.budget import auto_device, auto_host, parse_size
 from ..offload.machine.hardware import Hardware
 from ..offload.machine.saved import read_machine
+from ..quant.kernels.gpu import Lacks
 from .errors import ModelNotFound, SettingError
 from .headers import Headers
 from .job_plan import KnownMachine
 from .plan.budgets import Budgets
-from .plan.device_plan import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRoom
+from .plan.device_plan import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, WITHOUT_KERNELS, DeviceRoom
 from .plan.draft import PROCESS_NBYTES
 from .plan.job import JobShape
 from .plan.outlook import Question
@@ -38,8 +40,8 @@ def ask(headers: Headers, settings: Settings, budgets: Budgets, machine: Path | 
     known = KnownMachine.here(budgets) if machine is None else _other(machine)
     hardware = known.hardware
     host = budgets.host_nbytes() if machine is None else _share(budgets.ram, hardware.ram_nbytes)
-    room = _room(budgets, hardware)
-    speed = known.speed(headers.shape, settings, room is not None)
+    room = _room(budgets, hardware, known.profile.kernel_lacks if known.profile else None)
+    speed = known.speed(headers.shape, settings, room)
     return Asked(known, Question(PackedModel(headers.shape), settings, job, host, room, speed, budgets.disk_nbytes()))
 
 
@@ -79,13 +81,22 @@ def _share(size: str, total: int) -> int:
     return parse_size(size, total, total, auto_host)
 
 
-def _room(budgets: Budgets, hardware: Hardware) -> DeviceRoom | None:
-    """Of the first GPU, whose context is taken to be as large as contexts get."""
+def _room(budgets: Budgets, hardware: Hardware, tried: Mapping[str, str] | None) -> DeviceRoom | None:
+    """Of the first GPU, whose context is taken to be as large as contexts get. `tried` says why its kernels do not run,
+    by family; None where they were never tried.
+    """
     if not budgets.wants_device:
         return None
     if not hardware.gpus:
         budgets.without_device()
         return None
-    total = hardware.gpus[0].nbytes
+    first = hardware.gpus[0]
+    total = first.nbytes
     budget = parse_size(budgets.gpu_mem, total, total, auto_device)
-    return DeviceRoom(budget, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES)
+    gpu = WITHOUT_KERNELS._replace(processors=max(1, first.processors))
+    if first.capability:
+        major, minor = first.capability.split(".")
+        gpu = gpu._replace(capability=(int(major), int(minor)))
+    if tried is not None:
+        gpu = gpu._replace(lacks=Lacks(*(tried.get(family, "") for family in Lacks._fields)))
+    return DeviceRoom(budget, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES, gpu)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from ..offload.device import Device, find_device
 from ..offload.machine.profile import Machine
 from ..offload.memory import host_resident
-from ..quant.kernels.gpu import find_gpu
+from ..quant.kernels.gpu import Gpu
 from .first_use import load_libraries
+from .kernel_trial import KernelNeeds, try_kernels, usual_needs
 from .plan.budgets import Budgets
 from .plan.device_plan import LIBRARIES_NBYTES, DeviceRoom
 from .plan.draft import PROCESS_NBYTES
+from .plan.drafting import choose_dtype
+from .plan.plan import Settings
+from .shape.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,11 @@ class Tiers:
             self.device.pins.most = machine.pin.usable
 
 
-def open_tiers(budgets: Budgets) -> Tiers:
-    """Looks for a device unless the budgets forbid it. Raises SettingError, BadSize."""
+def open_tiers(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> Tiers:
+    """Looks for a device unless the budgets forbid it, and tries the kernels that a run of the model would take there.
+
+    Raises SettingError, BadSize.
+    """
     host = budgets.host_nbytes()
     device = find_device() if budgets.wants_device else None
     if device is None:
@@ -38,11 +45,19 @@ def open_tiers(budgets: Budgets) -> Tiers:
     budget = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
-    # What both of these load is part of what the process and the context take from here on.
+    # What these two load, compile and run is part of what the process and the context take from here on.
     load_libraries(device)
-    gpu = find_gpu(device.place, device.capability, device.processors)
+    gpu = try_kernels(device, _needs(device, settings, shape))
     process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
     context = device.context_nbytes
     # What libraries will take is not the allocator's to give.
     device.limit(max(0, budget - context - LIBRARIES_NBYTES))
     return Tiers(host, device, DeviceRoom(budget, context + LIBRARIES_NBYTES, process, gpu))
+
+
+def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) -> KernelNeeds:
+    """Where no model is known yet, what most models take."""
+    if settings is None or shape is None:
+        return usual_needs(device)
+    dtype = choose_dtype(settings.dtype, shape.dtype, Gpu(device.capability, device.processors))
+    return KernelNeeds(dtype, frozenset(group.head_dim for group in shape.kv_groups))

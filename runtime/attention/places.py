@@ -13,8 +13,10 @@ from ..kv.cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class GroupPlaces:
-    """Of one layer group: block id and offset of every token of the pass [T], and a block table for every chunk."""
+    """Of one layer group: slot of every token of the pass [T], also as block id and offset, and a block table for
+    every chunk."""
 
+    slots: torch.Tensor
     block_ids: torch.Tensor
     offsets: torch.Tensor
     tables: dict[Chunk, torch.Tensor]
@@ -24,6 +26,7 @@ class GroupPlaces:
         tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
         slots = slots_of(batch.chunks, list(tables.values()), block)
         return cls(
+            slots.to(device),
             (slots // block).to(device),
             (slots % block).to(device),
             {chunk: table.to(device) for chunk, table in tables.items()},

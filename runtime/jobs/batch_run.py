@@ -17,9 +17,10 @@ from ..model_source import open_source
 from ..plan.concessions import Concessions
 from ..plan.drafting import Drafting
 from ..plan.plan import Plan
-from ..rehearsal import rehearse
+from ..rehearsal import prompt_tokens, rehearse
 from ..text.tokenizer import Tokenizer
 from ..tiers import open_tiers
+from ..weights.key_offsets import MAX_TOKENS, TEXT
 from ..weights.making import store_for
 from .answers import Answers
 from .encode import RowEncoder
@@ -79,9 +80,9 @@ class BatchRun:
     def plan(self) -> Plan:
         """The job begins here: its first record says what "auto" became."""
         self._job, budgets = self.size.shape(), self.request.budgets
-        self._tiers = open_tiers(budgets)
-        host, room = self._tiers.host_nbytes, self._tiers.room
         settings, saved = self.ledger.settings(), self.request.plan
+        self._tiers = open_tiers(budgets, self.source.settle(settings), self.source.shape)
+        host, room = self._tiers.host_nbytes, self._tiers.room
         self.planned: JobPlan = plan_job(self.source, settings, budgets, host, room, self._job, saved)
         self._tiers.limit_pins(self.planned.machine.profile)
         self.plan_made = self.planned.plan
@@ -104,7 +105,8 @@ class BatchRun:
         self._loaded = load_conceding(load, self.concessions)
         self._resources.callback(self._loaded.close)
         self.ledger.settle_offsets(self._loaded.key_offsets)
-        rehearse(self._loaded, self.concessions.plan, self._job)
+        text = self._tokenizer.encode(TEXT)[:MAX_TOKENS]
+        rehearse(self._loaded, self.concessions.plan, self._job, prompt_tokens(text, self.source.shape.vocab))
         self.seconds.load = time.perf_counter() - begun
         return self._loaded
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...quant.kernels.gpu import interpreted
-from ..attention.choice import AttentionNeeds, choose_attention
+from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
 from ..errors import DoesNotFit, SettingError
 from ..shape.layouts import resident_nbytes
 from ..shape.model_shape import ModelShape
 from .device_plan import DeviceRoom, plan_staging
 from .draft import Draft, Packed
-from .drafting import GIB, MIB, Drafting
+from .drafting import GIB, MIB, Drafting, dtype_notes
 from .job import JobShape
 from .packed_model import PackedModel, Speed
 from .placement import Placement
@@ -205,13 +205,15 @@ class _Search:
 def _finish(draft: Draft, drafting: Drafting, placement: Placement, cached: int) -> Plan:
     blocks, shape, settings = draft.cache.blocks(cached), drafting.shape, drafting.settings
     heads = frozenset(group.head_dim for group in shape.kv_groups)
+    needs = AttentionNeeds(heads, draft.packed.gpu, interpreted())
+    attention = choose_attention(settings.attention, needs)
     specs = draft.cache.specs
     whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
     return Plan(
         dtype=drafting.dtype,
         quant=draft.packed.quant,
         kv=specs[0].format,
-        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.packed.gpu, interpreted())),
+        attention=attention,
         kv_block=specs[0].block,
         kv_blocks=blocks,
         kv_sequences=cached,
@@ -229,4 +231,17 @@ def _finish(draft: Draft, drafting: Drafting, placement: Placement, cached: int)
         scratch_nbytes=draft.scratch,
         compute=settings.compute,
         grouped_experts=draft.packed.grouped_experts,
+        stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
+        lacks=_lacks(draft.packed, settings),
+        notes=dtype_notes(settings.dtype, shape.dtype, draft.packed.gpu),
     )
+
+
+def _lacks(packed: Packed, settings: Settings) -> dict[str, str]:
+    """Why torch computes what kernels of the device should, by family; what nobody wants of them is no lack."""
+    if packed.gpu is None:
+        return {}
+    unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
+    if packed.shape.num_experts == 0:
+        unwanted.add("experts")
+    return {family: reason for family, reason in packed.gpu.lacks.reasons.items() if family not in unwanted}

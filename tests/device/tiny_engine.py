@@ -1,5 +1,6 @@
 """An engine run of a tiny checkpoint on any device, and the plans that put its weights on one, two or three tiers."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from moedge.moe.modes import Mode
 from moedge.moe.options import ExpertOptions
 from moedge.offload.device import Device
-from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu
+from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.jobs.movement import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.load import load_engine
@@ -99,10 +100,17 @@ class Case:
         return budget_range(self.source.shape, self.settings, self.job)[0]
 
     def run(
-        self, plan: Plan, device: Device | None = None, temperature: float = 0.0, experts: ExpertOptions = ALL
+        self,
+        plan: Plan,
+        device: Device | None = None,
+        temperature: float = 0.0,
+        experts: ExpertOptions = ALL,
+        loaded_now: Callable[[], object] = lambda: None,
     ) -> Ran:
+        """`loaded_now` is called between loading and the first pass."""
         store = self.store if plan.streams else None
         with closing(load_engine(self.source, plan, store, device, experts)) as loaded:
+            loaded_now()
             sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(self.prompts)]
             for sequence in sequences:
                 loaded.engine.add(sequence)
@@ -130,9 +138,9 @@ def spread(counts: list[int], total: int) -> tuple[int, ...]:
 
 
 def gpu_of(device: Device) -> Gpu:
-    """As `find_gpu`, without trying a kernel: a fake device runs none before it is entered."""
+    """As `try_kernels`, without trying one: a fake device runs none before it is entered."""
     old = "no kernel is compiled for it" if device.capability < OLDEST_CAPABILITY else ""
-    return Gpu(device.capability, device.processors, old)
+    return Gpu(device.capability, device.processors, Lacks.everything(old))
 
 
 def exact(quant: str) -> Settings:
