@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> Compute:
     sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
-    # Experts are computed side by side; a dense model's products have all threads each. A device is one queue of work,
-    # which further threads would not fill any faster.
-    experts = place.type == "cpu" and any(layer.experts for layer in shape.layers)
-    helpers = crew_size() - 1 if experts else 0
+    # Experts are computed side by side, and so are the strips of deterministic products; a dense model's other products
+    # have all threads each. A device is one queue of work, which further threads would not fill any faster.
+    shared = plan.deterministic or any(layer.experts for layer in shape.layers)
+    helpers = crew_size() - 1 if shared and place.type == "cpu" else 0
     return Compute(
         Workspace(workspace_nbytes(*sizes), place),
         deterministic=plan.deterministic,

@@ -35,13 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(family)` is the folder of a tiny random checkpoint, made once a session."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(family)` is the folder of a tiny random checkpoint, made once a session; sizes may be others."""
 
     @functools.cache
-    def make(family: str) -> Path:
+    def make(family: str, **sizes: int) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        model = build_model(family)
+        model = build_model(family, **sizes)
         model.save_pretrained(folder)
         build_tokenizer(folder, model.config.vocab_size)
         return folder
