@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moedge.quant.kernels.launch import Launch
-from moedge.quant.kernels.tuning import TILE_ROWS, tiles_for
+from moedge.quant.kernels.tuning import TILE_ROWS
 from moedge.runtime.load import load_engine
 from moedge.runtime.plan.job import JobShape
 from moedge.runtime.rehearsal import prompt_tokens, rehearse
@@ -52,9 +52,8 @@ def test_experts_products_are_launched_in_all_tiles_at_load(
         loaded = load_engine(tiny.source, plan, None, fake.device)
         at_load = products(launched)
         # 16 rows, 32 and 64; with the activation and without.
-        cuts = {tiles_for(rows, wide=False).rows for rows in TILE_ROWS}
         assert {(sizes.rows, sizes.gate is not None) for sizes, *_ in at_load} == {
-            (rows, gated) for rows in cuts for gated in (True, False)
+            (rows, gated) for rows in TILE_ROWS for gated in (True, False)
         }
         launched.clear()
         rehearse(loaded, plan, tiny.job, chain(prompt_tokens([], tiny.source.shape.vocab)))
@@ -92,8 +91,7 @@ def test_a_rehearsal_decodes_over_keys_that_are_split(case: Any, fakes: ModuleTy
         loaded = load_engine(tiny.source, plan, None, fake.device)
         launched.clear()
         rehearse(loaded, plan, job, repeat(7))
-        splits = [each.arguments[-1].splits for each in launched if each.kernel.fn.__name__ == "attend_pages"]
-        assert max(splits) > 1
-        assert "merge_splits" in {each.kernel.fn.__name__ for each in launched}
+        # Only splits are merged.
+        assert {"attend_pages", "merge_splits"} <= {each.kernel.fn.__name__ for each in launched}
         assert loaded.engine.metrics.passes == 0
         loaded.close()
