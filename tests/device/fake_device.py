@@ -128,14 +128,16 @@ class FakeDevice(TorchFunctionMode):
         if self._is_here(asked):
             kwargs["device"] = "cpu"
         if on_device or self._is_here(asked):
-            self._launch_of_torch(name, on_device)
+            self._load_library(name, on_device)
         result = func(*args, **kwargs)
         if pinned:
             return self._pinned(result)
         if on_device:
             self._look_again(on_device, result)
         if self._is_here(asked) or (on_device and asked is None):
-            return self._mark(result, fresh=name in _UNWRITTEN)
+            result = self._mark(result, fresh=name in _UNWRITTEN)
+            # Room for what a kernel writes is found before it is launched.
+            self._tell_stale_error(name)
         return result
 
     def _to(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,13 +244,14 @@ class FakeDevice(TorchFunctionMode):
             self._synchronize(stream)
         return target
 
-    def _launch_of_torch(self, name: str, on_device: list[Any]) -> None:
-        """An error that was left behind is the next launch's; some launches load a library first."""
-        if name in _UNWRITTEN or name in _NO_LAUNCH:
-            return
-        if self.cuda.stale_error:
+    def _tell_stale_error(self, name: str) -> None:
+        """An error that was left behind is the next launch's."""
+        if self.cuda.stale_error and name not in _UNWRITTEN | _NO_LAUNCH:
             self.cuda.stale_error = False
             raise RuntimeError(f"CUDA error: out of memory (of an earlier call, told to {name})")
+
+    def _load_library(self, name: str, on_device: list[Any]) -> None:
+        """Before the first launch of its kind."""
         with torch._C.DisableTorchFunction():
             if name in _PRODUCTS:
                 self.cuda.use("cublas")

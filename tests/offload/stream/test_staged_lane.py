@@ -28,9 +28,12 @@ class Tiers:
             for index in range(4)
         ]
         host, self.device = simulator.Memory(cuda, 4 * ALIGNMENT), simulator.Memory(cuda, pages * ALIGNMENT)
-        slab, none = simulator.Memory(cuda, 8 * ALIGNMENT, None), Pinned(cuda, 0, 0, cuda.clear_error)
+        slab = simulator.Memory(cuda, 8 * ALIGNMENT, None)
+        ring, whole = (
+            Pinned(cuda, place, len(memory), cuda.clear_error) for place, memory in ((1 << 40, host), (1 << 41, slab))
+        )
         self.readers = simulator.Readers(self.machine, host)
-        staging, direct = CudaLane(cuda, host, none, self.device), CudaLane(cuda, slab, none, self.device)
+        staging, direct = CudaLane(cuda, host, ring, self.device), CudaLane(cuda, slab, whole, self.device)
         self.host = ShardStream(self.readers, Ring(len(host)), host)
         self.lane = StagedLane(self.host, staging, direct, lambda shard: shard.file is None)
         self.stream: ShardStream[Any] = ShardStream(self.lane, Ring(len(self.device)), self.device)
