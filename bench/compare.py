@@ -66,13 +66,17 @@ class Row:
 
     def shown(self, batches: list[int]) -> str:
         missing = "killed" if self.killed else "-"
-        speeds = [f"{self.cells[one][0]:.0f} / {self.cells[one][1]:.1f}" if one in self.cells else missing
-                  for one in batches]  # fmt: skip
+        speeds = [" / ".join(map(speed, self.cells[one])) if one in self.cells else missing for one in batches]
         others = "-" if self.others is None else f"{self.others:.2f}"
         return line(
             self.title,
             [*speeds, f"{self.peak_nbytes / GIB:.3f}", f"{self.read_nbytes / 1e9:.1f}", others, self.verdict],
         )
+
+
+def speed(tok_s: float) -> str:
+    """Whoever reads all weights for every token makes hundredths of one a second."""
+    return f"{tok_s:.0f}" if tok_s >= 100 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.3f}"
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:

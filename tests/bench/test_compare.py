@@ -120,9 +120,9 @@ def test_killed_is_what_the_kernel_says() -> None:
 
 
 def test_a_killed_row_shows_what_was_measured_before() -> None:
-    row = compare.Row("peer", {1: (10.0, 2.0)}, 3 * GIB, 5_000_000_000, 0.5, "killed")
+    row = compare.Row("peer", {1: (110.04, 0.037)}, 3 * GIB, 5_000_000_000, 0.5, "killed")
     assert row.valid
-    assert row.shown([1, 8]) == "| peer | 10 / 2.0 | killed | 3.000 | 5.0 | 0.50 | killed |"
+    assert row.shown([1, 8]) == "| peer | 110 / 0.037 | killed | 3.000 | 5.0 | 0.50 | killed |"
 
 
 def test_killed_while_a_store_was_made_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
