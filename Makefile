@@ -3,14 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo test test-gpu coverage lint links bench matrix tables clean
+.PHONY: demo test test-all test-gpu coverage lint links bench matrix tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
 
+# The fast lane: every law once. It ends with the slowest twenty tests.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# Every case of every law.
+test-all: $(STAMP)
+	$(PYTEST)
 
 # The tests that need an NVIDIA GPU; skipped where there is none.
 test-gpu: $(STAMP)

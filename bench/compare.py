@@ -2,11 +2,18 @@
 
     python bench/make_model.py --shape m --out models/m
     python bench/compare.py --model models/m --batches 1 8 32 128 [--llama-bin DIR --gguf m-Q4_0.gguf]
+    python bench/compare.py --model models/m --batches 1 8 --prompt 32 --new 4 --ceiling 3GiB --offload 1GiB ...
 
 Contenders: moedge (`--moedge none nf4 int4 int8+int8`: weights, then --compute), transformers' generate with either of
 its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of memory), llama.cpp
-(`--llama-bin`, where llama-batched-bench lies, and `--gguf` files). `--ceiling` puts every contender in a memory cgroup
-of its own, page cache included, which takes root.
+(`--llama-bin`, where llama-batched-bench lies, `--gguf` files, `--llama-options="--no-repack"`).
+
+`--ceiling` puts every contender in a memory cgroup of its own, page cache included and swap off, which takes root. The
+files that it reads are dropped from the page cache first, or it would use pages that are charged to somebody else. What
+the table says was looked up: the group's peak (of moedge also while it makes its store), `killed` where the kernel
+killed in the group for want of memory, the bytes that came from disks. A row is invalid, and this command fails, where
+the ceiling cannot have bound. Memory that other processes had before, such as the libraries of the interpreter that
+runs this script, is not charged.
 
 `--products` times the bare matrix products of the same passes as well (bare_products.py), the roof in bfloat16.
 
@@ -19,20 +26,60 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ceiling import under_ceiling
+import ceiling
+import page_cache
+from ceiling import GIB, NoGroup, Outcome
 
 HERE = Path(__file__).parent
+Task = dict[str, Any]
 Cells = dict[int, tuple[float, float]]
+# Of the ceiling, what moedge is told: interpreter, page cache and the kernel's own pages take some beside its budget.
+SHARE = "90%"
 
 
-def tasks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+@dataclass(slots=True)
+class Row:
+    """What one contender did. `verdict` is "ok", begins with "killed", or says what went wrong: then nothing counts."""
+
+    title: str
+    cells: Cells = field(default_factory=dict)
+    peak_nbytes: int = 0
+    read_nbytes: int = 0
+    others: float | None = None
+    verdict: str = "ok"
+
+    @property
+    def valid(self) -> bool:
+        return self.verdict == "ok" or self.killed
+
+    @property
+    def killed(self) -> bool:
+        return self.verdict.startswith("killed")
+
+    def shown(self, batches: list[int]) -> str:
+        missing = "killed" if self.killed else "-"
+        speeds = [" / ".join(map(speed, self.cells[one])) if one in self.cells else missing for one in batches]
+        others = "-" if self.others is None else f"{self.others:.2f}"
+        return line(
+            self.title,
+            [*speeds, f"{self.peak_nbytes / GIB:.3f}", f"{self.read_nbytes / 1e9:.1f}", others, self.verdict],
+        )
+
+
+def speed(tok_s: float) -> str:
+    """Whoever reads all weights for every token makes hundredths of one a second."""
+    return f"{tok_s:.0f}" if tok_s >= 100 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.3f}"
+
+
+def tasks(options: argparse.Namespace) -> Iterator[Task]:
     """In one order for all, so that who runs later is not who runs warmer: each reads its files once before timing."""
     common = {name: getattr(options, name) for name in ("batches", "prompt", "new", "repeats", "threads", "ram")}
     for setting in options.moedge:
@@ -46,22 +93,90 @@ def tasks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "contender": "accelerate", "model": options.model, "setting": setting, "ram": options.offload,
             }  # fmt: skip
     for file in options.gguf:
-        yield common | {"contender": "llama.cpp", "model": file, "setting": "", "binaries": options.llama_bin}
+        yield common | {
+            "contender": "llama.cpp", "model": file, "setting": options.llama_options, "binaries": options.llama_bin,
+        }  # fmt: skip
 
 
-def run(task: dict[str, Any], ceiling: str | None) -> list[dict[str, float]]:
-    """The timings of a contender; those before it failed, with what it said last, where it did."""
-    command = [sys.executable, str(HERE / "contenders.py"), json.dumps(task)]
-    done = subprocess.run(under_ceiling(command, ceiling), capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        print(f"{title(task)}: exit {done.returncode}, {said[:300]}", file=sys.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def title(task: Task) -> str:
+    what = [Path(task["model"]).name] if task["contender"] == "llama.cpp" else []
+    return " ".join([task["contender"], *what, task["setting"]]).strip()
 
 
-def title(task: dict[str, Any]) -> str:
-    what = Path(task["model"]).name if task["contender"] == "llama.cpp" else task["setting"]
-    return f"{task['contender']} {what}"
+class Bench:
+    """Runs contenders one after another, each under the ceiling, where there is one, and from files nobody has read."""
+
+    def __init__(self, limit: int | None, seconds: float, scratch: Path) -> None:
+        self._limit, self._seconds, self._scratch = limit, seconds, scratch
+
+    def measure(self, task: Task) -> Row:
+        """Raises NoGroup, before anything ran, where no memory group can be made."""
+        row = Row(title(task))
+        with tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
+            task = task | {"scratch": scratch}
+            weights = [] if task["contender"] == "products" else [Path(task["model"])]
+            if task["contender"] == "moedge":
+                preparing = self._run(task | {"contender": "prepare"}, weights, row)
+                if row.verdict != "ok":
+                    row.verdict = f"{row.verdict} while the store was made"
+                    return row
+                weights = [Path(json.loads(one)["reads"]) for one in json_lines(preparing)]
+            timings = [json.loads(one) for one in json_lines(self._run(task, weights, row))]
+        row.cells = medians(timings)
+        row.others = max((one["others"] for one in timings), default=None)
+        if self._limit is None:
+            row.peak_nbytes = int(max((one["peak_gib"] for one in timings), default=0) * GIB)
+        return row
+
+    def _run(self, task: Task, weights: list[Path], row: Row) -> Outcome:
+        files = page_cache.files_in(weights)
+        command = [sys.executable, str(HERE / "contenders.py"), json.dumps(task)]
+        if self._limit is not None:
+            page_cache.drop(files)
+        done = ceiling.run(command, self._limit, self._seconds)
+        row.peak_nbytes = max(row.peak_nbytes, done.peak_nbytes or 0)
+        row.read_nbytes = done.read_nbytes
+        found = verdict(done)
+        if self._limit is not None:
+            # A plan that holds all weights needs no store, and preparing reads headers only.
+            wanted = 0 if task["contender"] == "prepare" else page_cache.nbytes(files)
+            doubts = doubt(done, self._limit, wanted, page_cache.resident_nbytes(files))
+            found = f"invalid: {doubts}" if doubts else found
+        row.verdict = found
+        return done
+
+
+def json_lines(done: Outcome) -> list[str]:
+    return [line for line in done.out.splitlines() if line.startswith("{")]
+
+
+def verdict(done: Outcome) -> str:
+    """What the kernel counted comes first: a contender whose child was killed ends with a code of its own."""
+    if done.killed:
+        return "killed"
+    if done.late:
+        return "out of time"
+    if done.code:
+        said = (done.err.strip().splitlines() or ["nothing"])[-1]
+        return f"exit {done.code}: {said[:200].replace('|', '/')}"
+    return "ok"
+
+
+def doubt(done: Outcome, limit: int, weights_nbytes: int, cached_nbytes: int) -> str:
+    """Why the ceiling cannot have bound; empty where nothing speaks against it.
+
+    `cached_nbytes` of the `weights_nbytes` are in the page cache after the run. Of weights that nobody had in memory,
+    a contender that ended well has read at least what does not fit the ceiling.
+    """
+    peak = done.peak_nbytes or 0
+    if peak > limit:
+        return f"a peak of {peak / GIB:.3f} GiB is above the ceiling"
+    if cached_nbytes > limit:
+        return f"{cached_nbytes / GIB:.3f} GiB of its files are in the page cache, more than its group can hold"
+    least = max(weights_nbytes - limit, 1 if weights_nbytes else 0)
+    if verdict(done) == "ok" and done.read_nbytes < least:
+        return f"{done.read_nbytes / 1e9:.2f} GB were read, and {least / 1e9:.2f} GB do not fit"
+    return ""
 
 
 def medians(timings: list[dict[str, float]]) -> Cells:
@@ -96,41 +211,66 @@ def ratios(ours: dict[str, Cells], others: dict[str, Cells], batches: list[int])
     return cells
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=12, help="tokens to generate for each sequence")
+    parser.add_argument("--new", type=int, default=12, help="tokens to generate for each sequence, 2 or more")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--ram", default="auto", help="moedge's --ram")
+    parser.add_argument("--ram", help=f"moedge's --ram; auto, or {SHARE} of a ceiling")
     parser.add_argument("--moedge", nargs="*", default=["none", "int4", "nf4", "int8+int8"])
     parser.add_argument("--transformers", nargs="*", default=["eager", "grouped_mm"])
     parser.add_argument("--products", action="store_true", help="time the bare matrix products as well")
     parser.add_argument("--offload", help="accelerate's max_memory for weights, such as 2GiB")
     parser.add_argument("--llama-bin", default="")
+    parser.add_argument("--llama-options", default="", help="more options of llama-batched-bench")
     parser.add_argument("--gguf", nargs="*", default=[])
     parser.add_argument("--ceiling", help="memory that each contender may use, such as 4GiB")
-    options = parser.parse_args()
-    results: dict[str, Cells] = {}
-    print("| prompt / decode, tok/s | " + " | ".join(map(str, options.batches)) + " | peak GiB | others' CPU |")
-    print("|---" * (len(options.batches) + 3) + "|")
+    parser.add_argument("--scratch", type=Path, default=Path(), help="where stores and offloaded weights lie meanwhile")
+    parser.add_argument("--seconds", type=float, default=3600, help="most time that a contender may take")
+    return parser
+
+
+def compare(options: argparse.Namespace, limit: int | None) -> list[Row]:
+    """Prints the table row by row."""
+    peak = "peak GiB" if limit is None else "group's peak GiB"
+    print(line("prompt / decode, tok/s", [*map(str, options.batches), peak, "read GB", "others' CPU", "verdict"]))
+    print("|---" * (len(options.batches) + 5) + "|", flush=True)
+    bench, rows = Bench(limit, options.seconds, options.scratch), []
     for task in tasks(options):
-        timings = run(task, options.ceiling)
-        cells = results[title(task)] = medians(timings)
-        shown = [
-            f"{cells[batch][0]:.0f} / {cells[batch][1]:.1f}" if batch in cells else "-" for batch in options.batches
-        ]
-        peak = max((one["peak_gib"] for one in timings), default=0.0)
-        others = max((one["others"] for one in timings), default=0.0)
-        print(line(title(task), [*shown, f"{peak:.1f}", f"{others:.2f}"]), flush=True)
-    ours, roof, peers = ({name: found for name, found in results.items() if name.startswith(prefixes)} for prefixes in (
-        "moedge", "products", ("transformers", "accelerate", "llama.cpp"),
-    ))  # fmt: skip
-    print(line("moedge's best / peers' best", [*ratios(ours, peers, options.batches), "", ""]))
+        rows.append(bench.measure(task))
+        print(rows[-1].shown(options.batches), flush=True)
+    ours, roof, peers = (
+        {row.title: row.cells for row in rows if row.valid and row.title.startswith(prefixes)}
+        for prefixes in ("moedge", "products", ("transformers", "accelerate", "llama.cpp"))
+    )
+    print(line("moedge's best / peers' best", [*ratios(ours, peers, options.batches), "", "", "", ""]))
     if roof:
-        print(line("moedge's best / bare products", [*ratios(ours, roof, options.batches), "", ""]))
+        print(line("moedge's best / bare products", [*ratios(ours, roof, options.batches), "", "", "", ""]))
+    return rows
+
+
+def main() -> None:
+    ceiling.clean_up_when_told_to_end()
+    options = parser().parse_args()
+    limit = None
+    if options.ceiling is not None:
+        limit = ceiling.parse_size(options.ceiling, 0, 0)
+        try:
+            with ceiling.make_group(limit) as group:
+                version = group.interface.version
+        except NoGroup as error:
+            raise SystemExit(f"--ceiling {options.ceiling} cannot be kept, and nothing was run: {error}") from error
+        print(f"Ceiling: {limit / GIB:.3f} GiB by cgroups version {version}, swap off, files dropped first.\n")
+    options.ram = options.ram or ("auto" if limit is None else SHARE)
+    try:
+        rows = compare(options, limit)
+    except page_cache.StillCached as error:
+        raise SystemExit(str(error)) from error
+    if wrong := [f"{row.title}: {row.verdict}" for row in rows if not row.valid]:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

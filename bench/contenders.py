@@ -3,7 +3,8 @@
     python bench/contenders.py '{"contender": "transformers", "model": ..., "setting": "eager", "batches": [8], ...}'
 
 One process per contender and setting, so that nobody inherits another's memory or threads. Prints a JSON line per run:
-tokens per second of the prompt and of decoding, peak memory, and the share of the machine's CPU time that others used.
+tokens per second of the prompt and of decoding, peak memory of the process, and the share of the machine's CPU time
+that others used.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moedge.runtime.plan.plan import Plan
+    from moedge.runtime.source.model_source import ModelSource
 
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
-if __name__ == "__main__" and '"moedge"' in sys.argv[1]:
+if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge", "prepare"):
     from moedge.cli.options.process import settle
     from moedge.offload.heap import return_memory
 
@@ -36,7 +40,11 @@ PASS_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows: `batches` of sequences of `prompt` random tokens, `new` tokens for each. `setting` is its own."""
+    """Rows: `batches` of sequences of `prompt` random tokens, `new` tokens for each. `setting` is its own.
+
+    `ram` is what the contender is told to stay within. `scratch` is a folder for stores of packed weights and what
+    accelerate writes; whoever is killed leaves it behind.
+    """
 
     contender: str
     model: str
@@ -48,6 +56,11 @@ class Task:
     threads: int
     ram: str
     binaries: str = ""
+    scratch: str = "scratch"
+
+    def __post_init__(self) -> None:
+        if self.new < 2:
+            raise ValueError(f"new is {self.new}; the first token ends the prompt, so 2 are the fewest that decode")
 
     def prompts(self, batch: int) -> list[list[int]]:
         import torch
@@ -65,6 +78,13 @@ class Timing:
     decode_tok_s: float
     peak_gib: float
     others: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The folder whose weights moedge will read."""
+
+    reads: str
 
 
 class Bystanders:
@@ -103,54 +123,65 @@ def repeated(task: Task, run: Callable[[int], tuple[float, float]]) -> Iterator[
             )
 
 
-def run_moedge(task: Task) -> Iterator[Timing]:
+@contextmanager
+def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
+    """The checkpoint, the plan within `ram`, and the store to stream from, made where it is missing."""
     import torch
 
-    from moedge.runtime.engine.sequence import Sequence
-    from moedge.runtime.loading.engine_loader import load_engine
-    from moedge.runtime.loading.prepare import place_for, prepare
+    from moedge.runtime.loading.prepare import store_for
     from moedge.runtime.plan.plan import Workload
     from moedge.runtime.plan.planner import Settings, make_plan
-    from moedge.runtime.sampling.params import SamplingParams
     from moedge.runtime.settings.budgets import Budgets
     from moedge.runtime.source.model_source import open_source
 
     torch.set_num_threads(task.threads)
     quant, _, compute = task.setting.partition("+")
-    with open_source(task.model) as source, tempfile.TemporaryDirectory(dir=Path.cwd()) as stores:
+    budgets = Budgets(task.ram, disk_dir=Path(task.scratch))
+    with open_source(task.model) as source:
         # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
         most = max(task.batches)
         tokens = max(most, min(PASS_TOKENS, most * task.prompt))
         settings = Settings("auto", quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto")
-        job = Workload(max(task.batches), task.prompt + task.new)
-        plan = make_plan(source.shape, settings, Budgets(task.ram).host_nbytes(), job)
-        store = None
-        if plan.streams:
-            store = place_for(source, plan.quant, plan.dtype, Path(stores))
-            prepare(source, store, plan.quant, plan.dtype)
-        with closing(load_engine(source, plan, store)) as loaded:
-            engine = loaded.engine
-            # Repeated prompts would be found in the cache, and their tokens not be computed.
-            engine.scheduler.cache.sharing = False
+        plan = make_plan(source.shape, settings, budgets.host_nbytes(), Workload(most, task.prompt + task.new))
+        yield source, plan, store_for(source, plan, budgets)
 
-            def run(batch: int) -> tuple[float, float]:
-                for prompt in task.prompts(batch):
-                    engine.add(Sequence(prompt, SamplingParams(task.new, ignore_eos=True)))
-                begun = time.perf_counter()
-                # Sequences that decode while the last prompts are computed are not counted, though they work.
-                decoding = []
-                while engine.busy:
-                    before, start = engine.metrics.generated_tokens, time.perf_counter()
-                    all_live = not engine.scheduler.waiting and len(engine.scheduler.running) == batch
-                    decodes = all_live and all(one.num_pending == 1 for one in engine.scheduler.running)
-                    engine.step()
-                    if not decodes:
-                        prompt_end = time.perf_counter()
-                    elif engine.metrics.generated_tokens - before == batch:
-                        decoding.append(time.perf_counter() - start)
-                return prompt_end - begun, sum(decoding) / len(decoding) * (task.new - 1)
 
-            yield from repeated(task, run)
+def prepare(task: Task) -> Iterator[Prepared]:
+    """Makes the store that moedge will stream from, in a process that ends: what it read and took is not the run's."""
+    with planned(task) as (source, _, store):
+        yield Prepared(str(store or source.folder))
+
+
+def run_moedge(task: Task) -> Iterator[Timing]:
+    from moedge.runtime.engine.sequence import Sequence
+    from moedge.runtime.loading.engine_loader import load_engine
+    from moedge.runtime.sampling.params import SamplingParams
+
+    with planned(task) as (source, plan, store), closing(load_engine(source, plan, store)) as loaded:
+        engine = loaded.engine
+        # Repeated prompts would be found in the cache, and their tokens not be computed.
+        engine.scheduler.cache.sharing = False
+
+        def run(batch: int) -> tuple[float, float]:
+            for prompt in task.prompts(batch):
+                engine.add(Sequence(prompt, SamplingParams(task.new, ignore_eos=True)))
+            begun = time.perf_counter()
+            # Sequences that decode while the last prompts are computed are not counted, though they work.
+            decoding = []
+            while engine.busy:
+                before, start = engine.metrics.generated_tokens, time.perf_counter()
+                all_live = not engine.scheduler.waiting and len(engine.scheduler.running) == batch
+                decodes = all_live and all(one.num_pending == 1 for one in engine.scheduler.running)
+                engine.step()
+                if not decodes:
+                    prompt_end = time.perf_counter()
+                elif engine.metrics.generated_tokens - before == batch:
+                    decoding.append(time.perf_counter() - start)
+            if not decoding:
+                raise ValueError(f"{batch} sequences never decoded together in {task.ram}; give --ram more")
+            return prompt_end - begun, sum(decoding) / len(decoding) * (task.new - 1)
+
+        yield from repeated(task, run)
 
 
 def run_transformers(task: Task) -> Iterator[Timing]:
@@ -166,11 +197,11 @@ def run_transformers(task: Task) -> Iterator[Timing]:
             stamps.append(time.perf_counter())
             return scores
 
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, torch.inference_mode():
+    with torch.inference_mode():
         offload: dict[str, Any] = {}
         if task.contender == "accelerate":
             offload = {"device_map": "auto", "max_memory": {"cpu": task.ram}}
-            offload |= {"offload_folder": folder, "offload_state_dict": True}
+            offload |= {"offload_folder": task.scratch, "offload_state_dict": True}
         model = AutoModelForCausalLM.from_pretrained(
             task.model, dtype=torch.bfloat16, experts_implementation=task.setting, **offload
         ).eval()
@@ -199,12 +230,16 @@ def run_llama(task: Task) -> Iterator[Timing]:
     ]  # fmt: skip
     for _ in range(task.repeats):
         bystanders = Bystanders()
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        # What was measured before it was killed or failed counts.
         for line in done.stdout.splitlines():
             if line.startswith("{"):
                 found = json.loads(line)
                 yield Timing(found["pl"], found["speed_pp"], found["speed_tg"], peak, bystanders.share())
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {said}")
 
 
 def run_products(task: Task) -> Iterator[Timing]:
@@ -223,7 +258,8 @@ def run_products(task: Task) -> Iterator[Timing]:
         yield from repeated(task, run)
 
 
-CONTENDERS: dict[str, Callable[[Task], Iterator[Timing]]] = {
+CONTENDERS: dict[str, Callable[[Task], Iterator[Timing | Prepared]]] = {
+    "prepare": prepare,
     "moedge": run_moedge,
     "transformers": run_transformers,
     "accelerate": run_transformers,
@@ -234,5 +270,5 @@ CONTENDERS: dict[str, Callable[[Task], Iterator[Timing]]] = {
 
 if __name__ == "__main__":
     wanted = Task(**json.loads(sys.argv[1]))
-    for timing in CONTENDERS[wanted.contender](wanted):
-        print(json.dumps(asdict(timing)), flush=True)
+    for result in CONTENDERS[wanted.contender](wanted):
+        print(json.dumps(asdict(result)), flush=True)

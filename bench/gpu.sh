@@ -19,6 +19,5 @@ if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("moedge
     for floor in quant offload moe runtime cli; do ln -sfn "../../$floor" ".links/moedge/$floor"; done
     export PYTHONPATH="$PWD/.links${PYTHONPATH:+:$PYTHONPATH}"
 fi
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} PYTHONUNBUFFERED=1
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+export PYTHONUNBUFFERED=1
 exec "$python" bench/gpu/main.py "$@"

@@ -29,7 +29,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 
 from moedge.offload.heap import return_memory
-from moedge.offload.host_memory import allocate
+from moedge.offload.page_locked import allocate
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import place_for, prepare

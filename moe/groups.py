@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import embedding_bag
 
+from ..quant.kernels.upload import upload
 from .expected_rows import padded_rows
 
 
@@ -39,19 +40,20 @@ class ExpertGroups:
 
 
 def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
-    """One stable sort and one copy of E counts to the host; expert_ids [T, A]."""
+    """One stable sort; expert_ids [T, A]. On a device the host waits once: for E counts.
+
+    Everything else that it has to know follows from them (`bincount`, too, would wait, to learn the largest id).
+    """
     flat = expert_ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts).tolist()
+    ascending, order = torch.sort(flat, stable=True)
+    counts: list[int] = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
     offsets = tuple(accumulate(map(padded_rows, counts), initial=0))
     # How far padding has moved each expert's first row.
     moved = [begin - first for begin, first in zip(offsets, accumulate(counts, initial=0), strict=True)]
-    shifts = torch.tensor(moved, device=flat.device)
-    rows = torch.arange(len(flat), device=flat.device) + shifts[flat[order]]
-    token_ids = torch.zeros(offsets[-1], dtype=torch.long, device=flat.device)
-    token_ids[rows] = order // expert_ids.shape[1]
-    places = torch.empty_like(order)
-    places[order] = rows
+    shifts = upload(torch.tensor(moved), flat.device)
+    rows = shifts[ascending].add_(torch.arange(len(flat), device=flat.device))
+    token_ids = flat.new_zeros(offsets[-1]).scatter_(0, rows, order // expert_ids.shape[1])
+    places = torch.empty_like(order).scatter_(0, order, rows)
     return ExpertGroups(expert_ids, counts, token_ids, places, offsets)
 
 

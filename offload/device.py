@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .errors import swallow_cuda_error
+from .errors import prepare_to_swallow, swallow_cuda_error
+from .page_locked import PinBudget
 
 # Most that a context takes before the first tensor; what is in use beyond it belongs to other processes.
 CONTEXT_NBYTES = 640 << 20
@@ -20,13 +21,14 @@ class Device:
     """One device and the share of it that is ours. `cuda` is `torch.cuda`, or a machine that replays its rules.
 
     Opening it makes the context. Other processes' memory is what is in use by then beyond `CONTEXT_NBYTES`; it is
-    taken to stay as it is.
+    taken to stay as it is. `pins` counts the host memory that is page-locked for it.
     """
 
     def __init__(self, place: torch.device, cuda: Any, clear_error: Callable[[], None] = swallow_cuda_error) -> None:
         self.place = place
         self.cuda = cuda
         self.clear_error = clear_error
+        self.pins = PinBudget()
         self.total: int = cuda.mem_get_info()[1]
         free: int = cuda.mem_get_info()[0]
         self._others: int = max(0, self.total - free - int(cuda.memory_reserved()) - CONTEXT_NBYTES)
@@ -63,6 +65,10 @@ class Device:
         """Most bytes that torch's allocator has reserved since `limit`, and what lies outside it now."""
         return int(self.cuda.max_memory_reserved()) + self.context_nbytes
 
+    def synchronize(self) -> None:
+        """Returns when nothing that the device was asked for is still to be done."""
+        self.cuda.synchronize()
+
     def give_back(self) -> None:
         """Frees what torch's allocator keeps for later."""
         self.cuda.empty_cache()
@@ -82,4 +88,5 @@ def find_device() -> Device | None:
     """The current CUDA device; None where there is none."""
     if not torch.cuda.is_available():
         return None
+    prepare_to_swallow()
     return Device(torch.device("cuda", torch.cuda.current_device()), torch.cuda)

@@ -8,17 +8,21 @@ from .format import Layout, Plane, end_of, lay_out
 # Weights widened at a time: 8 MiB of bfloat16. Larger strips are not faster, and those of a language model's output
 # head would be hundreds of MiB. A constant, not a share of a budget: the cut may show in a result's last bits.
 STRIP_WEIGHTS = 1 << 22
+# The same where a product is deterministic: threads share its strips, each of which one thread computes, so that how
+# many threads there are shows in no bit. Small enough that a matrix of 2048 x 2048 occupies eight of them.
+STEADY_WEIGHTS = 1 << 19
 
 # Rows that a deterministic product computes together. Of 16, 32 and 64, 32 is the one that is never much slower than
 # the other two: a single row costs 1.2 times an unpadded one in bfloat16, 64 rows 1.1 times (bench/linear.py).
 TILE = 32
 
 
-def strip_rows(layout: Layout) -> int:
-    """Rows of a matrix [N, K] that are widened together: whole blocks, or all."""
+def strip_rows(layout: Layout, deterministic: bool) -> int:
+    """Rows of a matrix [N, K] that are multiplied together: whole blocks, or all."""
     num_rows, num_columns = layout.shape
     block = layout.row_block
-    return min(-(-num_rows // block) * block, max(1, STRIP_WEIGHTS // num_columns // block) * block)
+    weights = STEADY_WEIGHTS if deterministic else STRIP_WEIGHTS
+    return min(-(-num_rows // block) * block, max(1, weights // num_columns // block) * block)
 
 
 def wide_columns(layout: Layout) -> int:
@@ -36,7 +40,7 @@ def scratch_planes(layout: Layout, dtype: str, deterministic: bool) -> tuple[Pla
 
     Those that the product does not use have no rows.
     """
-    rows, num_columns = strip_rows(layout), layout.shape[1]
+    rows, num_columns = strip_rows(layout, deterministic), layout.shape[1]
     widened = 0 if is_direct(layout, dtype) else rows
     tile = TILE if deterministic else 0
     return lay_out(

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_families import build_model, build_tokenizer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what `sample` leaves out: cases beyond its count, or cases that it does not name."""
+    seen: dict[str, int] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sample")) is None:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        seen[test] = seen.get(test, 0) + 1
+        chosen = case.rstrip("]") in mark.args if isinstance(mark.args[0], str) else seen[test] <= mark.args[0]
+        if not chosen:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(family)` is the folder of a tiny random checkpoint, made once a session."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(family)` is the folder of a tiny random checkpoint, made once a session; sizes may be others."""
 
     @functools.cache
-    def make(family: str) -> Path:
+    def make(family: str, **sizes: int) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        model = build_model(family)
+        model = build_model(family, **sizes)
         model.save_pretrained(folder)
         build_tokenizer(folder, model.config.vocab_size)
         return folder
@@ -61,3 +75,10 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _two_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible() -> None:
+    """A shell's background jobs ignore SIGINT, and so would the processes that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -106,11 +106,14 @@ def stored_numel(model: Any) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def build_model(family: str) -> Any:
-    """A stock transformers model with random weights, as spread out as a trained one: greedy tokens vary."""
+def build_model(family: str, **sizes: Any) -> Any:
+    """A stock transformers model with random weights, as spread out as a trained one: greedy tokens vary.
+
+    `sizes` take the place of those in SIZES.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = tiny_config(family)
+    config = tiny_config(family, **sizes)
     torch.manual_seed(sum(map(ord, family)))
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
     with torch.no_grad():

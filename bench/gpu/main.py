@@ -1,11 +1,18 @@
 """bench/gpu.sh: parts of the evidence that a GPU must give."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import argparse
 import os
 import sys
 from pathlib import Path
+
+from moedge.cli.options.process import settle
+
+# Before torch is imported: passes run as users' do.
+settle()
 
 import torch
 

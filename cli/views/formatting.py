@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 
 
@@ -32,3 +33,10 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:,.0f}"
+
+
+def kernel_lines(lacks: Mapping[str, str], notes: Iterable[str]) -> Iterator[str]:
+    """Of a plan: why torch computes what kernels of the GPU should, and what else is worth knowing."""
+    yield from notes
+    for family, reason in lacks.items():
+        yield f"torch computes in place of the GPU's kernels for {family}. {reason}"

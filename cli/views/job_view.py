@@ -19,7 +19,7 @@ from ...runtime.plan.plan import Plan
 from ..options.exit_codes import ExitCode
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
-from .formatting import duration, gib
+from .formatting import duration, gib, kernel_lines
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
 
 
@@ -47,6 +47,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
         ("reuse", f"{kv.prefix_hit_tokens or 0:,} prompt tokens were in the cache; {kv.preemptions} preemptions"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
+        *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), summary.plan.get("notes", ()))),
     ]
 
 
@@ -136,6 +137,8 @@ class JobView:
             f"{plan.kv_sequences:,} sequences at their longest, within {_budgets(plan)}; arithmetic {plan.dtype}; "
             f"{plan.tokens_per_pass:,} tokens a pass"
         )
+        for line in kernel_lines(plan.lacks, plan.notes):
+            self._say(line)
         if streamed := plan.weights_nbytes - plan.held_nbytes:
             self._say(f"{gib(plan.held_nbytes)} of weights are held, {_way(plan, streamed)} in every pass")
         for line in _expectation(run.planned):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .formatting import count, duration, gib
+from .formatting import count, duration, gib, kernel_lines
 
 WIDTH = 40
 # One letter of a bar for each kind of bytes, in the order in which a tier lists them.
@@ -52,6 +52,7 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"weights {plan['quant']}, KV cache {plan['kv']}, arithmetic {plan['dtype']}; "
         f"{plan['max_sequences']:,} sequences together, {plan['tokens_per_pass']:,} tokens a pass"
     )
+    yield from kernel_lines(plan["lacks"], plan["notes"])
     if left_out := found["left_out"]:
         yield (
             f"{left_out['rows']:,} rows may need more than the {plan['kv_tokens']:,} tokens that fit: error rows; "

@@ -48,10 +48,23 @@ def _release(root: Path) -> str:
     return found[1] if found else ""
 
 
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, its _MINOR and CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT.
+_ATTRIBUTES = (75, 76, 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """`capability` is of its arithmetic, as "8.6"; `processors` run blocks of threads side by side. "" and 0 where the
+    driver does not say."""
+
     name: str
     nbytes: int
+    capability: str = ""
+    processors: int = 0
+
+    def __post_init__(self) -> None:
+        if self.capability and not re.fullmatch(r"\d+\.\d+", self.capability):
+            raise ValueError(f"a compute capability of {self.capability!r} was found; wanted one such as 8.6")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,15 @@ def _gpu(cuda: Any, ordinal: int) -> Gpu:
     )
     if failed:
         raise OSError(f"the NVIDIA driver lists device {ordinal} but does not describe it (CUDA error {failed})")
-    return Gpu(name.value.decode("utf-8", "replace"), nbytes.value)
+    major, minor, processors = (_attribute(cuda, handle, number) for number in _ATTRIBUTES)
+    capability = f"{major}.{minor}" if major else ""
+    return Gpu(name.value.decode("utf-8", "replace"), nbytes.value, capability, processors)
+
+
+def _attribute(cuda: Any, handle: ctypes.c_int, number: int) -> int:
+    """0 where the driver does not answer."""
+    value = ctypes.c_int()
+    return 0 if cuda.cuDeviceGetAttribute(ctypes.byref(value), number, handle) else value.value
 
 
 def _cpu_model(cpuinfo: Path) -> str:

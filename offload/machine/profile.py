@@ -117,6 +117,7 @@ class Overheads:
 class Machine:
     """None stands for what this machine does not have or what could not be measured.
 
+    `kernel_lacks` says of each family of the GPU's kernels why it does not run, "" where it does.
     `measured_at` is UTC in ISO 8601, `torch` the build that computed; both may be empty.
     """
 
@@ -131,12 +132,15 @@ class Machine:
     measured_at: str = ""
     torch: str = ""
     overheads: Overheads | None = None
+    kernel_lacks: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         _check_speed(self.memory_bytes_s, *([] if self.device_memory_bytes_s is None else [self.device_memory_bytes_s]))
         for rates in (*self.flop_s.values(), *self.device_flop_s.values()):
             _check_whole(*rates.keys())
             _check_speed(*rates.values())
+        if self.kernel_lacks is not None:
+            _check_reasons(self.kernel_lacks)
         if type(self.torch) is not str:
             raise ValueError(f"a release of torch of {self.torch!r} was found; wanted text")
         if self.measured_at != "":
@@ -192,6 +196,11 @@ def _check_speed(*values: float) -> None:
     for value in values:
         if type(value) not in {int, float} or not 0 < value < math.inf:
             raise ValueError(f"a speed of {value!r} was found; wanted a positive number")
+
+
+def _check_reasons(reasons: Mapping[str, str]) -> None:
+    if not isinstance(reasons, dict) or any(type(reason) is not str for reason in reasons.values()):
+        raise ValueError(f"{reasons!r} was found; wanted a reason for each family of kernels")
 
 
 def _check_flag(value: bool) -> None:

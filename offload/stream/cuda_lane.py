@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..host_memory import Pinned
+from ..page_locked import Pinned
 from .lane import Mark, Place, Shard
 
 
@@ -80,7 +80,8 @@ class CudaLane:
         with self._cuda.stream(self._side):
             for first, last in self._pinned.pieces(begin, begin + place.nbytes):
                 target = self._memory[place.offset + first - begin : place.offset + last - begin]
-                target.copy_(self._host[first:last], non_blocking=True)
+                # What is not page-locked is read while the calling thread waits, or it could be overwritten meanwhile.
+                target.copy_(self._host[first:last], non_blocking=last <= self._pinned.nbytes)
         self.nbytes_moved += place.nbytes
         ready = self._recorded(self._side, enable_timing=True)
         self._copies.append((begin_copy, ready))

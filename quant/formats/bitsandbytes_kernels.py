@@ -47,7 +47,7 @@ def serves(device_type: str) -> bool:
 
 @cache
 def _cpu_kernel(dtype: torch.dtype) -> Callable[..., None]:
-    """The C function behind the operator; its name is the same in bitsandbytes 0.49 and 0.50."""
+    """The C function behind the operator."""
     load()
     library = import_module("bitsandbytes.cextension").lib
     kernel: Callable[..., None] = getattr(library, f"cdequantize_blockwise_cpu_nf4_{CPU_NAMES[dtype]}")

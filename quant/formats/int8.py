@@ -50,6 +50,11 @@ def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
     return torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
 
 
+def has_kernel(num_columns: int) -> bool:
+    """Whether `multiply` may be used: on AVX-512 the kernel reads 16 columns at a time, beyond the end of the rows."""
+    return num_columns % 16 == 0
+
+
 def multiply_integers(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> None:
     """Writes round(x) [T, K] times the matrix transposed into `out` [T, N], summed as integers, without rounding.
 

@@ -1,30 +1,50 @@
-"""What kernels are chosen by, and whether Triton can run them here. Free of torch, and of Triton until it is tried."""
+"""What kernels are chosen by: a GPU, and which families of Triton's kernels run there. Free of torch and of Triton."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import NamedTuple
 
 # The oldest that Triton compiles for.
 OLDEST_CAPABILITY = (7, 5)
+# The oldest with tensor cores for bfloat16; before it they take float16.
+BF16_CAPABILITY = (8, 0)
+
+
+class Lacks(NamedTuple):
+    """Why the kernels of each family cannot run, "" where they can: attention over the cache, storing keys and values
+    into it (`cache`), products of grouped experts.
+
+    A family that cannot run is computed by torch; the others stay in use.
+    """
+
+    attention: str = ""
+    cache: str = ""
+    experts: str = ""
+
+    @classmethod
+    def everything(cls, reason: str) -> Lacks:
+        return cls(reason, reason, reason)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By family, of those that cannot run."""
+        return {family: reason for family, reason in self._asdict().items() if reason}
 
 
 class Gpu(NamedTuple):
-    """`capability` as (8, 6), `processors` that run programs side by side; `lack` says why Triton's kernels cannot run,
-    "" where they can.
-    """
+    """`capability` as (8, 6), (0, 0) where nobody knows it; `processors` that run programs side by side."""
 
     capability: tuple[int, int]
     processors: int
-    lack: str = ""
+    lacks: Lacks = Lacks()
 
     @property
-    def has_kernels(self) -> bool:
-        return self.lack == ""
+    def computes_bf16(self) -> bool:
+        """Whether bfloat16 is as fast there as float16; taken to be where nothing is known."""
+        return self.capability == (0, 0) or self.capability >= BF16_CAPABILITY
 
 
 # What kernels are cut for in Triton's interpreter, which runs one program at a time.
@@ -36,29 +56,35 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 
-def find_gpu(place: torch.device, capability: tuple[int, int], processors: int) -> Gpu:
-    """Compiles and runs one kernel there: that takes a C compiler and Python's headers, which not all machines have."""
+def triton_lack(capability: tuple[int, int]) -> str:
+    """Why no kernel of Triton's can run, before any is tried; "" where they may."""
     if capability < OLDEST_CAPABILITY:
-        least, found = _dotted(OLDEST_CAPABILITY), _dotted(capability)
-        lack = f"Triton compiles for compute capability {least} and newer, this GPU has {found}"
-    elif find_spec("triton") is None:
-        lack = "Triton is not installed (pip install triton)"
-    else:
-        lack = _try(place)
-    return Gpu(capability, processors, lack)
+        least, found = dotted(OLDEST_CAPABILITY), dotted(capability)
+        return f"Triton compiles for compute capability {least} and newer, this GPU has {found}"
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    return ""
 
 
-def _try(place: torch.device) -> str:
-    from .trial import try_kernel
-
+def lack_of(trial: Callable[[], str]) -> str:
+    """Why the kernels that `trial` runs cannot be used: the launch that it says gave wrong numbers, or its error."""
     try:
-        right = try_kernel(place)
+        wrong = trial()
     except Exception as error:
-        # Of many kinds: no compiler, no headers, a driver or a GPU that this Triton does not know.
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"Triton's kernels do not run here: {first[:200]}"
-    return "" if right else "Triton's kernels give wrong numbers here"
+        # Of many kinds: no compiler, no headers, a driver or a GPU that this Triton does not know, a kernel that this
+        # Triton does not compile or this GPU has no room for.
+        return f"Triton's kernels do not run here: {_brief(error)}"
+    return wrong and f"Triton's kernels give wrong numbers here: {wrong}"
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
+
+
+def _brief(error: BaseException) -> str:
+    """Its type and first line; of the error beneath where Triton's compiler quotes the kernel around it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = str(getattr(error, "error_message", None) or error).strip().splitlines()
+    text = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

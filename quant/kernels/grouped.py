@@ -15,6 +15,9 @@ def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
     """
     fields = tiles + tl.program_id(0) * 3
     matrix, begin, end = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    if begin >= end:
+        # Of no rows: a warm-up, whose matrix is not there.
+        return
     rows = begin + tl.arange(0, S.rows)
     live = rows < end
     sources = rows
@@ -36,7 +39,7 @@ def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
 @triton.jit
 def multiply(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
     """x [S.rows, K] times rows `outputs` of the matrix: [S.rows, S.outputs] in float32."""
-    sums = tl.zeros([S.rows, S.outputs], tl.float32)
+    sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     for start in range(0, S.num_columns, S.depth):
         inputs = load_inputs(x, sources, live, start, S)
         weights = load_weights(packed, levels, matrix, outputs, inside, start, S)
@@ -49,8 +52,8 @@ def multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S:
     """The activation of the two rows that make each output."""
     gates = outputs * 2 if S.gate.alternating else outputs
     ups = gates + 1 if S.gate.alternating else gates + S.num_rows // 2
-    sums = tl.zeros([S.rows, S.outputs], tl.float32)
-    others = tl.zeros([S.rows, S.outputs], tl.float32)
+    sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
+    others = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     for start in range(0, S.num_columns, S.depth):
         inputs = load_inputs(x, sources, live, start, S)
         weights = load_weights(packed, levels, matrix, gates, inside, start, S)
@@ -59,7 +62,20 @@ def multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S:
         others = tl.dot(inputs, tl.trans(weights), others, input_precision="ieee")
     sums = finish(sums, packed, matrix, gates, inside, S)
     others = finish(others, packed, matrix, ups, inside, S)
-    return activate(sums, others, S.gate.activation)
+    # Triton 3.6 takes a bare string for no constant.
+    ACTIVATION: tl.constexpr = S.gate.activation
+    return activate(sums, others, ACTIVATION)
+
+
+@triton.jit
+def start_of(stack, matrix):
+    """Where a matrix of a stack begins.
+
+    The product with a constant tells every Triton that this is a multiple of 16 bytes, so that loads are wide; a hint
+    (tl.multiple_of) is lost on some.
+    """
+    STEP: tl.constexpr = 128 // stack.base.dtype.element_ty.primitive_bitwidth
+    return stack.base + tl.load(stack.shifts + matrix) * STEP
 
 
 @triton.jit
@@ -72,8 +88,7 @@ def load_inputs(x, sources, live, start, S: tl.constexpr):
 @triton.jit
 def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr):
     """Weights [S.outputs, S.depth] in S.dtype; int8 without its scales, which `finish` multiplies by."""
-    # Shards begin at multiples of 64 bytes, so that the loads are wide.
-    codes = packed.codes.base + tl.multiple_of(tl.load(packed.codes.shifts + matrix), 16)
+    codes = start_of(packed.codes, matrix)
     if S.format == "nf4":
         WIDTH: tl.constexpr = S.num_columns // 2
         columns = start // 2 + tl.arange(0, S.depth // 2)
@@ -81,8 +96,8 @@ def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr
         pairs = tl.load(codes + places, mask=inside[:, None], other=0)
         # The first of two weights is in the high bits.
         weights = tl.join(tl.load(levels + (pairs >> 4)), tl.load(levels + (pairs & 15)))
-        weights = tl.reshape(weights, [S.outputs, S.depth])
-        absmax = packed.factors.base + tl.load(packed.factors.shifts + matrix)
+        weights = tl.reshape(weights, (S.outputs, S.depth))
+        absmax = start_of(packed.factors, matrix)
         blocks = outputs.to(tl.int64) * (S.num_columns // 64) + start // 64
         weights *= tl.load(absmax + blocks, mask=inside, other=0).to(tl.float32)[:, None]
     else:
@@ -97,9 +112,9 @@ def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr
 def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
     """Scales of int8's rows, and biases."""
     if S.format == "int8":
-        scales = packed.factors.base + tl.load(packed.factors.shifts + matrix)
+        scales = start_of(packed.factors, matrix)
         sums *= tl.load(scales + outputs, mask=inside, other=0.0)[None, :]
     if packed.biases is not None:
-        biases = packed.biases.base + tl.load(packed.biases.shifts + matrix)
+        biases = start_of(packed.biases, matrix)
         sums += tl.load(biases + outputs, mask=inside, other=0.0).to(tl.float32)[None, :]
     return sums

@@ -9,11 +9,15 @@ import torch
 
 from .upload import upload
 
+# Every tensor of a stack begins at a multiple of so many bytes: what a GPU loads at once.
+STEP_NBYTES = 16
+
 
 class Stack(NamedTuple):
-    """Tensors of one shape that lie anywhere on one device: the first, and how many elements on each one begins.
+    """Tensors of one shape that lie anywhere on one device: the first, and how far from it each one begins.
 
-    `shifts` is int64 [n] on the device. A stack can name experts in an arena, in a ring and in both.
+    `shifts` is int64 [n] on the device, in steps of STEP_NBYTES. A stack can name experts in an arena, in a ring and in
+    both.
     """
 
     base: torch.Tensor
@@ -34,9 +38,12 @@ class Stack(NamedTuple):
 def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
     first = tensors[0]
     apart = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
-    if any(nbytes % first.element_size() for nbytes in apart):
-        raise ValueError(f"Tensors {apart} bytes apart were found; {first.dtype} wants whole elements.")
-    return [nbytes // first.element_size() for nbytes in apart]
+    if first.data_ptr() % STEP_NBYTES or any(nbytes % STEP_NBYTES for nbytes in apart):
+        raise ValueError(
+            f"Tensors {apart} bytes from address {first.data_ptr():#x} were found; all have to begin at multiples of"
+            f" {STEP_NBYTES} bytes. Pack them with quant.tensor, or multiply by them one by one."
+        )
+    return [nbytes // STEP_NBYTES for nbytes in apart]
 
 
 class Packed(NamedTuple):

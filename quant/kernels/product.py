@@ -13,27 +13,29 @@ from ..tensor import PackedTensor
 from .grouped import grouped_product
 from .launch import Launch, dot_type
 from .operands import Gate, Packed, Sizes, Stack
-from .tuning import FORMATS, Tiles, tiles_for
+from .tuning import FORMATS, tile_rows, tiles_for
 from .upload import upload
 
 
 class Rows(NamedTuple):
-    """Which rows of the output belong to which matrix: tiles int32 [n, 3] of (matrix, first row, last row + 1)."""
+    """Which rows of the output belong to which matrix: tiles int32 [n, 3] of (matrix, first row, last row + 1), none of
+    more than `height` rows.
+    """
 
     tiles: torch.Tensor
-    cut: Tiles
+    height: int
 
     @classmethod
     def of(cls, spans: Sequence[slice], x: torch.Tensor, steady: bool = False) -> Rows:
         """Matrix i owns the rows spans[i] of activations like x; `steady` cuts them alike however many there are."""
         mean = 1 if steady else sum(span.stop - span.start for span in spans) / len(spans)
-        cut = tiles_for(mean, wide=x.dtype == torch.float32)
+        height = tile_rows(mean, wide=x.dtype == torch.float32)
         tiles = [
-            (matrix, first, min(first + cut.rows, span.stop))
+            (matrix, first, min(first + height, span.stop))
             for matrix, span in enumerate(spans)
-            for first in range(span.start, span.stop, cut.rows)
+            for first in range(span.start, span.stop, height)
         ]
-        return cls(upload(torch.tensor(tiles, dtype=torch.int32), x.device), cut)
+        return cls(upload(torch.tensor(tiles, dtype=torch.int32), x.device), height)
 
 
 class GroupedProduct:
@@ -48,9 +50,12 @@ class GroupedProduct:
         return Rows.of(spans, x, self.steady)
 
     def takes(self, matrices: Sequence[PackedTensor]) -> bool:
-        """Whether there is a kernel for them: matrices of one layout, in a format that it reads."""
+        """Whether there is a kernel for them: matrices of one layout, in a format that it reads, with rows in multiples
+        of 8, since biases that lie side by side have to begin at multiples of STEP_NBYTES.
+        """
         layout = matrices[0].layout
-        return layout.format in FORMATS and all(matrix.layout == layout for matrix in matrices)
+        known = layout.format in FORMATS and layout.shape[0] % 8 == 0
+        return known and all(matrix.layout == layout for matrix in matrices)
 
     def launch(
         self,
@@ -72,7 +77,8 @@ class GroupedProduct:
         given = [bias for bias in biases if bias is not None]
         stacks = Stack.all_of([*planes, given] if given else planes)
         packed = Packed(stacks[0], stacks[1] if len(planes) > 1 else None, stacks[-1] if given else None)
-        cut, (num_rows, num_columns) = rows.cut, layout.shape
+        cut = tiles_for(rows.height, layout.format, wide=x.dtype == torch.float32)
+        num_rows, num_columns = layout.shape
         sizes = Sizes(layout.format, num_rows, num_columns, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
         grid = (len(rows.tiles), triton.cdiv(out.shape[1], cut.outputs))
         arguments = (x.contiguous(), token_ids, out, packed, self.levels, rows.tiles, sizes)

@@ -1,26 +1,98 @@
-"""The smallest kernel of ours: whether Triton's compiler and its driver work on this machine. Imports Triton."""
+"""Runs the grouped product at tiny sizes in every weight format, and compares it with float64. Imports Triton."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-import triton
-import triton.language as tl
 
-_COUNT = 256
+from ..tensor import PackedTensor, pack
+from .gates import ACTIVATIONS
+from .operands import Gate
+from .product import GroupedProduct
+from .tuning import FORMATS
+
+# Largest difference from float64 over the largest number in it. Rounding alone is a tenth of it, or less.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_ROWS, _COLUMNS, _TOKENS = 64, 128, 9
 
 
-@triton.jit
-def _double(source, target, count: tl.constexpr):
-    places = tl.arange(0, count)
-    tl.store(target + places, 2 * tl.load(source + places))
+@dataclass(frozen=True, slots=True)
+class ProductCase:
+    """`counts` rows of each matrix, gathered from tokens or as they lie; `gate` also adds biases where alternating."""
+
+    format: str
+    counts: tuple[int, ...]
+    gathered: bool
+    gate: Gate | None
+
+    @property
+    def name(self) -> str:
+        gate = f" with {self.gate.activation}" if self.gate else ""
+        return f"product of {sum(self.counts)} rows in {self.format}{gate}"
 
 
-def try_kernel(device: torch.device | str = "cuda") -> bool:
-    """Compiles it for the device and runs it; whether its numbers are right. Raises what Triton raises."""
-    source = torch.arange(_COUNT, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    kernel: Any = _double
-    kernel[(1,)](source, target, _COUNT)
-    return torch.equal(target, 2 * source)
+def product_cases() -> Iterator[ProductCase]:
+    """Both launches of a layer of experts in each format, few rows and many: tiles of 16, and of 64 rows."""
+    for name in FORMATS:
+        yield ProductCase(name, (3, 20), gathered=True, gate=Gate("silu"))
+        yield ProductCase(name, (3, 20), gathered=False, gate=None)
+        alternating = name != "none"
+        gate = Gate("clamped_swiglu", alternating=True) if alternating else Gate("gelu_tanh")
+        yield ProductCase(name, (70,), gathered=True, gate=gate)
+
+
+def try_products(place: torch.device, dtype: torch.dtype) -> str:
+    """The first case that gives wrong numbers, "" where there is none. Raises what Triton and CUDA raise."""
+    for case in product_cases():
+        # A comparison with NaN is false, so it is put the other way round.
+        if not product_error(case, place, dtype) <= TOLERANCE[dtype]:
+            return case.name
+    return ""
+
+
+@torch.inference_mode()
+def product_error(case: ProductCase, place: torch.device, dtype: torch.dtype) -> float:
+    """Largest difference of a launch on `place` from float64 over the same codes, relative; NaN for unwritten rows."""
+    generator = torch.Generator().manual_seed(0)
+    num_out = sum(case.counts)
+    x = torch.randn(_TOKENS if case.gathered else num_out, _COLUMNS, generator=generator).to(dtype)
+    token_ids = torch.randint(_TOKENS, (num_out,), generator=generator) if case.gathered else None
+    matrices = [
+        pack((torch.randn(_ROWS, _COLUMNS, generator=generator) / 8).to(dtype), case.format) for _ in case.counts
+    ]
+    biased = case.gate is not None and case.gate.alternating
+    biases = [torch.randn(_ROWS, generator=generator).to(dtype) for _ in case.counts] if biased else []
+    ends = list(accumulate(case.counts))
+    spans = [slice(end - count, end) for end, count in zip(ends, case.counts, strict=True)]
+    width = _ROWS if case.gate is None else _ROWS // 2
+    out = torch.full((num_out, width), float("nan"), dtype=dtype, device=place)
+    there, ids = x.to(place), None if token_ids is None else token_ids.to(place)
+    # Named, since a launch holds the first of them and knows the others by their addresses.
+    moved, moved_biases = [_moved(matrix, place) for matrix in matrices], [bias.to(place) for bias in biases]
+    product = GroupedProduct(place)
+    product.launch(there, out, moved, moved_biases, product.rows(spans, there), ids, case.gate).run()
+    rows = x.double() if token_ids is None else x.double()[token_ids]
+    wanted = torch.cat(
+        [_by_definition(rows[span], matrices[i], biases[i : i + 1], case.gate) for i, span in enumerate(spans)]
+    )
+    return float((out.cpu().double() - wanted).abs().max() / wanted.abs().max())
+
+
+def _moved(matrix: PackedTensor, place: torch.device) -> PackedTensor:
+    """The same matrix on `place`."""
+    return PackedTensor(matrix.layout, tuple(plane.to(place) for plane in matrix.planes))
+
+
+def _by_definition(
+    rows: torch.Tensor, matrix: PackedTensor, biases: list[torch.Tensor], gate: Gate | None
+) -> torch.Tensor:
+    """rows float64 [n, K] times the matrix that the codes mean, plus its bias, activated."""
+    weight = matrix.dequantize(torch.empty(matrix.shape)).double()
+    result = rows @ weight.T + sum(bias.double() for bias in biases)
+    if gate is None:
+        return result
+    halves = (result[:, ::2], result[:, 1::2]) if gate.alternating else result.chunk(2, 1)
+    return ACTIVATIONS[gate.activation](*halves)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ..format import Layout
 from ..formats import int4, int8
 from ..formats.codec import CODECS
 from ..scratch import TILE, is_direct, strip_rows
 from ..tensor import PackedTensor, dtype_name
+from .thread_pool import torch_threads
 from .workspace import Scratch, Workspace
 
 # Rows up to which torch's kernels on codes are taken where nothing was measured (few_rows.py).
@@ -22,9 +25,10 @@ class Matmul:
     """How activations meet packed matrices: as fast as possible, or so that a row's bits depend on that row alone.
 
     `deterministic`: one kernel per format whatever the number of rows; rows go through it TILE at a time, copied to
-    the same place and padded with zeros, so that every call has the same shapes, strides and alignment. What is then
-    left to vary is the machine, its libraries and its number of threads. Plain products do differ: the same row
-    among 1 and 64, or 64 and 300 others, meets other kernels that sum in another order.
+    the same place and padded with zeros, and matrices in strips, each on one thread, so that every call has the same
+    shapes, strides, alignment and threads. What is then left to vary is the machine and its libraries. Plain products
+    do differ: the same row among 1 and 64, or 64 and 300 others, meets other kernels that sum in another order, and
+    so it does with another number of threads.
 
     `integer`: matrices in int8 meet activations rounded to int8, each row with a scale of its own (W8A8). Integer sums
     are exact, so such products are deterministic as they are.
@@ -68,25 +72,35 @@ class Matmul:
         if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.few_rows.get(name, 0):
             return None
         if name == "int8":
-            return int8.multiply
+            return int8.multiply if int8.has_kernel(x.shape[1]) else None
         return int4.multiply if int4.has_kernel() else None
 
     def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
+        with torch_threads(1) if self.deterministic and y.device.type == "cpu" else nullcontext():
+            for strip in strips(packed.layout, self.deterministic):
+                self.multiply_strip(x, packed, y, strip)
+
+    def multiply_strip(self, x: Tensor, packed: PackedTensor, y: Tensor, strip: slice) -> None:
+        """Writes the product of x [T, K] with the rows `strip` of packed [N, K] into those columns of y [T, N]."""
         scratch = self.workspace.cut(packed.layout, x.dtype, self.deterministic)
         direct = is_direct(packed.layout, dtype_name(x.dtype))
-        codec = CODECS[packed.layout.format]
-        # Slices, since torch.split costs eight times as much as one of them.
-        for start in range(0, packed.shape[0], rows := strip_rows(packed.layout)):
-            planes = packed.rows(strip := slice(start, start + rows))
-            part = y[:, strip]
-            weight, factor = (planes[0], None) if direct else codec.factor(planes, *scratch[:2])
-            weight = weight[: part.shape[1]]
-            if self.deterministic:
-                _multiply_tiles(x, weight, part, scratch)
-            else:
-                torch.mm(x, weight.t(), out=part)
-            if factor is not None:
-                part.mul_(factor)
+        planes = packed.rows(strip)
+        part = y[:, strip]
+        weight, factor = (planes[0], None) if direct else CODECS[packed.layout.format].factor(planes, *scratch[:2])
+        weight = weight[: part.shape[1]]
+        if self.deterministic:
+            _multiply_tiles(x, weight, part, scratch)
+        else:
+            torch.mm(x, weight.t(), out=part)
+        if factor is not None:
+            part.mul_(factor)
+
+
+def strips(layout: Layout, deterministic: bool) -> list[slice]:
+    """The runs of rows of a matrix that are multiplied together."""
+    # Slices, since torch.split costs eight times as much as one of them.
+    rows = strip_rows(layout, deterministic)
+    return [slice(start, start + rows) for start in range(0, layout.shape[0], rows)]
 
 
 def _multiply_tiles(x: Tensor, weight: Tensor, y: Tensor, scratch: Scratch) -> None:

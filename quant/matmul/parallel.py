@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..tensor import PackedTensor
-from .matmul import FEW_ROWS, Matmul
-from .thread_pool import WorkerPool
+from .matmul import FEW_ROWS, Matmul, strips
+from .thread_pool import WorkerPool, torch_threads
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -58,32 +58,37 @@ class ParallelMatmul(Matmul):
     def small_steps(self, numbers: int) -> Iterator[None]:
         """While inside, operations use one thread if those on `numbers` numbers are too small for more.
 
-        Not where bits must not depend on the size of a pass.
+        Always one where bits must depend neither on the size of a pass nor on the number of threads.
         """
-        if self.deterministic or numbers >= FEW_NUMBERS or self.workspace.buffer.device.type != "cpu":
+        if self.device.type != "cpu" or (numbers >= FEW_NUMBERS and not self.deterministic):
             yield
             return
-        with _threads(1):
+        with torch_threads(1):
             yield
 
     def share(self, jobs: Iterable[Job], work: Callable[[Job, Matmul], None]) -> None:
         """Calls work(job, products) for jobs that do not depend on each other, side by side with the helpers."""
-        with _threads(self._num_threads):
+        with torch_threads(self._num_threads):
             self._crew.run(jobs, lambda job, member: work(job, self._members[member]), steady=self.deterministic)
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES:
+        if _is_small(x, packed):
             return super().linear(x, packed, bias, out)
-        with _threads(self._num_threads):
+        with torch_threads(self._num_threads):
             return super().linear(x, packed, bias, out)
 
+    def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
+        """Deterministic products share their strips out, since one operation must not be split among threads."""
+        if not self.deterministic or self.device.type != "cpu" or _is_small(x, packed):
+            super()._multiply_strips(x, packed, y)
+            return
+        self._crew.run(
+            strips(packed.layout, deterministic=True),
+            lambda strip, member: self._members[member].multiply_strip(x, packed, y, strip),
+            steady=True,
+        )
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Costs nothing beside an operation: no thread starts or ends."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+
+def _is_small(x: Tensor, packed: PackedTensor) -> bool:
+    """Whether a product is over before several threads would have met."""
+    return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from itertools import islice
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -35,16 +36,16 @@ class WorkerPool:
         """Calls work(job, member) for every job, first ones first; member counts the threads from 0, the caller's.
 
         Jobs are taken one by one, by whichever thread is free, and `jobs` may wait for what others do meanwhile.
-        Each thread has torch's threads divided by those that have a job, where `jobs` says how many there are; else,
-        and with `steady`, by `size`, so that a job meets the same kernels whatever the number of jobs. Raises what a
-        job raised, once all threads are idle.
+        Each thread has torch's threads divided by those that have a job, where `jobs` says how many there are, else by
+        `size`; with `steady` one, so that a job meets the same kernels whatever the number of jobs and of threads.
+        Raises what a job raised, once all threads are idle.
         """
         waiting = _Queue(jobs)
         if waiting.is_empty:
             return
         num_threads = torch.get_num_threads()
         active = min(self.size, len(jobs)) if isinstance(jobs, Sized) else self.size
-        share = max(1, num_threads // (self.size if steady else active))
+        share = 1 if steady else max(1, num_threads // active)
         for member in range(1, active):
             self._orders[member - 1].put(_Order(waiting, work, member, share))
         try:
@@ -56,6 +57,17 @@ class WorkerPool:
         for report in reports:
             if report is not None:
                 raise report
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """While inside, torch computes with `count` threads. Costs next to nothing: no thread starts or ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Queue(Generic[Job]):

@@ -60,4 +60,6 @@ class Workspace:
                 f"A workspace of {self.nbytes} bytes was found; a product of {dtype} rows with {layout.format}"
                 f" {list(layout.shape)} wants {end_of(planes)}. Make it as large as the largest scratch_nbytes."
             )
-        return Scratch(*(view(self.buffer, plane) for plane in planes))
+        # What inference mode views could not be written outside of it.
+        with torch.inference_mode(False):
+            return Scratch(*(view(self.buffer, plane) for plane in planes))

@@ -40,8 +40,10 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         text = tokenizer.stream()
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
         job = Workload(1, sequence.max_tokens)
-        tiers = open_tiers(budgets)
-        plan = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job).plan
+        tiers = open_tiers(budgets, source.settle(settings), source.shape)
+        planned = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job)
+        tiers.limit_pins(planned.machine.profile)
+        plan = planned.plan
         with closing(load_engine(source, plan, store_for(source, plan, budgets), tiers.device)) as loaded:
             loaded.engine.add(sequence)
             while loaded.engine.busy:

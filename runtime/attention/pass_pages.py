@@ -18,8 +18,10 @@ from .protocol import AttentionCall, sees_itself_only
 
 @dataclass(frozen=True, slots=True)
 class GroupPlaces:
-    """Of one layer group: block id and offset of every token of the pass [T], and a block table for every chunk."""
+    """Of one layer group: slot of every token of the pass [T], also as block id and offset, and a block table for
+    every chunk."""
 
+    slots: torch.Tensor
     block_ids: torch.Tensor
     offsets: torch.Tensor
     tables: dict[Chunk, torch.Tensor]
@@ -29,6 +31,7 @@ class GroupPlaces:
         tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
         slots = slots_of(batch.chunks, list(tables.values()), block)
         return cls(
+            slots.to(device),
             (slots // block).to(device),
             (slots % block).to(device),
             {chunk: table.to(device) for chunk, table in tables.items()},
@@ -117,7 +120,7 @@ class PassPages:
         key = (tokens, chunks)
         if key not in self._tiled:
             tiles = torch.tensor([tile for index in chunks for tile in self._tiles(index, tokens)], dtype=torch.int32)
-            self._tiled[key] = Pages(self.table, upload(tiles, self.device), self.table.stride(0))
+            self._tiled[key] = Pages(self.table, upload(tiles, self.device))
         return self._tiled[key]
 
     def fresh(self, chunks: tuple[int, ...]) -> Fresh:
@@ -138,7 +141,8 @@ class PassPages:
         chunk = self.chunks[index]
         begin, end = chunk.past, chunk.past + chunk.count
         starts = range(begin // tokens * tokens, end, tokens)
-        return [(index, chunk.begin - chunk.past, first, begin, end) for first in starts]
+        row = index * self.table.shape[1]
+        return [(row, chunk.begin - chunk.past, first, begin, end) for first in starts]
 
 
 def _way(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from ..engine.batch import Batch, Chunk
+from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from ..shape.model_shape import KVGroup
 
@@ -38,6 +39,12 @@ class AttentionCall:
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+class Store(Protocol):
+    def __call__(self, pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores k, v [T, H, D] of the group's `layer`-th layer in slots int64 [T]: block id * block + place."""
+        ...
 
 
 class AttentionBackend(Protocol):

@@ -19,7 +19,7 @@ from .decode import Decoder, Query, Stored
 from .decode_plan import Decoding, Decodings
 from .dense import attend_fresh, attend_rows, visibility
 from .pass_pages import PassPlaces
-from .protocol import AttentionCall, check_reach, sees_itself_only
+from .protocol import AttentionCall, Store, check_reach, sees_itself_only
 
 # Query rows of one masked call: bounds its scores to ROWS * heads * length elements.
 ROWS = 256
@@ -54,8 +54,17 @@ class TorchAttention:
     TILE_KEYS: a token's result then has the same bits in whichever chunk, batch or block size it was computed.
     """
 
-    def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        dtype: torch.dtype,
+        tiled: bool,
+        device: torch.device | str = "cpu",
+        store: Store | None = None,
+    ) -> None:
+        """`store` writes keys and values into the pool, where it is not torch that does."""
         self.cache = cache
+        self._store = store
         self.tiled = tiled
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._places = PassPlaces(cache, device)
@@ -70,7 +79,10 @@ class TorchAttention:
         place = self.cache.places[call.layer]
         pool, places = self.cache.pools[place.group], self._places.of(batch, place.group)
         check_reach(call, pool.spec.group)
-        pool.write(place.index, places.block_ids, places.offsets, k, v)
+        if self._store is None:
+            pool.write(place.index, places.block_ids, places.offsets, k, v)
+        else:
+            self._store(pool, place.index, places.slots, k, v)
         out = torch.empty_like(q)
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)

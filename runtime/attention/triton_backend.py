@@ -29,9 +29,17 @@ class TritonAttention:
     """
 
     def __init__(
-        self, cache: KVCache, dtype: torch.dtype, tiled: bool, gpu: Gpu, device: torch.device | str = "cpu"
+        self,
+        cache: KVCache,
+        dtype: torch.dtype,
+        tiled: bool,
+        gpu: Gpu,
+        device: torch.device | str = "cpu",
+        stores_by_kernel: bool = True,
     ) -> None:
+        """`stores_by_kernel`: else torch writes keys and values into the cache."""
         self.cache = cache
+        self._stores_by_kernel = stores_by_kernel
         self.gpu = gpu
         self._tiled = tiled
         self._older = None if has_dot(gpu.capability) else TorchAttention(cache, dtype, tiled, device)
@@ -48,7 +56,10 @@ class TritonAttention:
         check_reach(call, pool.spec.group)
         cached = _cached(pool, place.index)
         # Before anything is read: a sequence may look back to what another one stores in this pass.
-        store_launch(k if pool.frame is None else pool.frame.keys(place.index, k), v, cached, pages.slots).run()
+        if self._stores_by_kernel:
+            store_by_kernel(pool, place.index, pages.slots, k, v)
+        else:
+            pool.write(place.index, pages.slots // self.cache.block, pages.slots % self.cache.block, k, v)
         work = pages.divide(call, self._tiled)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         layer = _LayerPass(call, pool, place.index, pool.queries(q), _shift(pool, place.index, call, q), out, pages)
@@ -111,6 +122,12 @@ class _LayerPass:
         features = Features(call.scale, call.window, call.chunk, call.softcap, call.sinks, self.shift)
         for launch in attend_launches(self.q, self.out, cached, pages, features, cut, splits):
             launch.run()
+
+
+def store_by_kernel(pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """What `KVPool.write` does, to the bit, in one launch."""
+    framed = k if pool.frame is None else pool.frame.keys(layer, k)
+    store_launch(framed, v, _cached(pool, layer), slots).run()
 
 
 def _cached(pool: KVPool, layer: int) -> Cached:

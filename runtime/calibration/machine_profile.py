@@ -25,7 +25,16 @@ def _measure(folder: Path, hardware: Hardware) -> Machine:
     from .overheads import measure_overheads
 
     machine = measure_machine(folder, hardware, measure_flop_s=_rates)
-    return replace(machine, overheads=measure_overheads())
+    return replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks())
+
+
+def _kernel_lacks() -> dict[str, str] | None:
+    """By family of kernels, what `try_kernels` says of this GPU; None where there is none."""
+    from ...offload.device import find_device
+    from ..loading.kernel_trial import try_kernels, usual_needs
+
+    device = find_device()
+    return None if device is None else try_kernels(device, usual_needs(device)).lacks._asdict()
 
 
 def _rates(device: str) -> FlopRates:

@@ -92,14 +92,16 @@ def _machine(stores: Path) -> list[Finding]:
 
 def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
     say("trying kernels")
-    from .kernels import check_bitsandbytes, check_formats, check_gpu, check_triton
+    from ...offload.device import find_device
+    from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels
 
     found = [check_bitsandbytes("cpu"), check_formats("cpu")]
     if gpu:
         seen = check_gpu()
         found.append(seen)
         if seen.verdict is not Verdict.FAIL:
-            found += [check_bitsandbytes("cuda"), check_formats("cuda"), check_triton()]
+            found += [check_bitsandbytes("cuda"), check_formats("cuda")]
+            found += check_kernels(device) if (device := find_device()) else []
     return found
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
 
 import torch
 
 from ...offload.budget import gib
+from ...offload.device import Device
 from ...offload.errors import swallow_cuda_error
 from ...quant.format import FORMATS
 from ...quant.formats import bitsandbytes_kernels
+from ...quant.kernels.gpu import triton_lack
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
+from ..loading.kernel_trial import try_kernels, usual_needs
+from ..plan.search_space import dtype_notes
 from .finding import Finding, fail, ok, warn
 
 # Of a product of 64 rows in bfloat16 against float64, over the largest number in it; rounding alone is below 1 %.
@@ -72,18 +75,31 @@ def check_gpu() -> Finding:
     return ok("GPU", says)
 
 
-def check_triton(run: Callable[[], bool] | None = None) -> Finding:
-    """Compiles and runs a kernel of ours on the GPU; `run` stands for that in tests."""
-    try:
-        right = (run or _run_triton)()
-    except ImportError:
-        return warn("Triton", "is not installed: attention on the GPU is torch's, slower", "pip install triton")
-    except Exception as error:
-        fix = "install a C compiler (apt install gcc libc6-dev python3-dev), or run with --attention torch"
-        return warn("Triton", f"compiles no kernel here: {brief(error)}", fix)
-    if not right:
-        return fail("Triton", "a kernel gives wrong numbers", "pip install --force-reinstall triton")
-    return ok("Triton", f"Triton {version('triton')}: a kernel was compiled and is right")
+def check_kernels(device: Device) -> list[Finding]:
+    """Compiles and runs the kernels of every family on the GPU: what a run would find before its plan."""
+    gpu = try_kernels(device, usual_needs(device))
+    notes = dtype_notes("auto", "bf16", gpu)
+    found = [warn("arithmetic", note, "nothing to do; --dtype bf16 is kept where it is asked for") for note in notes]
+    reasons = gpu.lacks.reasons
+    if lack := triton_lack(gpu.capability):
+        fix = "pip install triton" if "not installed" in lack else "a newer GPU; until then torch computes there"
+        return [*found, warn("kernels", f"torch computes in place of all of them. {lack}", fix)]
+    found += [
+        warn("kernels", f"torch computes in place of those for {family}, slower. {reason}", _fix(reason))
+        for family, reason in reasons.items()
+    ]
+    if working := [family for family in gpu.lacks._fields if family not in reasons]:
+        told = f"Triton {version('triton')}: kernels for {', '.join(working)} were compiled and are right"
+        found.append(ok("kernels", told))
+    return found
+
+
+def _fix(reason: str) -> str:
+    if "compiler" in reason.lower():
+        return "install a C compiler and Python's headers (apt install gcc libc6-dev python3-dev)"
+    if "tensor cores" in reason:
+        return "a newer GPU; nothing is wrong with this one"
+    return "pip install --force-reinstall torch, with the Triton that belongs to it; if that does not help, report it"
 
 
 @torch.inference_mode()
@@ -104,9 +120,3 @@ def brief(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _run_triton() -> bool:
-    from ...quant.kernels.trial import try_kernel
-
-    return try_kernel()

@@ -14,7 +14,7 @@ from ..loading.engine_loader import LoadedEngine, load_engine
 from ..loading.memory_tiers import open_tiers
 from ..loading.oom_fallback import load_conceding
 from ..loading.prepare import store_for
-from ..loading.rehearsal import rehearse
+from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.degrade import FallbackPolicy
 from ..plan.plan import Plan
 from ..plan.search_space import SearchSpace
@@ -23,6 +23,7 @@ from ..rows.reader import RowFile, read_rows
 from ..rows.row import BadRow
 from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
+from ..weights.key_offsets import MAX_TOKENS, TEXT
 from .encode import JobSize, RowEncoder, measure
 from .folder import seekable
 from .job_plan import JobPlan, plan_job
@@ -76,10 +77,11 @@ class BatchRun:
     def plan(self) -> Plan:
         """The job begins here: its first record says what "auto" became."""
         self._job, budgets = self.size.shape(), self.request.budgets
-        self._tiers = open_tiers(budgets)
-        host, room = self._tiers.host_nbytes, self._tiers.room
         settings, saved = self.ledger.settings(), self.request.plan
+        self._tiers = open_tiers(budgets, self.source.settle(settings), self.source.shape)
+        host, room = self._tiers.host_nbytes, self._tiers.room
         self.planned: JobPlan = plan_job(self.source, settings, budgets, host, room, self._job, saved)
+        self._tiers.limit_pins(self.planned.machine.profile)
         self.plan_made = self.planned.plan
         self.ledger.begin(self.plan_made)
         return self.plan_made
@@ -100,7 +102,8 @@ class BatchRun:
         self._loaded = load_conceding(load, self.concessions)
         self._resources.callback(self._loaded.close)
         self.ledger.settle_offsets(self._loaded.key_offsets)
-        rehearse(self._loaded, self.concessions.plan, self._job)
+        text = self._tokenizer.encode(TEXT)[:MAX_TOKENS]
+        rehearse(self._loaded, self.concessions.plan, self._job, prompt_tokens(text, self.source.shape.vocab))
         self.seconds.load = time.perf_counter() - begun
         return self._loaded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from ...offload.budget import auto_device, auto_host, parse_size
 from ...offload.machine.hardware import Hardware, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import default_root
+from ...quant.kernels.gpu import Lacks
 from ..plan.candidate import PROCESS_NBYTES, CostCache, WeightFootprint
 from ..plan.history import MOST_KEPT as ALL_RUNS
 from ..plan.history import (
@@ -25,12 +27,13 @@ from ..plan.history import (
     machine_key,
     shape_key,
 )
-from ..plan.placement import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRoom
+from ..plan.placement import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, WITHOUT_KERNELS, DeviceRoom
 from ..plan.plan import Plan, Settings, Workload
 from ..plan.plan_file import load_plan, refuse_other_budgets
 from ..plan.planner import Choice, Speed
 from ..plan.predict import Prediction, predict
 from ..plan.rates import rates_of
+from ..plan.search_space import choose_dtype
 from ..plan.what_if import PlanRequest
 from ..settings.budgets import Budgets
 from ..settings.errors import ModelNotFound, SettingError
@@ -68,9 +71,10 @@ class KnownMachine:
 
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
-    def speed(self, shape: ModelShape, settings: Settings, on_device: bool) -> Speed:
-        """Its rates, corrected by its runs."""
-        dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
+    def speed(self, shape: ModelShape, settings: Settings, room: DeviceRoom | None) -> Speed:
+        """Its rates, corrected by its runs; of a device where there is room on one."""
+        on_device = room is not None
+        dtype = choose_dtype(settings.dtype, shape.dtype, None if room is None else room.gpu)
         kinds = {
             quant: formats_key(quant, dtype, settings.compute, settings.deterministic, on_device) for quant in FORMATS
         }
@@ -137,13 +141,13 @@ def plan_job(
     """
     machine = KnownMachine.here(budgets)
     settings = source.settle(settings)
-    speed = machine.speed(source.shape, settings, room is not None)
+    speed = machine.speed(source.shape, settings, room)
     disk = None if source.store else budgets.disk_nbytes()
     question = PlanRequest(CostCache(source.shape), settings, job, host, room, speed, disk)
     planned = JobPlan(job, machine, speed, _choice(question, machine, saved))
     if machine.profile is None and planned.prediction.seconds > LONG_SECONDS:
         machine = machine.measured(budgets)
-        speed = machine.speed(source.shape, settings, room is not None)
+        speed = machine.speed(source.shape, settings, room)
         planned = JobPlan(job, machine, speed, _choice(replace(question, speed=speed), machine, saved))
     return planned
 
@@ -173,8 +177,8 @@ def ask(headers: Headers, settings: Settings, budgets: Budgets, machine: Path | 
     known = KnownMachine.here(budgets) if machine is None else _other(machine)
     hardware = known.hardware
     host = budgets.host_nbytes() if machine is None else _share(budgets.ram, hardware.ram_nbytes)
-    room = _room(budgets, hardware)
-    speed = known.speed(headers.shape, settings, room is not None)
+    room = _room(budgets, hardware, known.profile.kernel_lacks if known.profile else None)
+    speed = known.speed(headers.shape, settings, room)
     return Asked(known, PlanRequest(CostCache(headers.shape), settings, job, host, room, speed, budgets.disk_nbytes()))
 
 
@@ -213,13 +217,22 @@ def _share(size: str, total: int) -> int:
     return parse_size(size, total, total, auto_host)
 
 
-def _room(budgets: Budgets, hardware: Hardware) -> DeviceRoom | None:
-    """Of the first GPU, whose context is taken to be as large as contexts get."""
+def _room(budgets: Budgets, hardware: Hardware, tried: Mapping[str, str] | None) -> DeviceRoom | None:
+    """Of the first GPU, whose context is taken to be as large as contexts get. `tried` says why its kernels do not run,
+    by family; None where they were never tried.
+    """
     if not budgets.wants_device:
         return None
     if not hardware.gpus:
         budgets.without_device()
         return None
-    total = hardware.gpus[0].nbytes
+    first = hardware.gpus[0]
+    total = first.nbytes
     budget = parse_size(budgets.gpu_mem, total, total, auto_device)
-    return DeviceRoom(budget, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES)
+    gpu = WITHOUT_KERNELS._replace(processors=max(1, first.processors))
+    if first.capability:
+        major, minor = first.capability.split(".")
+        gpu = gpu._replace(capability=(int(major), int(minor)))
+    if tried is not None:
+        gpu = gpu._replace(lacks=Lacks(*(tried.get(family, "") for family in Lacks._fields)))
+    return DeviceRoom(budget, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES, gpu)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ...offload.device import Device
-from ...offload.host_memory import PIN_CHUNK_NBYTES, HostMemory, Pinned
+from ...offload.host_memory import HostMemory
+from ...offload.page_locked import PIN_CHUNK_NBYTES, Pinned
 from .allocator import NO_BLOCK, BlockAllocator
 from .group import GroupCache
 from .pool import BlockMemory
@@ -140,6 +141,7 @@ class ParkingMemory:
     """
 
     def __init__(self, specs: Iterable[KVSpec], counts: Iterable[int], device: Device | None) -> None:
+        self._device = device
         self._pinned: list[Pinned] = []
         self._pieces: list[HostMemory] = []
         self.slots = [
@@ -148,7 +150,9 @@ class ParkingMemory:
         ]
 
     def close(self) -> None:
-        """To be called when no copy is under way any more; the memory is gone once nobody has a slot."""
+        """Waits for copies that are under way; the memory is gone once nobody has a slot."""
+        if self._device is not None and self._pinned:
+            self._device.synchronize()
         while self._pinned:
             self._pinned.pop().close()
         self._pieces, self.slots = [], [[] for _ in self.slots]

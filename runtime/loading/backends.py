@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> ParallelMatmul:
     sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
-    # Experts are computed side by side; a dense model's products have all threads each. A device is one queue of work,
-    # which further threads would not fill any faster.
-    experts = place.type == "cpu" and any(layer.experts for layer in shape.layers)
-    helpers = crew_size() - 1 if experts else 0
+    # Experts are computed side by side, and so are the strips of deterministic products; a dense model's other products
+    # have all threads each. A device is one queue of work, which further threads would not fill any faster.
+    shared = plan.deterministic or any(layer.experts for layer in shape.layers)
+    helpers = crew_size() - 1 if shared and place.type == "cpu" else 0
     return ParallelMatmul(
         Workspace(workspace_nbytes(*sizes), place),
         deterministic=plan.deterministic,
@@ -44,13 +44,15 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     """The backend that the plan names; without a device Triton's runs in its interpreter."""
     place = device.place if device else torch.device("cpu")
     dtype, tiled = DTYPES[plan.dtype], plan.deterministic
-    if plan.attention == "torch":
+    if plan.attention == "torch" and not plan.stores_by_kernel:
         return TorchAttention(cache, dtype, tiled, place)
     # Imports Triton, which takes a second, and which not every machine has.
-    from ..attention.triton_backend import TritonAttention
+    from ..attention.triton_backend import TritonAttention, store_by_kernel
 
+    if plan.attention == "torch":
+        return TorchAttention(cache, dtype, tiled, place, store_by_kernel)
     gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
-    return TritonAttention(cache, dtype, tiled, gpu, place)
+    return TritonAttention(cache, dtype, tiled, gpu, place, plan.stores_by_kernel)
 
 
 def _grouped(place: torch.device, steady: bool) -> GroupedProduct:

@@ -13,6 +13,7 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.device import Device
 from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
+from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.tensor import DTYPES
 from ..engine.engine import Engine
@@ -39,6 +40,7 @@ from ..weights.memory import WeightMemory
 from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation
 from ..weights.streaming import StreamedWeights, fill_from_store
 from .backends import make_attention, make_compute
+from .warm_up import warm_up_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class Loading:
         self.plan = plan
         self.place = device.place if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
+        if device is not None:
+            # Before anything else is page-locked: passes need it thousands of times, wherever weights lie.
+            device.pins.taken += open_ring(device.place)
         self.compute = make_compute(source.shape, plan, self.place)
         self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
         staging = None if plan.device is None else plan.device.staging
@@ -115,6 +120,8 @@ class Loading:
             opened.callback(parking.close)
             cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
             packed.attention = make_attention(cache, self.plan, device)
+            if device is not None:
+                warm_up_experts(layers, self.compute, DTYPES[self.plan.dtype], device)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)

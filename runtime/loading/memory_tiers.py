@@ -4,12 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch.nn import functional
+
 from ...offload.device import Device, find_device
+from ...offload.errors import is_out_of_memory
+from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
-from ...quant.kernels.gpu import find_gpu
+from ...quant.kernels.gpu import Gpu
 from ..plan.candidate import PROCESS_NBYTES
 from ..plan.placement import LIBRARIES_NBYTES, DeviceRoom
+from ..plan.plan import Settings
+from ..plan.search_space import choose_dtype
 from ..settings.budgets import Budgets
+from ..shape.model_shape import ModelShape
+from .kernel_trial import KernelNeeds, try_kernels, usual_needs
+
+_SIZE = 64
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def load_libraries(device: Device) -> None:
+    """Makes cuBLAS's handle and workspace, one product in each dtype and one attention in each.
+
+    The driver gives all of it memory that torch's allocator knows nothing of: used for the first time in a pass, it
+    would come out of what a plan has given away.
+    """
+    for dtype in _DTYPES:
+        try:
+            _multiply(device.place, dtype)
+            _attend(device.place, dtype)
+        except RuntimeError as error:
+            # What a GPU has no kernel for fails where it is wanted, with words of its own.
+            if is_out_of_memory(error):
+                raise
+    device.synchronize()
+
+
+def _multiply(place: torch.device, dtype: torch.dtype) -> None:
+    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=place)
+    torch.mm(matrix, matrix)
+
+
+def _attend(place: torch.device, dtype: torch.dtype) -> None:
+    heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=place)
+    functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +59,38 @@ class Tiers:
     device: Device | None = None
     room: DeviceRoom | None = None
 
+    def limit_pins(self, machine: Machine | None) -> None:
+        """Of what `machine` was found to page-lock, a fifth is left to others."""
+        if self.device is not None and machine is not None and machine.pin is not None:
+            self.device.pins.most = machine.pin.usable
 
-def open_tiers(budgets: Budgets) -> Tiers:
-    """Looks for a device unless the budgets forbid it. Raises SettingError, BadSize."""
+
+def open_tiers(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> Tiers:
+    """Looks for a device unless the budgets forbid it, and tries the kernels that a run of the model would take there.
+
+    Raises SettingError, BadSize.
+    """
     host = budgets.host_nbytes()
     device = find_device() if budgets.wants_device else None
     if device is None:
         budgets.without_device()
         return Tiers(host)
     budget = budgets.device_nbytes(device.total, device.available)
-    # Compiles and runs a kernel, which is part of what the process and the context take from here on.
-    gpu = find_gpu(device.place, device.capability, device.processors)
+    # An earlier run of this process may have left a limit.
+    device.limit(device.total)
+    # What these two load, compile and run is part of what the process and the context take from here on.
+    load_libraries(device)
+    gpu = try_kernels(device, _needs(device, settings, shape))
     process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
     context = device.context_nbytes
     # What libraries will take is not the allocator's to give.
     device.limit(max(0, budget - context - LIBRARIES_NBYTES))
     return Tiers(host, device, DeviceRoom(budget, context + LIBRARIES_NBYTES, process, gpu))
+
+
+def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) -> KernelNeeds:
+    """Where no model is known yet, what most models take."""
+    if settings is None or shape is None:
+        return usual_needs(device)
+    dtype = choose_dtype(settings.dtype, shape.dtype, Gpu(device.capability, device.processors))
+    return KernelNeeds(dtype, frozenset(group.head_dim for group in shape.kv_groups))

@@ -1,36 +1,75 @@
-"""The worst pass a job can ask for, run once after loading: a budget that is too small shows before the first row."""
+"""The worst pass a job can ask for, run once after loading: a budget that is too small, or arithmetic that overflows,
+shows before the first row.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from itertools import islice
+
+import torch
 
 from ...offload.memory import host_peak
 from ..engine.sequence import Sequence
 from ..plan.plan import Plan, Workload
 from ..sampling.params import SamplingParams
-from ..settings.errors import DoesNotFit
+from ..settings.errors import DoesNotFit, SettingError
 from .engine_loader import LoadedEngine
 
+# Tokens that are drawn at a time.
+_DRAWN = 4096
 
-def rehearse(loaded: LoadedEngine, plan: Plan, job: Workload) -> None:
-    """Fills one pass with as many prompt tokens and sampled rows as the plan allows.
 
-    Raises DoesNotFit where the process has taken more than its budgets; the engine is as new afterwards.
+def rehearse(loaded: LoadedEngine, plan: Plan, job: Workload, tokens: Iterator[int]) -> None:
+    """Fills one pass with as many prompt tokens and sampled rows as the plan allows; where kernels compute attention,
+    the longest prompt of one pass follows, and a pass that decodes over it, in which they split its keys.
+
+    `tokens` are taken from `prompt_tokens`. Raises DoesNotFit where the process has taken more than its budgets,
+    SettingError where numbers overflow in fp16; the engine is as new afterwards.
     """
     engine = loaded.engine
     live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences)
     length = max(1, min(plan.tokens_per_pass // live, job.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1))
-    for _ in range(live):
-        # Sampled, not greedy: that is the larger scratch.
-        engine.add(Sequence([0] * length, SamplingParams(1, temperature=1.0)))
     cache = engine.scheduler.cache
-    # Else the sequences would share one prompt, and the pass would not be the worst.
+    # Else sequences that repeat each other would share their prompt, and the pass would not be the worst.
     cache.sharing = False
-    list(engine.run())
+    failed = _run(loaded, live, length, 1, tokens)
+    longest = min(plan.tokens_per_pass, job.longest - 2, plan.kv_tokens - 2)
+    if plan.attention == "triton" and longest > 0:
+        failed += _run(loaded, 1, longest, 2, tokens)
     cache.sharing = True
     engine.start_counting()
     loaded.streamed.start_counting()
     _check("--ram", host_peak(), plan.budget_nbytes)
     if loaded.device is not None and plan.device is not None:
         _check("--gpu-mem", loaded.device.peak, plan.device.budget_nbytes)
+    if failed and plan.dtype == "fp16":
+        raise SettingError(
+            f"{failed} rehearsed rows got logits that are not finite: this model's numbers overflow in fp16, whose "
+            "largest is 65,504; nothing was run. Give --dtype bf16 or --dtype fp32, and another output: this one's job "
+            "was begun in fp16."
+        )
+
+
+def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:
+    """Token ids without end that routers send to as many experts as they do a job's: a text's, then any.
+
+    The text is what overflow would show in; what is drawn from the whole vocabulary reaches experts that it does not.
+    """
+    yield from text
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randint(vocab, (_DRAWN,), generator=generator).tolist()
+
+
+def _run(loaded: LoadedEngine, live: int, length: int, generated: int, tokens: Iterator[int]) -> int:
+    """Runs `live` sequences to their end; how many got logits that are not finite."""
+    for _ in range(live):
+        # Sampled, not greedy: that is the larger scratch.
+        params = SamplingParams(generated, temperature=1.0, ignore_eos=True)
+        loaded.engine.add(Sequence(list(islice(tokens, length)), params))
+    return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())
 
 
 def _check(option: str, peak: int, budget: int) -> None:

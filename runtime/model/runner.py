@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from ...quant.kernels.upload import upload
 from ...quant.matmul.parallel import ParallelMatmul
 from ..attention.protocol import AttentionBackend
 from ..engine.batch import Batch
@@ -28,9 +29,9 @@ class ModelRunner:
         with self._compute.small_steps(batch.num_tokens * self._model.config.hidden_size):
             out = self._model(
                 batch.token_ids,
-                position_ids=batch.positions.to(self._compute.device),
+                position_ids=upload(batch.positions, self._compute.device),
                 use_cache=False,
-                logits_to_keep=batch.logit_rows.to(self._compute.device),
+                logits_to_keep=upload(batch.logit_rows, self._compute.device),
                 packed=PackedPass(batch, self.attention),
             )
         logits: torch.Tensor = out.logits

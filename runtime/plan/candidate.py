@@ -71,11 +71,11 @@ class Candidate:
         self.live = max(1, min(live, self.tokens_per_pass))
         computing = pass_nbytes(packed.widest, packed.dtype, self.tokens_per_pass, self.live, cache.longest)
         decoding = decoding_nbytes(packed.widest, packed.dtype, self.live, cache.longest)
-        if packed.gpu is not None and packed.gpu.has_kernels:
-            # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
-            attention = attention_nbytes(packed.shape, cache, packed.dtype, self.live, packed.gpu)
-            experts = experts_nbytes(packed.shape, packed.dtype, self.tokens_per_pass) if packed.grouped_experts else 0
-            decoding = max(decoding, attention, experts)
+        # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
+        if packed.gpu is not None and not packed.gpu.lacks.attention:
+            decoding = max(decoding, attention_nbytes(packed.shape, cache, packed.dtype, self.live, packed.gpu))
+        if packed.grouped_experts:
+            decoding = max(decoding, experts_nbytes(packed.shape, packed.dtype, self.tokens_per_pass))
         computing += decoding
         self.scratch = packed.products + int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
         self.fixed = self.scratch + packed.resident

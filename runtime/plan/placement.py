@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...quant.kernels.gpu import Gpu
+from ...quant.kernels.gpu import Gpu, Lacks
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, resident_nbytes
@@ -165,7 +165,7 @@ LOADING_NBYTES = 512 * MIB
 LIBRARIES_NBYTES = 256 * MIB
 # The most that a context takes, for plans that open no device (offload/device.py finds what it really takes).
 ASSUMED_CONTEXT_NBYTES = 640 * MIB
-WITHOUT_KERNELS = Gpu((0, 0), 1, "nothing is known of this GPU")
+WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried on this GPU, `moedge doctor` does so"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .placement import DevicePlan, Placement
@@ -38,6 +39,8 @@ class Plan:
     memory itself, and blocks do more good there. `free_nbytes` of the budget are of no use to this job.
 
     `grouped_experts`: those that arrive together are computed in two launches, by kernels of the device.
+    `stores_by_kernel`: a kernel of it writes keys and values into the cache. `lacks` says why torch computes what a
+    family of the device's kernels (`attention`, `cache`, `experts`) should; `notes` what else a person should know.
     """
 
     dtype: str
@@ -62,6 +65,9 @@ class Plan:
     compute: str = "auto"
     free_nbytes: int = 0
     grouped_experts: bool = False
+    stores_by_kernel: bool = False
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     device: DevicePlan | None = None
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.machine.hardware import Hardware
+from ...quant.kernels.gpu import Lacks
 from ..settings.errors import SettingError
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
@@ -90,6 +91,8 @@ def refuse_other_budgets(plan: Plan, question: PlanRequest) -> None:
     """Raises SettingError where a plan needs more than there is now, or computes elsewhere."""
     if (plan.device is None) != (question.room is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
+    if question.room is not None:
+        _refuse_missing_kernels(plan, question.room.gpu.lacks)
     device = (
         []
         if plan.device is None or question.room is None
@@ -103,12 +106,19 @@ def refuse_other_budgets(plan: Plan, question: PlanRequest) -> None:
             )
 
 
+def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
+    wanted = {"attention": plan.attention == "triton", "cache": plan.stores_by_kernel, "experts": plan.grouped_experts}
+    for family, reason in lacks.reasons.items():
+        if wanted[family]:
+            raise SettingError(f"the plan takes the GPU's kernels for {family}. {reason}. Make a new plan without them")
+
+
 def plan_from_json(content: Mapping[str, Any]) -> Plan:
     """Raises TypeError or KeyError for what `Plan.as_dict` did not write."""
     device = content["device"]
     if device is not None:
         device = DevicePlan(**{**device, "staging": _placement(device["staging"])})
-    lists = {name: tuple(content[name]) for name in ("kv_blocks", "parked_blocks")}
+    lists = {name: tuple(content[name]) for name in ("kv_blocks", "parked_blocks", "notes")}
     return Plan(**{**content, **lists, "placement": _placement(content["placement"]), "device": device})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...quant.kernels.gpu import interpreted
-from ..attention.choice import AttentionNeeds, choose_attention
+from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
 from ..settings.errors import DoesNotFit, SettingError
 from ..shape.model_shape import ModelShape
 from ..shape.shards import resident_nbytes
@@ -15,7 +15,7 @@ from .candidate import Candidate, CostCache, Speed, WeightFootprint
 from .placement import DeviceRoom, Placement, plan_staging
 from .plan import Plan, Settings, Workload
 from .predict import Prediction
-from .search_space import GIB, MIB, SearchSpace
+from .search_space import GIB, MIB, SearchSpace, dtype_notes
 
 __all__ = ["Choice", "Plan", "Settings", "Speed", "budget_range", "choose", "make_plan"]
 
@@ -202,13 +202,15 @@ class _Search:
 def _finish(draft: Candidate, drafting: SearchSpace, placement: Placement, cached: int) -> Plan:
     blocks, shape, settings = draft.cache.blocks(cached), drafting.shape, drafting.settings
     heads = frozenset(group.head_dim for group in shape.kv_groups)
+    needs = AttentionNeeds(heads, draft.packed.gpu, interpreted())
+    attention = choose_attention(settings.attention, needs)
     specs = draft.cache.specs
     whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
     return Plan(
         dtype=drafting.dtype,
         quant=draft.packed.quant,
         kv=specs[0].format,
-        attention=choose_attention(settings.attention, AttentionNeeds(heads, draft.packed.gpu, interpreted())),
+        attention=attention,
         kv_block=specs[0].block,
         kv_blocks=blocks,
         kv_sequences=cached,
@@ -226,4 +228,17 @@ def _finish(draft: Candidate, drafting: SearchSpace, placement: Placement, cache
         scratch_nbytes=draft.scratch,
         compute=settings.compute,
         grouped_experts=draft.packed.grouped_experts,
+        stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
+        lacks=_lacks(draft.packed, settings),
+        notes=dtype_notes(settings.dtype, shape.dtype, draft.packed.gpu),
     )
+
+
+def _lacks(packed: WeightFootprint, settings: Settings) -> dict[str, str]:
+    """Why torch computes what kernels of the device should, by family; what nobody wants of them is no lack."""
+    if packed.gpu is None:
+        return {}
+    unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
+    if packed.shape.num_experts == 0:
+        unwanted.add("experts")
+    return {family: reason for family, reason in packed.gpu.lacks.reasons.items() if family not in unwanted}

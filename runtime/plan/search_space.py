@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...quant.kernels.gpu import Gpu, dotted
 from ..kv.spec import KVSpec
 from ..settings.errors import DoesNotFit, SettingError
 from ..shape.model_shape import ModelShape
@@ -43,7 +44,7 @@ class SearchSpace:
         self.settings = settings
         self.job = job
         self.device = device
-        self.dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
+        self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
         self.quants = _quants(settings)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, job.sequences)
         self._block = choose_block(job.mean_live)
@@ -128,6 +129,25 @@ class SearchSpace:
         if self.for_every_row == self._option(shortest.smallest):
             return ""
         return f", and fits only the shortest rows; every row takes {self.for_every_row}"
+
+
+def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:
+    """What is computed in. `auto` is the checkpoint's dtype, but float16 for bfloat16 on a GPU that is slow at it."""
+    if wanted != "auto":
+        return wanted
+    return "fp16" if checkpoint == "bf16" and gpu is not None and not gpu.computes_bf16 else checkpoint
+
+
+def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...]:
+    """What a person should know of the arithmetic on a GPU without tensor cores for bfloat16."""
+    if gpu is None or gpu.computes_bf16:
+        return ()
+    why = f"compute capability {dotted(gpu.capability)} has no tensor cores for bfloat16"
+    if wanted == "bf16":
+        return (f"{why}: --dtype bf16 is several times slower than fp16 there; --dtype auto takes fp16",)
+    if wanted == "auto" and checkpoint == "bf16":
+        return (f"arithmetic is fp16: {why}",)
+    return ()
 
 
 def _quants(settings: Settings) -> tuple[str, ...]:

@@ -39,7 +39,9 @@ def workspace_nbytes(shape: ModelShape, format_name: str, dtype: str, determinis
 
 
 def helper_nbytes(shape: ModelShape, format_name: str, dtype: str, deterministic: bool) -> int:
-    """Scratch of a thread that helps with experts."""
+    """Scratch of a thread that helps: with experts, in deterministic passes with every product."""
+    if deterministic:
+        return workspace_nbytes(shape, format_name, dtype, deterministic)
     experts = [layer.experts for layer in shape.layers if layer.experts]
     layouts = [_layout(matrix, format_name, dtype) for expert in experts for matrix in (expert.up, expert.down)]
     return max((scratch_nbytes(layout, FLOAT_NAMES[dtype], deterministic) for layout in layouts), default=0)

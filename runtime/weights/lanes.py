@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.device import Device
-from ...offload.host_memory import HostMemory, Pinned
+from ...offload.host_memory import HostMemory
+from ...offload.page_locked import Pinned
 from ...offload.store.shard_file import ShardPlace
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane
@@ -34,13 +35,15 @@ class Lanes:
         self.ring_nbytes: list[int] = []
         dense = [key for key in memory.streamed if key.expert == DENSE]
         experts = [key for key in memory.streamed if key.expert != DENSE]
-        self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
+        self._pins: _Pins | None = None
         self.dense: ShardStream[Any] | None = None
         self.experts: ShardStream[Any] | None = None
         # Any expert may come from the disk when some do: which ones are held changes from pass to pass.
         may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
         with ExitStack() as opened:
             opened.callback(self.close)
+            if memory.device and plan.device:
+                self._pins = _Pins(memory, plan.device.staging, dense, experts)
             self.dense = self._open(dense, plan.placement.dense_ring, 0)
             self.experts = self._open(may_come, plan.placement.expert_ring, 1)
             opened.pop_all()
@@ -119,13 +122,17 @@ class _Pins:
         assert memory.device is not None
         self.device: Device = memory.device
         self.rings: list[tuple[HostMemory, Pinned]] = []
-        self.slab = memory.slab.pin(self.device)
-        if memory.on_disk or self.slab.nbytes < memory.slab.nbytes:
-            self.slab.close()
-            for keys, nbytes in ((dense, staging.dense_ring), (experts, staging.expert_ring)):
-                ring = HostMemory(nbytes if keys else 0)
-                self.rings.append((ring, ring.pin(self.device)))
-            self.slab = memory.slab.pin(self.device)
+        self.slab = memory.pin_slab()
+        with ExitStack() as opened:
+            # Memory that is freed while it is registered could never be pinned again at its addresses.
+            opened.callback(self.close)
+            if memory.on_disk or self.slab.nbytes < memory.slab.nbytes:
+                self.slab.close()
+                for keys, nbytes in ((dense, staging.dense_ring), (experts, staging.expert_ring)):
+                    ring = HostMemory(nbytes if keys else 0)
+                    self.rings.append((ring, ring.pin(self.device)))
+                self.slab = memory.pin_slab()
+            opened.pop_all()
 
     def is_direct(self, shard: Shard) -> bool:
         """Whether the device copies the shard by itself from where it lies."""

@@ -13,6 +13,7 @@ import torch
 
 from ...offload.device import Device
 from ...offload.host_memory import HostMemory
+from ...offload.page_locked import Pinned
 from ..plan.placement import Placement
 from ..shape.shards import ModelShards
 
@@ -63,6 +64,12 @@ class WeightMemory:
         if (run := self.staged.pop(entering, None)) is not None:
             self.slab.bytes[run].copy_(slot)
             self.staged[leaving] = run
+
+    def pin_slab(self) -> Pinned:
+        """Page-locks the slab for the device; registrations meet where shards do, so that a copy of a shard, in either
+        direction, lies in one of them or outside all."""
+        assert self.device is not None
+        return self.slab.pin(self.device, sorted(run.stop for run in self.staged.values()))
 
     @property
     def held_nbytes(self) -> int:

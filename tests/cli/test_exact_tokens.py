@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.quant.matmul.thread_pool import torch_threads
+
 # Each costs seconds; bench/matrix_models.py runs every family.
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "llama", "llama4_text", "mimo_v2_flash")
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic", "-q")
@@ -79,6 +81,7 @@ def answer(
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers_in_any_batch(
     family: str,
@@ -115,6 +118,7 @@ def test_sampled_rows_differ_from_greedy_ones_and_by_seed(
     assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quant", [["none"], ["int4"], ["nf4"], ["int8", "--compute", "int8"]], ids="-".join)
 def test_low_precision_is_exact_across_batches_too(
     quant: list[str], checkpoint: Callable[[str], Path], answer: Answer
@@ -125,6 +129,7 @@ def test_low_precision_is_exact_across_batches_too(
     assert first == second
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "kv"),
     [("qwen3_moe", kv) for kv in ("int8", "int8/int4", "int4")] + [("gpt_oss", "int4"), ("gemma3_text", "int8")],
@@ -139,3 +144,38 @@ def test_quantized_caches_are_exact_across_batches(
     for _, told in (first, second):
         assert told["kv"]["format"] == kv
         assert len(told["plan"]["key_offsets"]) == 16
+
+
+def test_a_job_that_goes_on_with_other_threads_gives_the_same_bits(
+    checkpoint: Callable[..., Path],
+    cli: Callable[..., int],
+    rows_file: Callable[[Path, list[dict[str, Any]]], Path],
+    rows_of: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of threads is not among the settings that a job is begun with: log probabilities show every bit."""
+    body = {"model": "m", "max_tokens": NEW_TOKENS, "logprobs": 3}
+    rows = [
+        {"custom_id": f"r-{i}", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": ids}}
+        for i, ids in enumerate(prompts())
+    ]
+    source = rows_file(tmp_path / "in.jsonl", rows)
+    model = checkpoint("gpt_oss", intermediate_size=100, vocab_size=388)
+    command = ["batch", model, source, *EXACT, "--max-sequences", 3, "-o"]
+
+    def run(out: str, num_threads: int, *options: object) -> int:
+        with torch_threads(num_threads):
+            monkeypatch.setenv("OMP_NUM_THREADS", str(num_threads))
+            return cli(*command, tmp_path / out, *options)
+
+    def answers_of(out: Path) -> list[Any]:
+        return [row["response"]["body"]["choices"] for row in rows_of(out)]
+
+    assert run("undisturbed.jsonl", 1) == 0
+    assert all(
+        len(choices[0]["logprobs"]["token_logprobs"]) > 1 for choices in answers_of(tmp_path / "undisturbed.jsonl")
+    )
+    assert [run("out.jsonl", 4, "--max-rows", 3), run("out.jsonl", 3, "--max-rows", 2)] == [75, 75]
+    assert run("out.jsonl", 1) == 0
+    assert answers_of(tmp_path / "out.jsonl") == answers_of(tmp_path / "undisturbed.jsonl")

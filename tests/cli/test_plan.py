@@ -193,6 +193,31 @@ def test_another_machine_is_planned_for_from_its_profile(
     assert found["tiers"][0]["budget"] == (8 << 30) - (1 << 29)
 
 
+@pytest.mark.parametrize("tried", [None, {"attention": "does not compile", "cache": "", "experts": "needs 8.0"}])
+def test_a_plan_says_what_the_gpu_s_kernels_lack_as_far_as_doctor_tried_them(
+    tried: dict[str, str] | None,
+    cli: Callable[..., int],
+    planned: Callable[..., dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    turing = Hardware("another", 8, 32 << 30, (Gpu("a GPU", 8 << 30, "7.5", 40),), "nvme ext4")
+    save_machine(Machine(turing, 4e10, link=Link(1e10, 2e10), kernel_lacks=tried), tmp_path / "box.json")
+    model = files("moedge.demo") / "model"
+    plan = planned(model, "--machine", tmp_path / "box.json")["plan"]
+    assert plan["dtype"] == "fp16", "of a bfloat16 checkpoint"
+    if tried is None:
+        assert set(plan["lacks"]) == {"attention", "cache", "experts"}
+        assert all("`moedge doctor` does so" in reason for reason in plan["lacks"].values())
+    else:
+        assert plan["lacks"] == {"attention": "does not compile", "experts": "needs 8.0"}
+    assert (plan["attention"], plan["stores_by_kernel"]) == ("torch", tried is not None)
+    assert cli("plan", model, "--machine", tmp_path / "box.json") == 0
+    told = capsys.readouterr().out
+    assert "arithmetic is fp16: compute capability 7.5 has no tensor cores for bfloat16" in told
+    assert f"torch computes in place of the GPU's kernels for attention. {plan['lacks']['attention']}" in told
+
+
 def test_a_run_is_remembered_beside_what_was_predicted(
     cli: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

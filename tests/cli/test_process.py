@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moedge.cli.options.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
+
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CODE = """
 from moedge.cli.options.process import settle
@@ -33,3 +35,31 @@ def large_pages(**environment: str) -> int:
 def test_large_buffers_come_in_large_pages_unless_the_user_says_otherwise() -> None:
     assert large_pages() >= 32
     assert large_pages(THP_MEM_ALLOC_ENABLE="0") < 32
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, **said: str) -> list[str | None]:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    settle()
+    return [os.environ.get(name) for name in ALLOCATOR_VARIABLES]
+
+
+def test_device_memory_comes_in_segments_that_grow_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert ALLOCATOR_VARIABLES == ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    assert settled(monkeypatch) == [ALLOCATOR] * 2 == ["expandable_segments:True"] * 2
+    assert settled(monkeypatch, PYTORCH_ALLOC_CONF="backend:native") == ["backend:native", None]
+    assert settled(monkeypatch, PYTORCH_CUDA_ALLOC_CONF="") == [None, ""]
+
+
+def test_benches_on_a_gpu_take_the_allocator_s_settings_from_where_users_do() -> None:
+    bench = Path(__file__).parents[2] / "bench"
+    assert not [
+        path for path in bench.rglob("*.*") if path.suffix in {".sh", ".py"} and "ALLOC_CONF" in path.read_text()
+    ]
+    main = (bench / "gpu" / "main.py").read_text()
+    assert 0 < main.index("\nsettle()\n") < main.index("\nimport torch\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moedge.cli.options.process import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.source.model_source import open_source
@@ -33,6 +34,11 @@ def fakes() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def host_cost() -> ModuleType:
+    return load("host_cost", HERE / "host_cost.py")
+
+
+@pytest.fixture(scope="session")
 def modes() -> ModuleType:
     return load("expert_modes", HERE / "expert_modes.py")
 
@@ -43,9 +49,15 @@ def bugs(fakes: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def case(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def tiny_engine() -> ModuleType:
+    return load("tiny_engine", HERE / "tiny_engine.py")
+
+
+@pytest.fixture(scope="session")
+def case(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, tiny_engine: ModuleType
+) -> Iterator[Callable[..., Any]]:
     """`case(family, quant)` is a tiny model with a store, made once a session."""
-    tiny = load("tiny_engine", HERE / "tiny_engine.py")
     made: dict[tuple[str, str], Any] = {}
     with ExitStack() as opened:
 
@@ -54,7 +66,14 @@ def case(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
                 source = opened.enter_context(open_source(str(checkpoint(family))))
                 store = tmp_path_factory.mktemp("store") / family
                 prepare(source, store, quant, "fp32", Budgets())
-                made[family, quant] = tiny.Case(source, store, tiny.exact(quant))
+                made[family, quant] = tiny_engine.Case(source, store, tiny_engine.exact(quant))
             return made[family, quant]
 
         yield make
+
+
+@pytest.fixture(autouse=True)
+def segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command line settles it."""
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, ALLOCATOR)

@@ -43,12 +43,12 @@ def test_a_job_on_a_device_answers_as_on_the_processor(batch: Callable[..., Any]
     code, wanted, alone = batch(None)
     assert (code, alone["memory"]["device"], alone["bytes"]["host_to_device"]) == (0, None, None)
     with fake:
-        code, answers, summary = batch(fake, "--gpu-mem", "450MiB")
+        code, answers, summary = batch(fake, "--gpu-mem", "540MiB")
         assert batch(fake, "--gpu-mem", "0")[2]["memory"]["device"] is None
     assert (code, answers) == (0, wanted)
     device = summary["memory"]["device"]
-    assert 0 < device["peak"] <= device["budget"] == 450 << 20
-    assert summary["plan"]["device"]["budget_nbytes"] == 450 << 20
+    assert 0 < device["peak"] <= device["budget"] == 540 << 20
+    assert summary["plan"]["device"]["budget_nbytes"] == 540 << 20
 
 
 def test_too_little_device_memory_names_what_would_do_and_that_works(

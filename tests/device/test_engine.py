@@ -8,13 +8,14 @@ import torch
 
 from moedge.offload.stream.lane import StreamBroken
 from moedge.runtime.plan import placement
+from moedge.runtime.settings.errors import MemoryGaveOut
 from moedge.runtime.weights import lanes
 
 
 def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     """Runs a plan on the fake device; its tokens are those of a run on the processor."""
     wanted = case.run(case.plan(None), temperature=temperature)
-    fake.device.limit(plan.device.budget_nbytes)
+    fake.device.limit(plan.device.budget_nbytes - plan.device.context_nbytes)
     with fake:
         ran = case.run(plan, fake.device, temperature)
     assert ran.tokens == wanted.tokens
@@ -25,6 +26,7 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     return ran
 
 
+@pytest.mark.sample("minimum-qwen3_moe-nf4", "half-gpt_oss-int8", "all-llama-none")
 @pytest.mark.parametrize(
     ("family", "quant"),
     [("qwen3_moe", "nf4"), ("mixtral", "none"), ("gpt_oss", "int8"), ("granitemoe", "none"), ("llama", "none")],
@@ -39,6 +41,7 @@ def test_tokens_are_those_of_the_processor(family: str, quant: str, share: float
     assert (fake.num_looks > 0) == (share < 1), "reads of streamed memory were not looked at again"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ring_experts", [4, placement.RING_EXPERTS], ids=["experts mixed", "experts on disk"])
 def test_disk_host_and_device_work_as_three_tiers(
     ring_experts: int, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -77,9 +80,10 @@ def test_what_torch_s_allocator_takes_stays_within_the_plan(case: Any, fakes: Mo
     tiny, fake = case("mixtral"), fakes.FakeDevice()
     plan = tiny.plan(fake.device, 0.0)
     check(tiny, fake, plan)
-    taken = fake.cuda.most_reserved
+    taken = fake.cuda.max_memory_reserved()
+    fake = fakes.FakeDevice()
     fake.device.limit(taken - 4096)
-    with fake, pytest.raises(torch.OutOfMemoryError):
+    with fake, pytest.raises((torch.OutOfMemoryError, MemoryGaveOut)):
         tiny.run(plan, fake.device)
 
 

@@ -34,13 +34,13 @@ class Refusals:
         self.num_counted = self.num_refused = 0
         take = fake.cuda.take
 
-        def refusing(nbytes: int) -> None:
+        def refusing(nbytes: int) -> Any:
             if self.counting:
                 self.num_counted += 1
                 if refused(self.num_counted):
                     self.num_refused += 1
                     raise torch.OutOfMemoryError(GAVE_OUT)
-            take(nbytes)
+            return take(nbytes)
 
         fake.cuda.take = refusing
 
@@ -99,6 +99,7 @@ PLANS: dict[str, tuple[Callable[[Any, Any], Plan], ExpertOptions]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "moment"), [("staged", 1), ("staged", 150), ("half held, wanted", 90), ("from disk", 60)]
 )
@@ -116,6 +117,7 @@ def test_m6_wherever_a_pass_fails_its_rows_run_again_in_halves(
     assert GAVE_OUT in str(given_up)
 
 
+@pytest.mark.slow
 def test_m6_a_pass_that_fails_again_and_again_is_halved_until_it_fits(case: Any, fakes: ModuleType) -> None:
     tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
     ended = run(tiny, fake, tiny.plan(fake.device, 0.8), refused=lambda number: number <= 3)
@@ -141,6 +143,7 @@ def test_m6_a_replay_that_loses_the_first_half_is_caught(
     assert ended.tokens != tiny.run(tiny.plan(None)).tokens
 
 
+@pytest.mark.slow
 def test_m5_wherever_loading_fails_it_begins_anew_with_less(case: Any, fakes: ModuleType) -> None:
     """Held weights, rings, cache and what else is allocated, each once."""
     tiny = case("qwen3_moe")

@@ -40,6 +40,7 @@ def test_what_cannot_be_pinned_whole_is_not_pinned(limit: int, fakes: ModuleType
     memory.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_sequences_that_were_parked_go_on_as_if_nothing_had_happened(kv: str, case: Any, fakes: ModuleType) -> None:
     """A cache with room for two of four sequences at their longest, all of which are admitted: they grow into it."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.quant.kernels.gpu import Gpu
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, WITHOUT_KERNELS, DeviceRoom, device_ring
 from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Settings, budget_range, make_plan
@@ -70,7 +70,9 @@ AMPERE = Gpu((8, 6), 28)
         (AMPERE, "nf4", "triton", True),
         (AMPERE, "int4", "triton", False),
         (Gpu((7, 5), 14), "nf4", "triton", False),
-        (Gpu((8, 6), 28, "Triton is not installed"), "nf4", "torch", False),
+        (Gpu((8, 6), 28, Lacks.everything("Triton is not installed")), "nf4", "torch", False),
+        (Gpu((8, 6), 28, Lacks(attention="it does not compile")), "nf4", "torch", True),
+        (Gpu((8, 6), 28, Lacks(experts="it does not compile")), "nf4", "triton", False),
     ],
 )
 def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
@@ -84,7 +86,9 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
     ]
     assert (plans[0].attention, plans[0].grouped_experts) == (attention, grouped)
     assert (plans[1].attention, plans[1].grouped_experts) == ("torch", False)
-    assert (plans[0].scratch_nbytes > plans[1].scratch_nbytes) == gpu.has_kernels
+    assert (plans[0].scratch_nbytes > plans[1].scratch_nbytes) == (attention == "triton")
+    assert plans[0].lacks == gpu.lacks.reasons
+    assert plans[0].stores_by_kernel == (not gpu.lacks.cache)
 
 
 def test_preempted_sequences_are_parked_in_what_host_memory_has_left(case: Any) -> None:

@@ -1,5 +1,6 @@
 """An engine run of a tiny checkpoint on any device, and the plans that put its weights on one, two or three tiers."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,12 +9,12 @@ import torch
 
 from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload.device import Device
-from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu
+from moedge.quant.kernels.gpu import OLDEST_CAPABILITY, Gpu, Lacks
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.placement import LOADING_NBYTES, DeviceRoom
+from moedge.runtime.plan.placement import LIBRARIES_NBYTES, LOADING_NBYTES, DeviceRoom
 from moedge.runtime.plan.plan import Workload
 from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -60,7 +61,8 @@ class Case:
         """With `share` of the way from the smallest budget on the device to the one that holds everything."""
         if device is None:
             return make_plan(self.source.shape, self.settings, ram, self.job)
-        room = DeviceRoom(0, device.context_nbytes, 0, gpu_of(device))
+        # As runtime/loading/memory_tiers.py counts, which finds libraries loaded.
+        room = DeviceRoom(0, device.context_nbytes + LIBRARIES_NBYTES, 0, gpu_of(device))
         smallest, whole = budget_range(self.source.shape, self.settings, self.job, room)
         # More than holds everything with a single sequence: else a plan may stream a little for another one.
         whole += 64 << 20 if share == 1.0 else 0
@@ -96,10 +98,17 @@ class Case:
         return budget_range(self.source.shape, self.settings, self.job)[0]
 
     def run(
-        self, plan: Plan, device: Device | None = None, temperature: float = 0.0, experts: ExpertOptions = ALL
+        self,
+        plan: Plan,
+        device: Device | None = None,
+        temperature: float = 0.0,
+        experts: ExpertOptions = ALL,
+        loaded_now: Callable[[], object] = lambda: None,
     ) -> Ran:
+        """`loaded_now` is called between loading and the first pass."""
         store = self.store if plan.streams else None
         with closing(load_engine(self.source, plan, store, device, experts)) as loaded:
+            loaded_now()
             sequences = [Sequence(ids, self.params(index, temperature)) for index, ids in enumerate(self.prompts)]
             for sequence in sequences:
                 loaded.engine.add(sequence)
@@ -127,9 +136,9 @@ def spread(counts: list[int], total: int) -> tuple[int, ...]:
 
 
 def gpu_of(device: Device) -> Gpu:
-    """As `find_gpu`, without trying a kernel: a fake device runs none before it is entered."""
+    """As `try_kernels`, without trying one: a fake device runs none before it is entered."""
     old = "no kernel is compiled for it" if device.capability < OLDEST_CAPABILITY else ""
-    return Gpu(device.capability, device.processors, old)
+    return Gpu(device.capability, device.processors, Lacks.everything(old))
 
 
 def exact(quant: str) -> Settings:

@@ -20,6 +20,7 @@ def _no_warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
+@pytest.mark.slow
 def test_every_spoiled_checkpoint_gets_its_verdict(good_folders: Sequence[Path], tmp_path: Path) -> None:
     assert len(MUTATIONS) < NUM_CASES
     wrong, verdicts = [], Counter[str]()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.host_memory import MIN_PIN_NBYTES, PIN_CHUNK_NBYTES, Pinned, address_of, allocate
+from moedge.offload.page_locked import MIN_PIN_NBYTES, PIN_CHUNK_NBYTES, PinBudget, Pinned, address_of, allocate
 
 MIB = 1 << 20
 ADDRESS = 1 << 40
@@ -67,3 +67,36 @@ def test_no_copy_reads_from_two_registrations(begin: int, nbytes: int, limit_mib
         assert sum(low < last and first < high for low, high in regions) == 1
         position = last
     assert position == begin + nbytes
+
+
+SIZES = st.lists(st.sampled_from([1, 3, 40, 100, 300, 600]), min_size=1, max_size=40)
+
+
+@given(SIZES, st.sampled_from([0, 1, 100, 300, 900, 1 << 20]), st.sampled_from([None, 0, 700]))
+def test_registrations_meet_where_shards_do(sizes_mib: list[int], limit_mib: int, most_mib: int | None) -> None:
+    registered: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            if sum(registered.values()) + nbytes > limit_mib * MIB:
+                return 2
+            registered[address - ADDRESS] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del registered[address - ADDRESS]
+            return 0
+
+    cuts = [MIB * sum(sizes_mib[: index + 1]) for index in range(len(sizes_mib))]
+    budget = PinBudget(None if most_mib is None else most_mib * MIB)
+    pinned = Pinned(Runtime(), ADDRESS, cuts[-1], lambda: None, budget, cuts)
+    assert {begin + nbytes for begin, nbytes in registered.items()} <= set(cuts)
+    for begin, end in zip([0, *cuts], cuts, strict=False):
+        assert list(pinned.pieces(begin, end)) == [(begin, end)]
+    allowed = min([limit_mib, *([] if most_mib is None else [most_mib])]) * MIB
+    assert budget.taken == pinned.nbytes == sum(registered.values()) <= allowed
+    left = [cut for cut in cuts if cut > pinned.nbytes]
+    room = allowed - pinned.nbytes
+    assert not left or room < max(MIN_PIN_NBYTES, left[0] - pinned.nbytes)
+    pinned.close()
+    assert (budget.taken, registered) == (0, {})

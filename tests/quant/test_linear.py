@@ -1,11 +1,16 @@
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from moedge.quant import scratch
 from moedge.quant.format import ALIGNMENT, FORMATS, FormatError
+from moedge.quant.formats import int8
 from moedge.quant.matmul.matmul import FEW_ROWS, Matmul
 from moedge.quant.matmul.parallel import FEW_NUMBERS, ParallelMatmul
+from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
@@ -50,6 +55,7 @@ def test_products_agree_with_float64_over_the_same_packed_matrix(
 @pytest.mark.parametrize("name", NAMES)
 def test_strips_cover_the_matrix_once(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "STRIP_WEIGHTS", 7 * 64)
+    monkeypatch.setattr(scratch, "STEADY_WEIGHTS", 5 * 64)
     packed = pack(gaussian(131, 64, torch.float32), name)
     x = gaussian(40, 64, torch.float32, seed=1)
     y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
@@ -147,6 +153,73 @@ def test_a_deterministic_row_depends_neither_on_its_neighbours_nor_on_its_place(
         assert differing_draws(compute, packed, gaussian(150, shape[1], dtype, seed=2), num_draws=30) == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deterministic_row_does_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype) -> None:
+    """Neither torch's nor the crew's; the larger matrix is shared out among the crew, the smaller ones are not."""
+    for shape in ((100, 64), (48, 192), (1100, 1024)):
+        packed = pack(gaussian(*shape, dtype), name)
+        nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=True)
+        x = gaussian(40, shape[1], dtype, seed=2)
+        products = []
+        for num_threads in (1, 2, 3, 4):
+            with torch_threads(num_threads):
+                compute = ParallelMatmul(
+                    Workspace(nbytes), True, helpers=[Workspace(nbytes) for _ in range(num_threads - 1)]
+                )
+                products.append(compute.linear(x, packed))
+        assert all(torch.equal(each, products[0]) for each in products)
+
+
+def test_deterministic_products_of_large_matrices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread each, but all of the crew: its members compute strips of one matrix at the same time."""
+    meeting, found = threading.Barrier(3, timeout=30), list[int]()
+    multiply = Matmul.multiply_strip
+
+    def met(self: Matmul, *arguments: Any) -> None:
+        meeting.wait()
+        found.append(torch.get_num_threads())
+        multiply(self, *arguments)
+
+    packed = pack(gaussian(1536, 1024, torch.float32), "none")
+    nbytes = scratch_nbytes(packed.layout, "float32", deterministic=True)
+    compute = ParallelMatmul(Workspace(nbytes), True, helpers=[Workspace(nbytes) for _ in range(2)])
+    x = gaussian(5, 1024, torch.float32, seed=1)
+    monkeypatch.setattr(Matmul, "multiply_strip", met)
+    assert error_of(compute.linear(x, packed), x, packed) < TOLERANCES[torch.float32]
+    assert found == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deterministic_row_does_not_depend_on_where_its_matrix_lies(name: str) -> None:
+    """Held, in a ring, in a checkpoint: addresses differ, by multiples of ALIGNMENT."""
+    packed, x = pack(gaussian(192, 512, torch.float32), name), gaussian(40, 512, torch.float32, seed=2)
+    compute = compute_for(packed, torch.float32, deterministic=True)
+    nbytes, room = packed.nbytes, torch.empty(packed.nbytes + 4096, dtype=torch.uint8)
+    first = -room.data_ptr() % ALIGNMENT
+    for offset in (0, ALIGNMENT, 2 * ALIGNMENT, 15 * ALIGNMENT):
+        lying = PackedTensor.bind(packed.layout, room[first + offset : first + offset + nbytes])
+        for plane, source in zip(lying.planes, packed.planes, strict=True):
+            plane.copy_(source)
+        assert torch.equal(compute.linear(x, lying), compute.linear(x, packed)), offset
+
+
+@pytest.mark.parametrize("num_columns", [16, 24, 40, 64])
+def test_a_kernel_that_reads_beyond_odd_rows_is_not_taken(num_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's int8 kernel reads 16 columns at a time on AVX-512: other widths crashed the process."""
+    packed, x = pack(gaussian(48, num_columns, torch.bfloat16), "int8"), gaussian(2, num_columns, torch.bfloat16)
+    taken = list[int]()
+
+    def kernel(rows: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
+        taken.append(rows.shape[1])
+        return rows.float().mm(planes[0].float().t()).mul(planes[1]).to(rows.dtype)
+
+    monkeypatch.setattr(int8, "multiply", kernel)
+    y = compute_for(packed, torch.bfloat16, deterministic=False).linear(x, packed)
+    assert error_of(y, x, packed) < TOLERANCES[torch.bfloat16]
+    assert taken == ([num_columns] if num_columns % 16 == 0 else [])
+
+
 def test_plain_products_do_depend_on_the_number_of_rows() -> None:
     """The control: without it, tiles might be useless and the test above blind."""
     count = 0
@@ -200,7 +273,7 @@ def test_small_operations_get_one_thread_and_large_products_all_of_them(monkeypa
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert found == [1, 1, 3, 3, *[3] * 4, *[3] * 4]
+    assert found == [1, 1, 3, 3, *[3] * 4, 1, 1, 3, 1], "deterministic strips and experts get one thread each"
 
 
 def test_many_rows_make_a_small_matrix_a_large_product(monkeypatch: pytest.MonkeyPatch) -> None:

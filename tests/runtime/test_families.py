@@ -10,6 +10,7 @@ from moedge.runtime.model import attention_seam
 from moedge.runtime.shape import config as windows
 
 
+@pytest.mark.sample("qwen3_moe", "gpt_oss", "gemma3_text", "llama4_text")
 @pytest.mark.parametrize("family", FEATURES)
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert run_family(family, tmp_path).failure == ""

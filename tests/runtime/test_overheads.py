@@ -54,6 +54,7 @@ def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
     assert place.expert_ring > 0
 
 
+@pytest.mark.slow
 def test_every_prompt_is_computed_each_time() -> None:
     """The cache would find prompts that it has seen: passes of prompts would have hardly a token."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:

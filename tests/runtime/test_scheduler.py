@@ -90,7 +90,7 @@ jobs = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(1, 3)), min_s
 
 
 @given(jobs, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tokens_do_not_depend_on_the_schedule(
     rows: list[tuple[list[int], int, int]],
     blocks: int,

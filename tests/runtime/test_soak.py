@@ -19,6 +19,7 @@ WARM, ROWS, LIVE = 1000, 4000, 64
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_m8_a_long_run_holds_no_more_memory_and_no_more_blocks_than_a_short_one(
     checkpoint: Callable[[str], Path],
 ) -> None:

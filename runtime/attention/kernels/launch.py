@@ -8,10 +8,10 @@ import torch
 import triton
 
 from ....quant.kernels.launch import Launch, dot_type, padded
-from .operands import Features, Geometry, Heads, Pages, Partials, Side, StoreGeometry
+from .operands import Features, Geometry, Heads, Pages, Side, StoreGeometry, Target, stride_unit
 from .paged import attend_pages, merge_splits
 from .storing import store_tokens
-from .tuning import Cut
+from .tuning import MAX_SPLITS, Cut
 
 # Tokens that a program of `store_tokens` codes.
 STORE_TOKENS = 16
@@ -32,16 +32,20 @@ class Cached(NamedTuple):
 def store_launch(k: torch.Tensor, v: torch.Tensor, cached: Cached, slots: torch.Tensor) -> Launch:
     """k, v [T, H, D] into slots int64 [T]: block id * block + place."""
     num_tokens, kv_heads, head_dim = k.shape
-    geometry = StoreGeometry(head_dim, cached.block, STORE_TOKENS, padded(head_dim), padded(-(-head_dim // 2)))
+    widths = (padded(head_dim), padded(-(-head_dim // 2)))
+    geometry = StoreGeometry(head_dim, cached.block, STORE_TOKENS, *widths, stride_unit(head_dim))
     grid = (triton.cdiv(num_tokens, STORE_TOKENS), kv_heads)
-    arguments = (Heads.of(k), Heads.of(v), cached.keys, cached.values, slots, num_tokens, geometry)
+    (k, *strides), (v, *others) = Heads.of(k), Heads.of(v)
+    if strides != others:
+        (k, *strides), (v, *_) = Heads.of(k.contiguous()), Heads.of(v.contiguous())
+    arguments = (k, v, cached.keys, cached.values, slots, num_tokens, *strides, geometry)
     return Launch(store_tokens, grid, arguments)
 
 
 def attend_launches(
     q: torch.Tensor, out: torch.Tensor, cached: Cached, pages: Pages, features: Features, cut: Cut, splits: int = 1
 ) -> list[Launch]:
-    """Rows of `pages` from q to out [T, Hq, D]; with splits two kernels, for tiles of one token."""
+    """Rows of `pages` from q to out [T, Hq, D], contiguous; with splits two kernels, for tiles of one token."""
     num_tiles, num_heads, head_dim = len(pages.tiles), q.shape[1], q.shape[2]
     group = num_heads // cached.kv_heads
     geometry = Geometry(
@@ -52,21 +56,22 @@ def attend_launches(
         rows=cut.rows,
         heads=cut.heads,
         keys=cut.keys,
-        splits=splits,
         key_width=_part_width(cached.keys, head_dim),
         value_width=_part_width(cached.values, head_dim),
+        unit=stride_unit(head_dim),
         dtype=dot_type(out.dtype if cut.dot else torch.float32),
         dot=cut.dot,
     )
-    target, partials = Heads.of(out), None
+    target = Target(out)
     if splits > 1:
         sums = q.new_empty(num_tiles, num_heads, splits, head_dim, dtype=torch.float32)
-        partials = Partials(sums, sums.new_empty(num_tiles, num_heads, splits, 2), num_heads)
+        target = Target(out, sums, sums.new_empty(num_tiles, num_heads, splits, 2))
     grid = (num_tiles, cached.kv_heads * triton.cdiv(group, cut.heads), splits)
-    arguments = (Heads.of(q), target, partials, cached.keys, cached.values, pages, features, geometry)
+    q, *strides = Heads.of(q)
+    arguments = (q, target, cached.keys, cached.values, pages, features, *strides, geometry)
     launches = [Launch(attend_pages, grid, arguments, cut.warps, cut.stages)]
-    if partials is not None:
-        merge = (partials, target, pages.tiles, head_dim, padded(head_dim), splits)
+    if splits > 1:
+        merge = (target, pages.tiles, splits, head_dim, padded(head_dim), MAX_SPLITS)
         launches.append(Launch(merge_splits, (num_tiles, num_heads), merge, 4))
     return launches
 

@@ -8,7 +8,11 @@ import torch
 
 
 class Heads(NamedTuple):
-    """Rows of a pass, [T, H, D] of any strides but 1 between a head's elements."""
+    """Rows of a pass, [T, H, D] with a head's elements side by side. Strides are in units of `stride_unit(D)`.
+
+    The strides are plain arguments of a kernel, never in a tuple with others: what lies in a tuple is part of what
+    Triton compiles a kernel for, and strides change with the number of tokens.
+    """
 
     data: torch.Tensor
     token_stride: int
@@ -16,8 +20,18 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Heads:
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        return cls(x, x.stride(0), x.stride(1))
+        unit = stride_unit(x.shape[-1])
+        # The stride of an axis of one is any number.
+        token, head, item = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+        if item == 1 and token % unit == head % unit == 0:
+            return cls(x, token // unit, head // unit)
+        x = x.contiguous()
+        return cls(x, x.shape[1] * x.shape[2] // unit, x.shape[2] // unit)
+
+
+def stride_unit(head_dim: int) -> int:
+    """What strides of heads are multiples of, at most 16 elements: kernels know it, so that loads are wide."""
+    return min(16, head_dim & -head_dim)
 
 
 class Side(NamedTuple):
@@ -46,21 +60,23 @@ class Side(NamedTuple):
 class Pages(NamedTuple):
     """Which blocks hold a sequence's tokens, and which query rows a program computes.
 
-    table int32 [B, max blocks]; tiles int32 [n, 5]: sequence (row of the table), origin (row of the pass where the
-    sequence's position 0 would be), first position of the tile, first and last + 1 position that the pass has.
+    table int32 [B, max blocks]; tiles int32 [n, 5]: where the sequence's row of the table begins, origin (row of the
+    pass where the sequence's position 0 would be), first position of the tile, first and last + 1 position that the
+    pass has.
     """
 
     table: torch.Tensor
     tiles: torch.Tensor
-    table_stride: int
 
 
-class Partials(NamedTuple):
-    """What splits leave for the merge: float32 sums [n, Hq, splits, D], maxima and totals [n, Hq, splits, 2]."""
+class Target(NamedTuple):
+    """out [T, Hq, D], contiguous. With splits also what they leave for the merge: float32 sums [n, Hq, splits, D], and
+    maxima and totals [n, Hq, splits, 2].
+    """
 
-    sums: torch.Tensor
-    stats: torch.Tensor
-    heads: int
+    out: torch.Tensor
+    sums: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
 
 
 class Features(NamedTuple):
@@ -79,7 +95,8 @@ class Geometry(NamedTuple):
 
     A program computes `rows` query rows: `heads` of the `group` query heads that share a KV head, of rows // heads
     tokens. It takes `keys` keys at a time, of pages of `block` tokens. `key_width` and `value_width` are the parts
-    of a head (see Side) as powers of two. `dtype` is what products are computed in; `dot` uses tensor cores.
+    of a head (see Side) as powers of two. Strides of queries are multiples of `unit`. `dtype` is what products are
+    computed in; `dot` uses tensor cores.
     """
 
     head_dim: int
@@ -89,18 +106,21 @@ class Geometry(NamedTuple):
     rows: int
     heads: int
     keys: int
-    splits: int
     key_width: int
     value_width: int
+    unit: int
     dtype: Any
     dot: bool
 
 
 class StoreGeometry(NamedTuple):
-    """Sizes that the store kernel is compiled for: a head and its half as powers of two, tokens per program."""
+    """Sizes that the store kernel is compiled for: a head and its half as powers of two, tokens per program, and what
+    strides are multiples of.
+    """
 
     head_dim: int
     block: int
     tokens: int
     width: int
     half_width: int
+    unit: int

@@ -9,10 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def locate(pages, sequence, tokens, live, BLOCK: tl.constexpr):
+def locate(table, tokens, live, BLOCK: tl.constexpr):
     """Block ids, 64-bit since blocks * stride exceeds 31 bits, and places in the block of tokens [N]."""
-    row = pages.table + sequence.to(tl.int64) * pages.table_stride
-    return tl.load(row + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
+    return tl.load(table + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
 
 
 @triton.jit
@@ -90,17 +89,17 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_queries(q, tokens, heads, valid, keys, S: tl.constexpr):
-    """Whole heads [M, W], twice, or the halves of heads where keys are int4."""
-    row = (tokens * q.token_stride + heads * q.head_stride)[:, None]
+def load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S: tl.constexpr):
+    """Whole heads [M, W], twice, or the halves of heads where keys are int4; strides are in units of S.unit."""
+    row = ((tokens * token_stride + heads * head_stride) * S.unit)[:, None]
     columns = tl.arange(0, S.key_width)[None, :]
     COLUMNS: tl.constexpr = S.head_dim if keys.zeros is None else S.head_dim // 2
     inside = valid[:, None] & (columns < COLUMNS)
-    low = tl.load(q.data + row + columns, mask=inside, other=0).to(S.dtype)
+    low = tl.load(q + row + columns, mask=inside, other=0).to(S.dtype)
     if keys.zeros is None:
         high = low
     else:
-        high = tl.load(q.data + row + COLUMNS + columns, mask=inside, other=0).to(S.dtype)
+        high = tl.load(q + row + COLUMNS + columns, mask=inside, other=0).to(S.dtype)
     return low, high
 
 
@@ -108,7 +107,7 @@ def load_queries(q, tokens, heads, valid, keys, S: tl.constexpr):
 def row_shift(features, tokens, heads, valid, S: tl.constexpr):
     """What is added to a row's products [M]."""
     if features.shift is None:
-        shift = tl.zeros([S.rows], tl.float32)
+        shift = tl.full((S.rows,), 0.0, tl.float32)
     else:
         shift = tl.load(features.shift + tokens * (S.kv_heads * S.group) + heads, mask=valid, other=0.0)
     return shift
@@ -117,8 +116,8 @@ def row_shift(features, tokens, heads, valid, S: tl.constexpr):
 @triton.jit
 def start_softmax(features, heads, valid, S: tl.constexpr):
     """Maximum, in powers of 2, and total of rows before the first key; a sink counts once, in the first split."""
-    highest = tl.full([S.rows], float("-inf"), tl.float32)
-    total = tl.zeros([S.rows], tl.float32)
+    highest = tl.full((S.rows,), float("-inf"), tl.float32)
+    total = tl.full((S.rows,), 0.0, tl.float32)
     if features.sinks is not None:
         sinks = tl.load(features.sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2_E
         highest = tl.where(tl.program_id(2) == 0, sinks, highest)
@@ -165,15 +164,16 @@ def store_rows(target, row, valid, low, high, values, S: tl.constexpr):
         tl.store(target + row[:, None] + COLUMNS + columns, high.to(dtype), mask=inside)
 
 
-@triton.jit
-def attend_pages(q, out, partials, keys, values, pages, features, S: tl.constexpr):
-    """Grid (tiles, KV heads * programs per group, splits). Writes out [T, Hq, D], or `partials` where splits > 1.
+# What changes while a job runs: Triton would compile a kernel for strides that are multiples of 16 and one for others.
+@triton.jit(do_not_specialize=["token_stride", "head_stride"])
+def attend_pages(q, target, keys, values, pages, features, token_stride, head_stride, S: tl.constexpr):
+    """Grid (tiles, KV heads * programs per group, splits). Strides of q [T, Hq, D] are in units of S.unit.
 
     Keys are taken in runs that start at multiples of S.keys whatever the tile, so that a row's result has the same
     bits in every chunk that it may come in, as long as there is one split.
     """
     fields = pages.tiles + tl.program_id(0) * 5
-    sequence, origin, first = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    table, origin, first = pages.table + tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     begin, end = tl.load(fields + 3), tl.load(fields + 4)
     SHARES: tl.constexpr = (S.group + S.heads - 1) // S.heads
     kv_head = tl.program_id(1) // SHARES
@@ -183,17 +183,17 @@ def attend_pages(q, out, partials, keys, values, pages, features, S: tl.constexp
     valid = (rows // S.heads < S.rows // S.heads) & (heads < S.group) & (positions >= begin) & (positions < end)
     tokens = (origin + positions).to(tl.int64)
     heads += kv_head * S.group
-    low, high = load_queries(q, tokens, heads, valid, keys, S)
+    low, high = load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S)
     shift = row_shift(features, tokens, heads, valid, S)
     highest, total = start_softmax(features, heads, valid, S)
-    sum_low = tl.zeros([S.rows, S.value_width], tl.float32)
-    sum_high = tl.zeros([S.rows, 1 if values.zeros is None else S.value_width], tl.float32)
+    sum_low = tl.full((S.rows, S.value_width), 0.0, tl.float32)
+    sum_high = tl.full((S.rows, 1 if values.zeros is None else S.value_width), 0.0, tl.float32)
     last = tl.minimum(first + S.rows // S.heads, end)
     since, run_begin, run_end = key_range(features, tl.maximum(first, begin), last, S)
     for run in range(run_begin, run_end, S.keys):
         key = run + tl.arange(0, S.keys)
         live = (key >= since) & (key < run_end)
-        blocks, places = locate(pages, sequence, key, live, S.block)
+        blocks, places = locate(table, key, live, S.block)
         scores = score(keys, low, high, kv_head, blocks, places, live, S)
         scores = cap((scores + shift[:, None]) * features.scale, features) * LOG2_E
         seen = valid[:, None] & live[None, :] & (key[None, :] <= positions[:, None])
@@ -208,16 +208,17 @@ def attend_pages(q, out, partials, keys, values, pages, features, S: tl.constexp
         sum_low, sum_high = add_values(
             values, p, sum_low * fade[:, None], sum_high * fade[:, None], kv_head, blocks, places, live, S
         )
-    if S.splits == 1:
+    if target.sums is None:
         # A row that saw nothing, as of an empty sequence, is zeros.
         scale = (1.0 / tl.where(total > 0, total, float("inf")))[:, None]
-        row = tokens * out.token_stride + heads * out.head_stride
-        store_rows(out.data, row, valid, sum_low * scale, sum_high * scale, values, S)
+        row = (tokens * (S.kv_heads * S.group) + heads) * S.head_dim
+        store_rows(target.out, row, valid, sum_low * scale, sum_high * scale, values, S)
     else:
-        row = (tl.program_id(0).to(tl.int64) * partials.heads + heads) * S.splits + tl.program_id(2)
-        store_rows(partials.sums, row * S.head_dim, valid, sum_low, sum_high, values, S)
-        tl.store(partials.stats + row * 2, highest, mask=valid)
-        tl.store(partials.stats + row * 2 + 1, total, mask=valid)
+        row = tl.program_id(0).to(tl.int64) * (S.kv_heads * S.group) + heads
+        row = row * tl.num_programs(2) + tl.program_id(2)
+        store_rows(target.sums, row * S.head_dim, valid, sum_low, sum_high, values, S)
+        tl.store(target.stats + row * 2, highest, mask=valid)
+        tl.store(target.stats + row * 2 + 1, total, mask=valid)
 
 
 @triton.jit
@@ -226,25 +227,26 @@ def key_range(features, first, end, S: tl.constexpr):
     since = first_seen(first, features)
     begin = since // S.keys * S.keys
     runs = tl.cdiv(tl.maximum(end - begin, 0), S.keys)
-    share = tl.cdiv(runs, S.splits) * S.keys
+    share = tl.cdiv(runs, tl.num_programs(2)) * S.keys
     begin += tl.program_id(2) * share
     return since, begin, tl.minimum(begin + share, end)
 
 
-@triton.jit
-def merge_splits(partials, out, tiles, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_splits(target, tiles, num_splits, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST_SPLITS: tl.constexpr):
     """Grid (tiles of one token, Hq): the splits' sums, each weighted by how far its maximum lies below the highest."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    splits, columns = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    row = (tile.to(tl.int64) * partials.heads + head) * SPLITS
-    maxima = tl.load(partials.stats + (row + splits) * 2)
+    tile, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    splits, columns = tl.arange(0, MOST_SPLITS), tl.arange(0, WIDTH)
+    there = splits < num_splits
+    row = (tile.to(tl.int64) * num_heads + head) * num_splits
+    maxima = tl.load(target.stats + (row + splits) * 2, mask=there, other=float("-inf"))
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(weights * tl.load(partials.stats + (row + splits) * 2 + 1), 0)
+    total = tl.sum(weights * tl.load(target.stats + (row + splits) * 2 + 1, mask=there, other=0.0), 0)
     inside = columns < HEAD_DIM
     places = (row + splits)[:, None] * HEAD_DIM + columns[None, :]
-    sums = tl.load(partials.sums + places, mask=inside[None, :], other=0.0)
+    sums = tl.load(target.sums + places, mask=there[:, None] & inside[None, :], other=0.0)
     merged = tl.sum(sums * weights[:, None], 0) / tl.where(total > 0, total, float("inf"))
     token = (tl.load(tiles + tile * 5 + 1) + tl.load(tiles + tile * 5 + 2)).to(tl.int64)
-    target = out.data + token * out.token_stride + head * out.head_stride + columns
-    tl.store(target, merged.to(out.data.dtype.element_ty), mask=inside)
+    place = target.out + (token * num_heads + head) * HEAD_DIM + columns
+    tl.store(place, merged.to(target.out.dtype.element_ty), mask=inside)

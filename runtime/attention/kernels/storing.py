@@ -9,26 +9,29 @@ import triton.language as tl
 SMALLEST_SCALE = tl.constexpr(2.0**-17)
 
 
-@triton.jit
-def store_tokens(k, v, keys, values, slots, num_tokens, S: tl.constexpr):
+# What changes while a job runs, or may: a kernel must not be compiled for each.
+@triton.jit(do_not_specialize=["num_tokens", "token_stride", "head_stride"])
+def store_tokens(k, v, keys, values, slots, num_tokens, token_stride, head_stride, S: tl.constexpr):
     """Grid (runs of S.tokens tokens, KV heads). Token t goes to place slots[t] % block of block slots[t] // block;
-    a negative slot is left out.
+    a negative slot is left out. k and v [T, H, D] have the same strides, in units of S.unit.
     """
     tokens = tl.program_id(0) * S.tokens + tl.arange(0, S.tokens)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
     live = slot >= 0
     blocks, places = slot // S.block, slot % S.block
-    store_side(k, keys, tokens, tl.program_id(1), blocks, places, live, S)
-    store_side(v, values, tokens, tl.program_id(1), blocks, places, live, S)
+    head = tl.program_id(1)
+    rows = (tokens.to(tl.int64) * token_stride + head * head_stride) * S.unit
+    store_side(k, rows, keys, head, blocks, places, live, S)
+    store_side(v, rows, values, head, blocks, places, live, S)
 
 
 @triton.jit
-def store_side(x, side, tokens, kv_head, blocks, places, live, S: tl.constexpr):
-    rows = tokens.to(tl.int64) * x.token_stride + kv_head * x.head_stride
+def store_side(x, rows, side, kv_head, blocks, places, live, S: tl.constexpr):
+    """Heads that begin at elements `rows` [N] of x."""
     if side.zeros is None:
         columns = tl.arange(0, S.width)[None, :]
         inside = live[:, None] & (columns < S.head_dim)
-        elements = tl.load(x.data + rows[:, None] + columns, mask=inside, other=0)
+        elements = tl.load(x + rows[:, None] + columns, mask=inside, other=0)
         if side.scales is None:
             codes = elements.to(side.codes.dtype.element_ty)
         else:
@@ -39,8 +42,8 @@ def store_side(x, side, tokens, kv_head, blocks, places, live, S: tl.constexpr):
         HALF: tl.constexpr = S.head_dim // 2
         columns = tl.arange(0, S.half_width)[None, :]
         inside = live[:, None] & (columns < HALF)
-        low = code_int4(x.data + rows[:, None] + columns, side, kv_head * 2, blocks, places, live, inside, S)
-        upper = x.data + rows[:, None] + HALF + columns
+        low = code_int4(x + rows[:, None] + columns, side, kv_head * 2, blocks, places, live, inside, S)
+        upper = x + rows[:, None] + HALF + columns
         high = code_int4(upper, side, kv_head * 2 + 1, blocks, places, live, inside, S)
         target = blocks * side.code_stride + (kv_head * S.block + places) * HALF
         tl.store(side.codes + target[:, None] + columns, low | (high << 4), mask=inside)

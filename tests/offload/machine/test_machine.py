@@ -29,7 +29,7 @@ from moedge.offload.machine.profile import (
     this_machine,
 )
 
-HARDWARE = Hardware("a CPU", 2, 1 << 34, (Gpu("a GPU", 8 << 30),), "/dev/sda ext4")
+HARDWARE = Hardware("a CPU", 2, 1 << 34, (Gpu("a GPU", 8 << 30, "8.6", 28),), "/dev/sda ext4")
 MACHINE = Machine(
     HARDWARE,
     1.5e10,
@@ -42,6 +42,7 @@ MACHINE = Machine(
     "2026-11-21T14:00:00+00:00",
     "2.13.0",
     Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4),
+    {"attention": "does not compile", "cache": ""},
 )
 SPEEDS = st.floats(1, 1e15)
 COUNTS = st.integers(1, 1 << 40)
@@ -60,6 +61,7 @@ MACHINES = st.builds(
     st.just("") | st.datetimes().map(datetime.isoformat),
     st.text(),
     st.none() | st.builds(Overheads, SPEEDS, SPEEDS, SPEEDS, SPEEDS, SPEEDS),
+    st.none() | st.dictionaries(st.text(), st.text(), max_size=3),
 )
 
 
@@ -87,7 +89,8 @@ def damaged(place: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize("place", places(MACHINE.to_json()), ids=lambda place: ".".join(map(str, place)))
 def test_no_value_may_be_of_another_kind_or_out_of_range(place: tuple[Any, ...]) -> None:
     allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"]}
-    allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8")}
+    allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8", "kernel_lacks")}
+    allowed |= {name: ["x"] for name in ("attention", "cache")}
     for wrong in (True, "x", -1, float("nan"), float("inf"), [], {}, 0, 0.5, [1], {"a": 1}):
         try:
             machine = Machine.from_json(damaged(place, wrong))
@@ -216,7 +219,7 @@ def test_hardware_is_the_same_when_looked_at_twice_and_for_folders_to_come(tmp_p
 
 
 class Driver:
-    """The four calls of libcuda, as ctypes makes them."""
+    """The calls of libcuda, as ctypes makes them."""
 
     def __init__(self, names: list[bytes], init: int = 0, describe: int = 0) -> None:
         self.names, self.init, self.describe = names, init, describe
@@ -240,9 +243,14 @@ class Driver:
         nbytes._obj.value = (handle.value + 1) << 33
         return 0
 
+    def cuDeviceGetAttribute(self, value: Any, number: int, handle: ctypes.c_int) -> int:
+        """The second does not know."""
+        value._obj.value = {75: 8, 76: 6, 16: 28}[number]
+        return handle.value
+
 
 def test_gpus_are_those_that_the_driver_shows() -> None:
-    assert find_gpus(Driver([b"one", b"two"])) == (Gpu("one", 1 << 33), Gpu("two", 2 << 33))
+    assert find_gpus(Driver([b"one", b"two"])) == (Gpu("one", 1 << 33, "8.6", 28), Gpu("two", 2 << 33))
     assert find_gpus(Driver([])) == ()
     assert find_gpus(Driver([b"no device for this process"], init=100)) == ()
     with pytest.raises(OSError, match="CUDA error 999"):

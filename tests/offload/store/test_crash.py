@@ -304,6 +304,7 @@ def test_any_call_may_fail(
     assert (failures.count(DiskFull) > 15) == (code == errno.ENOSPC)
 
 
+@pytest.mark.slow
 def test_killed_for_real_at_random_instants_it_ends_with_the_same_bytes() -> None:
     done = subprocess.run([sys.executable, BENCH, "--kills", "15"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

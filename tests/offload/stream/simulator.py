@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedge.offload.host_memory import Pinned
+from moedge.offload.page_locked import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
 from moedge.offload.stream.reader_lane import Fetch, ReaderLane
@@ -216,10 +216,11 @@ class Run:
 
     def copy_(self, source: "Run", non_blocking: bool) -> None:
         assert len(self) == len(source)
-        assert non_blocking
         stream = self.memory.cuda.current_stream()
         stream.machine.wander()
         stream.steps += [lambda: self.write(0, source.read()), lambda: self.write(1, source.read())]
+        if not non_blocking:
+            stream.synchronize()
 
     @property
     def _cells(self) -> list[Any]:
@@ -460,7 +461,9 @@ class Trial:
 
     def _copies(self, host: Memory, memory: Memory) -> CudaLane:
         self.memories.append(host)
-        return self.parts.copies(self.cuda, host, Pinned(self.cuda, 1 << 40, 0, self.cuda.clear_error), memory)
+        address = (1 << 40) + sum(self.cuda.registered.values())
+        pinned = Pinned(self.cuda, address, host.nbytes, self.cuda.clear_error)
+        return self.parts.copies(self.cuda, host, pinned, memory)
 
     def _slab(self) -> Memory:
         return Memory(self.cuda, sum(shard.nbytes + ALIGNMENT for shard in self.shards), None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moedge.offload.errors import swallow_cuda_error
-from moedge.offload.host_memory import Pinned, address_of, allocate
+from moedge.offload.page_locked import Pinned, address_of, allocate
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.offload.stream.lane import ALIGNMENT, Place, Ring, Shard
 from moedge.offload.stream.stream import ShardStream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.host_memory import Pinned
+from moedge.offload.page_locked import Pinned
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
 from moedge.offload.stream.staged_lane import StagedLane
@@ -27,9 +27,12 @@ class Tiers:
             for index in range(4)
         ]
         host, self.device = simulator.Memory(cuda, 4 * ALIGNMENT), simulator.Memory(cuda, pages * ALIGNMENT)
-        slab, none = simulator.Memory(cuda, 8 * ALIGNMENT, None), Pinned(cuda, 0, 0, cuda.clear_error)
+        slab = simulator.Memory(cuda, 8 * ALIGNMENT, None)
+        ring, whole = (
+            Pinned(cuda, place, len(memory), cuda.clear_error) for place, memory in ((1 << 40, host), (1 << 41, slab))
+        )
         self.readers = simulator.Readers(self.machine, host)
-        staging, direct = CudaLane(cuda, host, none, self.device), CudaLane(cuda, slab, none, self.device)
+        staging, direct = CudaLane(cuda, host, ring, self.device), CudaLane(cuda, slab, whole, self.device)
         self.host = ShardStream(self.readers, Ring(len(host)), host)
         self.lane = StagedLane(self.host, staging, direct, lambda shard: shard.file is None)
         self.stream: ShardStream[Any] = ShardStream(self.lane, Ring(len(self.device)), self.device)

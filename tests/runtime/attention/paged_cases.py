@@ -91,12 +91,12 @@ class Cache:
             row[: len(blocks)] = torch.tensor(blocks)
         begins = itertools.accumulate((count for _, count in self.case.lengths), initial=0)
         tiles = [
-            (index, begin - past, first, past, past + count)
+            (index * table.shape[1], begin - past, first, past, past + count)
             for index, (begin, (past, count)) in enumerate(zip(begins, self.case.lengths, strict=False))
             for first in range(past // tokens * tokens, past + count, tokens)
         ]
         device = self.q.device
-        return Pages(table.to(device), torch.tensor(tiles, dtype=torch.int32).to(device), table.stride(0))
+        return Pages(table.to(device), torch.tensor(tiles, dtype=torch.int32).to(device))
 
     def run(self, kernel: str, splits: int = 1) -> torch.Tensor:
         """What `decode`, `decode without dot` or `extend` writes into NaN."""

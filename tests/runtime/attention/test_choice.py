@@ -2,11 +2,11 @@
 
 import pytest
 
-from moedge.quant.kernels.gpu import Gpu
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.runtime.attention.choice import AttentionNeeds, choose_attention
 from moedge.runtime.settings.errors import SettingError
 
-AMPERE, BROKEN = Gpu((8, 6), 28), Gpu((8, 6), 28, "Triton is not installed")
+AMPERE, BROKEN = Gpu((8, 6), 28), Gpu((8, 6), 28, Lacks.everything("Triton is not installed"))
 SMALL, LARGE = frozenset({64, 128}), frozenset({64, 320})
 
 

@@ -21,6 +21,7 @@ def compiled() -> list[dict[str, object]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_architecture_has_its_kernels(compiled: list[dict[str, object]]) -> None:
     assert {kernel["arch"] for kernel in compiled} == {75, 80, 86, 89, 90, 120}
 

@@ -89,8 +89,8 @@ def test_sums_name_every_wanted_place_of_a_sequence(past: list[int], block: int,
     cache = SimpleNamespace(pools=[SimpleNamespace(spec=spec, memory=range(pool.num_blocks))])
     nothing = torch.empty(0)
     decodings = Decodings(cast("KVCache", cache), 2, 2, "cpu")
-    found = decodings.of(call, 0, GroupPlaces(nothing, nothing, pool.tables), HEADS)
-    assert decodings.of(call, 0, GroupPlaces(nothing, nothing, pool.tables), HEADS) is not found
+    found = decodings.of(call, 0, GroupPlaces(nothing, nothing, nothing, pool.tables), HEADS)
+    assert decodings.of(call, 0, GroupPlaces(nothing, nothing, nothing, pool.tables), HEADS) is not found
     counted = np.zeros(len(past), dtype=np.int64)
     for sweep in found.sweeps:
         sums = sweep.sums

@@ -58,8 +58,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(self: Launch) -> None:
         name = self.kernel.fn.__name__
         if name == "attend_pages":
-            geometry = self.arguments[-1]
-            name += f"{'' if geometry.dot else ' without dot'}{' split' if geometry.splits > 1 else ''}"
+            geometry, target = self.arguments[-1], self.arguments[1]
+            name += f"{'' if geometry.dot else ' without dot'}{' split' if target.sums is not None else ''}"
         counts[name] += 1
         run(self)
 

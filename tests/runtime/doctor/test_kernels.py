@@ -1,11 +1,16 @@
 """Kernels are tried, and one that is wrong or broken is told from one that works."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from moedge.offload.device import find_device
 from moedge.quant.format import FORMATS
 from moedge.quant.formats import bitsandbytes_kernels
-from moedge.quant.kernels import trial
+from moedge.quant.kernels import gpu
+from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.runtime.doctor import kernels
 from moedge.runtime.doctor.finding import Verdict
@@ -39,29 +44,48 @@ def test_a_library_that_does_not_load_is_in_the_way(monkeypatch: pytest.MonkeyPa
     assert finding.found.endswith("OSError: libbitsandbytes_cpu.so: cannot open shared object file")
 
 
-def test_triton_s_kernel_is_right_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    assert trial.try_kernel("cpu")
+def device(capability: tuple[int, int]) -> Any:
+    """What the trial asks of one; its tensors are in host memory."""
+    return SimpleNamespace(place=torch.device("cpu"), capability=capability, processors=28, clear_error=lambda: None)
 
 
+def lacking(monkeypatch: pytest.MonkeyPatch, lacks: Lacks) -> None:
+    monkeypatch.setattr(kernels, "try_kernels", lambda found, needs: Gpu(found.capability, 28, lacks))
+
+
+def test_kernels_that_run_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking(monkeypatch, Lacks())
+    (finding,) = kernels.check_kernels(device((8, 6)))
+    assert finding.verdict is Verdict.OK
+    assert "attention, cache, experts were compiled and are right" in finding.found
+
+
+@pytest.mark.parametrize("family", Lacks._fields)
 @pytest.mark.parametrize(
-    ("error", "verdict", "fix"),
-    [
-        (ImportError("No module named 'triton'"), Verdict.WARN, "pip install triton"),
-        (RuntimeError("Failed to find C compiler"), Verdict.WARN, "apt install gcc"),
-    ],
+    ("reason", "fix"), [("Failed to find C compiler", "apt install gcc"), ("wrong numbers", "Triton that belongs")]
 )
-def test_a_triton_that_does_not_work_costs_speed(error: Exception, verdict: Verdict, fix: str) -> None:
-    def run() -> bool:
-        raise error
+def test_a_family_that_does_not_run_costs_speed(
+    family: str, reason: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking(monkeypatch, Lacks()._replace(**{family: reason}))
+    broken, working = kernels.check_kernels(device((8, 6)))
+    assert broken.verdict is Verdict.WARN
+    assert f"those for {family}, slower. {reason}" in broken.found
+    assert fix in broken.fix
+    assert working.verdict is Verdict.OK
+    assert family not in working.found
 
-    finding = kernels.check_triton(run)
-    assert finding.verdict is verdict
-    assert fix in finding.fix
+
+def test_an_old_gpu_and_fp16_on_one_without_bf16_are_said() -> None:
+    arithmetic, old = kernels.check_kernels(device((6, 1)))
+    assert "arithmetic is fp16: compute capability 6.1" in arithmetic.found
+    assert "7.5 and newer, this GPU has 6.1" in old.found
 
 
-def test_a_triton_that_computes_wrong_numbers_is_in_the_way() -> None:
-    assert kernels.check_triton(lambda: False).verdict is Verdict.FAIL
+def test_without_triton_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    (finding,) = kernels.check_kernels(device((8, 6)))
+    assert (finding.verdict, finding.fix) == (Verdict.WARN, "pip install triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
@@ -74,4 +98,6 @@ def test_a_gpu_that_torch_does_not_see_is_in_the_way() -> None:
 def test_on_a_gpu_all_is_tried() -> None:
     findings = [kernels.check_gpu(), kernels.check_bitsandbytes("cuda"), kernels.check_formats("cuda")]
     assert Verdict.FAIL not in {finding.verdict for finding in findings}
-    assert kernels.check_triton().verdict is not Verdict.FAIL
+    found = find_device()
+    assert found is not None
+    assert {finding.verdict for finding in kernels.check_kernels(found)} == {Verdict.OK}

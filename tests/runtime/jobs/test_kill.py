@@ -53,6 +53,7 @@ def test_j1_a_resume_that_runs_finished_rows_again_is_caught(
         job()
 
 
+@pytest.mark.slow
 def test_memory_and_time_beside_the_engine_do_not_grow_with_the_rows(
     load_file: Callable[[Path], ModuleType], fake: ModuleType
 ) -> None:

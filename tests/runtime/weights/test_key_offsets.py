@@ -23,6 +23,7 @@ def quantized_plan(shape: ModelShape, kv: str = "int4") -> Plan:
     return make_plan(shape, settings, 4 << 30, Workload(1, 64))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_store_keeps_what_loading_would_measure(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -56,6 +57,7 @@ def test_the_fixed_text_is_long_enough_in_any_vocabulary(checkpoint: Callable[[s
     assert len(fixed_token_ids(checkpoint("qwen3_moe"))) == 256
 
 
+@pytest.mark.slow
 def test_damaged_and_foreign_files_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with open_source(str(checkpoint("qwen3_moe"))) as source, open_source(str(checkpoint("olmoe"))) as other:
         prepare(source, tmp_path / "store", "none", "fp32", Budgets())

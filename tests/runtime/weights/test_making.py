@@ -39,6 +39,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_small_budget_packs_the_same_bytes_an_expert_at_a_time(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path, windows: list[int], monkeypatch: pytest.MonkeyPatch

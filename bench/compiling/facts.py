@@ -1,0 +1,108 @@
+"""What a launch compiles to for a GPU that is not there: registers, spills, widths of loads. Imports Triton."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from moedge.quant.kernels import grouped
+from moedge.quant.kernels.launch import Launch
+from moedge.runtime.attention.kernels import paged as pages
+
+# The lines that load codes of weights, of keys and of values: PTX names the line of every load.
+CODE_LOADS = {
+    grouped: ("pairs = tl.load(codes", "weights = tl.load(codes"),
+    pages: ("return tl.load(side.codes",),
+}
+_LOC = re.compile(r"\.loc\s+(\d+) (\d+)")
+_FILE = re.compile(r'\.file\s+(\d+) "(?:[^"]*/)?([^"/]+)"')
+_LOAD = re.compile(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
+_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], (?:\[[^\]]*\], )?(0x[0-9a-f]+|\d+)")
+_MMA = re.compile(r"\b(mma\.sync|wgmma|tcgen05\.mma)")
+
+
+class OtherGpu:
+    """In place of Triton's CUDA driver: says which GPU to compile for, and has none."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def specialization(launch: Launch) -> str:
+    """What Triton compiles the kernel for: two launches for which it is the same run the same binary."""
+    *_, binder = launch.kernel.device_caches[driver.active.get_current_device()]
+    _, specialized, _ = binder(*launch.arguments)
+    return f"{launch.kernel.fn.__qualname__} {specialized} {launch.warps} {launch.stages}"
+
+
+def compile_launch(launch: Launch) -> dict[str, Any]:
+    """For the architecture of the active driver. Raises what Triton raises."""
+    kernel = launch.compile()
+    usage, ptx = resource_usage(kernel.asm["cubin"]), kernel.asm["ptx"]
+    loads = list(loads_of(ptx))
+    return {
+        "registers": usage["REG"],
+        "spill": usage["STACK"] + usage.get("LOCAL", 0),
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "mma": bool(_MMA.search(ptx)),
+        "codes": sorted({nbytes for nbytes, _, of_codes in loads if of_codes}),
+        "async": sorted({nbytes for nbytes, is_async, _ in loads if is_async}),
+    }
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+def loads_of(ptx: str) -> Iterator[tuple[int, bool, bool]]:
+    """(bytes, whether it goes past the registers, whether it is of codes) of every load from global memory."""
+    files = dict(_FILE.findall(ptx))
+    place, within = ("", 0), False
+    for line in ptx.splitlines():
+        if "inline asm" in line:
+            within = "begin" in line
+        elif found := _LOC.search(line):
+            # LLVM counts lines of assembler as lines of the source.
+            place = place if within else (files.get(found[1], ""), int(found[2]))
+        elif found := _ASYNC.search(line):
+            yield int(found[1], 0), True, place in code_lines()
+        elif found := _LOAD.search(line):
+            yield int(found[1] or 1) * int(found[2]) // 8, False, place in code_lines()
+
+
+@cache
+def code_lines() -> frozenset[tuple[str, int]]:
+    """(file, line) of the loads of codes."""
+    found = set()
+    for module, wanted in CODE_LOADS.items():
+        path = Path(module.__file__)
+        for text in wanted:
+            numbers = [n for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(text)]
+            if len(numbers) != 1:
+                raise RuntimeError(f"{path} has the line '{text}...' {len(numbers)} times; name it in CODE_LOADS")
+            found.add((path.name, numbers[0]))
+    return frozenset(found)

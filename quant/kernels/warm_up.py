@@ -1,0 +1,41 @@
+"""Launches of the grouped product that a job can ask for, to run before it begins. Imports Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from ..format import Layout
+from ..tensor import PackedTensor, torch_dtype
+from .launch import Launch
+from .operands import Gate
+from .product import GroupedProduct, Rows
+from .tuning import TILE_ROWS, tile_rows
+
+
+def warm_up_launches(
+    product: GroupedProduct,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    bias: bool = False,
+    gate: Gate | None = None,
+    gathers: bool = False,
+) -> list[Launch]:
+    """One launch for every kernel that products of activations of `dtype` with matrices of this layout may take.
+
+    `gathers` says that rows are named by token ids, as in the first of an expert's two products. The launches are of no
+    rows: they read no matrix and write nothing, so that a few bytes stand in for matrices, and cost microseconds once
+    they are compiled.
+    """
+    device = product.levels.device
+    planes = tuple(torch.empty(16, dtype=torch_dtype(plane.dtype), device=device) for plane in layout.planes)
+    matrix = PackedTensor(layout, planes)
+    num_rows, num_columns = layout.shape
+    x = torch.empty(1, num_columns, dtype=dtype, device=device)
+    out = torch.empty(1, num_rows // 2 if gate else num_rows, dtype=dtype, device=device)
+    token_ids = torch.zeros(1, dtype=torch.int64, device=device) if gathers else None
+    biases = [torch.empty(16, dtype=dtype, device=device) if bias else None]
+    tiles = torch.zeros(1, 3, dtype=torch.int32, device=device)
+    wide = dtype == torch.float32
+    heights = [tile_rows(1, wide)] if wide or product.steady else TILE_ROWS
+    return [product.launch(x, out, [matrix], biases, Rows(tiles, height), token_ids, gate) for height in heights]

@@ -1,0 +1,75 @@
+"""Which of Triton's kernels run on a GPU and compute what they should: all of them are tried, at tiny sizes.
+
+By family, so that one that does not compile, does not start or computes wrong numbers leaves the others in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...offload.device import Device
+from ...quant.kernels import tuning
+from ...quant.kernels.gpu import Gpu, Lacks, dotted, lack_of, triton_lack
+from ...quant.tensor import DTYPES
+from ..attention.choice import LARGEST_HEAD
+from ..plan.search_space import choose_dtype
+
+_NO_TENSOR_CORES = "Triton uses tensor cores from compute capability {} on, this GPU has {}; matrices are widened whole"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeeds:
+    """What kernels are tried for: the arithmetic of a run, and the sizes of its heads."""
+
+    dtype: str
+    head_dims: frozenset[int] = frozenset({128})
+
+
+def usual_needs(device: Device) -> KernelNeeds:
+    """What most models take there."""
+    return KernelNeeds(choose_dtype("auto", "bf16", Gpu(device.capability, device.processors)))
+
+
+def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
+    """Compiles and runs them, which takes some seconds where Triton has not kept them from the last time."""
+    gpu = Gpu(device.capability, device.processors)
+    if lack := triton_lack(gpu.capability):
+        return gpu._replace(lacks=Lacks.everything(lack))
+    # Imports Triton.
+    trials = _trials(device.place, gpu, needs)
+    lacks = {}
+    for family, trial in trials.items():
+        if family == "experts" and not tuning.supports(gpu.capability):
+            lacks[family] = _NO_TENSOR_CORES.format(dotted(tuning.DOT_CAPABILITY), dotted(gpu.capability))
+            continue
+        lacks[family] = lack_of(trial)
+        if lacks[family]:
+            # Else the next thing that asks CUDA for something hears of it.
+            device.clear_error()
+    return gpu._replace(lacks=Lacks(**lacks))
+
+
+def _trials(place: torch.device, gpu: Gpu, needs: KernelNeeds) -> dict[str, Callable[[], str]]:
+    """By family of `Lacks`. What fails while it is imported fails in its trial."""
+    dtype = DTYPES[needs.dtype]
+    heads = frozenset(head for head in needs.head_dims if head <= LARGEST_HEAD)
+
+    def attention() -> str:
+        from ..attention.trial import try_attention
+
+        return try_attention(place, gpu, dtype, heads)
+
+    def cache() -> str:
+        from ..attention.trial import try_storing
+
+        return try_storing(place, dtype, heads)
+
+    def experts() -> str:
+        from ...quant.kernels.trial import try_products
+
+        return try_products(place, dtype)
+
+    return {"attention": attention, "cache": cache, "experts": experts}

@@ -1,0 +1,97 @@
+"""Before the first row, every kernel that a job launches was launched once, in each variant."""
+
+from dataclasses import replace
+from itertools import chain, repeat
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.tuning import TILE_ROWS
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
+from moedge.runtime.plan.plan import Workload
+
+AMPERE = (8, 6)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch, in order."""
+    launches: list[Launch] = []
+    run = Launch.run
+
+    def count(self: Launch) -> None:
+        launches.append(self)
+        run(self)
+
+    monkeypatch.setattr(Launch, "run", count)
+    return launches
+
+
+def products(launches: list[Launch]) -> set[tuple[Any, ...]]:
+    """What grouped products are compiled for, each variant once."""
+    found = [launch for launch in launches if launch.kernel.fn.__name__ == "grouped_product"]
+    return {(launch.arguments[-1], launch.arguments[1] is None, launch.warps, launch.stages) for launch in found}
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"), [("mixtral", "none"), pytest.param("gpt_oss", "int8", marks=pytest.mark.slow)]
+)
+def test_experts_products_are_launched_in_all_tiles_at_load(
+    family: str, quant: str, case: Any, fakes: ModuleType, launched: list[Launch]
+) -> None:
+    tiny = case(family, quant)
+    settings = replace(tiny.settings, dtype="bf16", kv="bf16", deterministic=False, attention="torch")
+    tiny = replace(tiny, settings=settings)
+    with fakes.FakeDevice(2, capability=AMPERE) as fake:
+        plan = tiny.plan(fake.device)
+        assert plan.grouped_experts
+        loaded = load_engine(tiny.source, plan, None, fake.device)
+        at_load = products(launched)
+        # 16 rows, 32 and 64; with the activation and without.
+        assert {(sizes.rows, sizes.gate is not None) for sizes, *_ in at_load} == {
+            (rows, gated) for rows in TILE_ROWS for gated in (True, False)
+        }
+        launched.clear()
+        rehearse(loaded, plan, tiny.job, chain(prompt_tokens([], tiny.source.shape.vocab)))
+        assert set() < products(launched) <= at_load
+        loaded.close()
+
+
+def test_without_kernels_for_experts_nothing_is_launched(case: Any, fakes: ModuleType, launched: list[Launch]) -> None:
+    tiny = case("mixtral")
+    with fakes.FakeDevice(2) as fake:
+        load_engine(tiny.source, tiny.plan(fake.device), None, fake.device).close()
+    assert launched == []
+
+
+def test_too_little_memory_to_warm_up_in_is_no_error(
+    case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_out(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("moedge.runtime.loading.warm_up.bind_somewhere", give_out)
+    tiny = case("mixtral")
+    with fakes.FakeDevice(2, capability=AMPERE) as fake:
+        load_engine(tiny.source, tiny.plan(fake.device), None, fake.device).close()
+
+
+def test_a_rehearsal_decodes_over_keys_that_are_split(case: Any, fakes: ModuleType, launched: list[Launch]) -> None:
+    tiny = case("qwen3_moe")
+    tiny = replace(tiny, settings=replace(tiny.settings, deterministic=False, tokens_per_pass=260))
+    job = Workload(2, 300)
+    with fakes.FakeDevice(2, capability=AMPERE) as fake:
+        plan = replace(tiny, lengths=(280,)).plan(fake.device)
+        # The interpreter takes its time.
+        plan = replace(plan, grouped_experts=False, stores_by_kernel=False)
+        loaded = load_engine(tiny.source, plan, None, fake.device)
+        launched.clear()
+        rehearse(loaded, plan, job, repeat(7))
+        # Only splits are merged.
+        assert {"attend_pages", "merge_splits"} <= {each.kernel.fn.__name__ for each in launched}
+        assert loaded.engine.metrics.passes == 0
+        loaded.close()

@@ -1,0 +1,74 @@
+"""Errors of memory are told from others, whoever raises them, and a job gives something up for each."""
+
+import errno
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moedge.offload.errors import is_out_of_memory
+from moedge.runtime.engine.oom_retry import SplitRetry
+from moedge.runtime.loading.oom_fallback import load_conceding
+
+MEMORY = [
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("unable to mmap 4096 bytes from file <a>: Cannot allocate memory (12)"),
+    RuntimeError("std::bad_alloc"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("cudaHostAlloc failed: out of memory"),
+]
+OTHER = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: invalid argument"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376"),
+    RuntimeError("4,096 bytes to be page-locked are registered with CUDA already"),
+    ValueError("a row asks: why does CUDA error: out of memory come?"),
+    OSError(errno.ENOSPC, "No space left on device"),
+]
+
+
+def named(error: BaseException) -> str:
+    return f"{type(error).__name__} {str(error)[:60]}"
+
+
+@pytest.mark.parametrize("error", MEMORY, ids=named)
+def test_memory_that_gives_out_is_conceded_to_in_loading_and_in_a_pass(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    raised, conceded = [error], []
+    plans = SimpleNamespace(plan=None, before_passes=conceded.append)
+    loaded: Any = SimpleNamespace(engine=SimpleNamespace(replay=SimpleNamespace()))
+
+    def load(plan: Any) -> Any:
+        if raised:
+            raise raised.pop()
+        return loaded
+
+    assert load_conceding(load, plans) is loaded  # type: ignore[arg-type]
+    assert len(conceded) == 1
+    replay = SplitRetry(load, lambda: None)
+    raised.append(error)
+    assert isinstance(replay._attempt(None), str)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", OTHER, ids=named)
+def test_what_no_smaller_plan_mends_ends_the_job(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+    def fail(plan: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error)):
+        load_conceding(fail, SimpleNamespace(plan=None))  # type: ignore[arg-type]
+    with pytest.raises(type(error)):
+        SplitRetry(fail, lambda: None)._attempt(None)  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""The rehearsed pass is the worst one: its tokens reach the experts, and numbers that overflow end it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from importlib.resources import files
+from itertools import islice, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import build_model, build_tokenizer
+
+from moedge.moe.popularity import Popularity
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
+from moedge.runtime.plan.plan import Settings, Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.errors import SettingError
+from moedge.runtime.source.model_source import open_source
+from moedge.runtime.weights.key_offsets import fixed_token_ids
+
+AMPLE = 1 << 36
+
+
+def rehearsed(folder: Path, tokens: Iterator[int] | None = None, **changed: Any) -> Any:
+    """What a rehearsal on the processor left; `tokens` are those of a job where not given."""
+    settings = Settings(**{"dtype": "fp32", "quant": "none", "tokens_per_pass": 64, "max_sequences": 4, **changed})
+    job = Workload(4, 40)
+    with open_source(str(folder)) as source:
+        plan = make_plan(source.shape, settings, AMPLE, job)
+        ids = prompt_tokens(fixed_token_ids(source.folder), source.shape.vocab) if tokens is None else tokens
+        with closing(load_engine(source, plan)) as loaded:
+            rehearse(loaded, plan, job, ids)
+            return loaded
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Shares of their experts that layers of passes wanted, largest passes first."""
+    shares: list[tuple[int, float]] = []
+
+    def saw(self: Popularity, layer: int, tokens: int, counts: Sequence[int]) -> None:
+        shares.append((-tokens, sum(count > 0 for count in counts) / len(counts)))
+
+    monkeypatch.setattr(Popularity, "saw", saw)
+    return shares  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("model", ["demo", "qwen3_moe"])
+def test_rehearsed_tokens_reach_most_experts(model: str, wanted: list[Any], checkpoint: Callable[[str], Path]) -> None:
+    folder = Path(str(files("moedge.demo") / "model")) if model == "demo" else checkpoint(model)
+    rehearsed(folder)
+    shares = [share for tokens, share in wanted if tokens == -64]
+    assert shares
+    assert min(shares) >= 0.85
+    wanted.clear()
+    # Negative control: one token over and over, as it was, is routed alike wherever it stands.
+    rehearsed(folder, repeat(0))
+    shares = [share for tokens, share in wanted if tokens == -64]
+    assert max(shares) < 0.75
+
+
+def test_the_text_comes_first_then_ids_of_the_whole_vocabulary() -> None:
+    ids = list(islice(prompt_tokens([7, 8], 300), 4000))
+    assert ids[:2] == [7, 8]
+    assert set(ids) == set(range(300))
+    assert ids == list(islice(prompt_tokens([7, 8], 300), 4000))
+
+
+def test_nothing_of_a_rehearsal_counts_and_sharing_is_as_before(checkpoint: Callable[[str], Path]) -> None:
+    loaded = rehearsed(checkpoint("llama"))
+    assert loaded.engine.metrics.passes == 0
+    assert loaded.engine.scheduler.cache.sharing
+
+
+def overflowing(folder: Path) -> Path:
+    """A model whose hidden states leave float16's range, though each of its weights is within it."""
+    model = build_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight *= 1e3
+            layer.mlp.down_proj.weight *= 1e4
+    model.save_pretrained(folder)
+    build_tokenizer(folder, model.config.vocab_size)
+    return folder
+
+
+def test_numbers_that_overflow_in_fp16_end_the_rehearsal_and_say_what_to_do(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = overflowing(tmp_path)
+    with pytest.raises(SettingError, match=r"4 rehearsed rows .* overflow in fp16.* --dtype bf16 or --dtype fp32"):
+        rehearsed(folder, dtype="fp16")
+    # Negative controls: the same model where there is room for its numbers, and another one in fp16.
+    rehearsed(folder, dtype="bf16")
+    rehearsed(checkpoint("llama"), dtype="fp16")
