@@ -131,7 +131,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     setattr(batch_run, "plan_job", plan_job)
     setattr(batch_run, "load_engine", load_engine)
     setattr(batch_run, "load_conceding", lambda load, concessions: load(concessions.plan))
-    setattr(batch_run, "Concessions", lambda shape, plan, *_: SimpleNamespace(plan=plan, made=[]))
+    setattr(batch_run, "FallbackPolicy", lambda shape, plan, *_: SimpleNamespace(plan=plan, made=[]))
     setattr(batch_run, "Tokenizer", FakeTokenizer)
     setattr(batch_run, "rehearse", lambda *_: None)
     setattr(batch_run, "store_for", lambda *_: None)
