@@ -25,6 +25,9 @@ from typing import Any
 if __name__ == "__main__" and '"moedge"' in sys.argv[1]:
     from moedge.cli.options.process import settle
     from moedge.offload.heap import return_memory
+    from moedge.runtime.plan.placement import Workload
+    from moedge.runtime.settings.budgets import MemoryBudget
+    from moedge.runtime.settings.settings import Settings
 
     settle()
     return_memory()
@@ -109,8 +112,7 @@ def run_moedge(task: Task) -> Iterator[Timing]:
     from moedge.runtime.engine.sequence import Sequence
     from moedge.runtime.loading.engine_loader import load_engine
     from moedge.runtime.loading.prepare import place_for, prepare
-    from moedge.runtime.plan.plan import Workload
-    from moedge.runtime.plan.planner import Settings, make_plan
+    from moedge.runtime.plan.planner import make_plan
     from moedge.runtime.sampling.params import SamplingParams
     from moedge.runtime.settings.budgets import Budgets
     from moedge.runtime.source.model_source import open_source
@@ -121,9 +123,11 @@ def run_moedge(task: Task) -> Iterator[Timing]:
         # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
         most = max(task.batches)
         tokens = max(most, min(PASS_TOKENS, most * task.prompt))
-        settings = Settings("auto", quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto")
+        settings = Settings(
+            dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto"
+        )
         job = Workload(max(task.batches), task.prompt + task.new)
-        plan = make_plan(source.shape, settings, Budgets(task.ram).host_nbytes(), job)
+        plan = make_plan(source.shape, settings, MemoryBudget(Budgets(ram=task.ram).host_nbytes()), job)
         store = None
         if plan.streams:
             store = place_for(source, plan.quant, plan.dtype, Path(stores))

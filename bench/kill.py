@@ -37,7 +37,7 @@ from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal.record import JournalScan
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import BatchRequest
-from moedge.runtime.plan.planner import Settings
+from moedge.runtime.settings.settings import Settings
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 FAKED = [(batch_run, name) for name in (

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import jsonschema
 
 from moedge.runtime.jobs.batch_run import BatchRequest, BatchRun
+from moedge.runtime.settings.settings import Settings
 
 Row = dict[str, Any]
 NAMES = ("Moses", "Aaron", "David", "Saul", "Jonah", "Ruth", "Esther", "Job", "Daniel", "Peter", "Paul", "Mary")
@@ -76,7 +77,6 @@ def unconstrained(row: Row, answer: Row) -> Row:
 
 def run(model: Path, job: list[Row], max_sequences: int) -> tuple[list[Row], float]:
     """The answers, and tokens per second of the passes."""
-    from moedge.runtime.plan.planner import Settings
 
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")

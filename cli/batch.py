@@ -49,18 +49,27 @@ def batch(
     """
     from ..runtime.jobs.request import BatchRequest, GoOn
     from ..runtime.jobs.stop import Limits
-    from ..runtime.plan.plan import Settings
     from ..runtime.rows.row import Defaults
     from ..runtime.settings.budgets import Budgets
+    from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
-        settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute, attention),
+        settings=Settings(
+            dtype=dtype,
+            quant=quant,
+            kv=kv,
+            tokens_per_pass=tokens_per_pass,
+            max_sequences=max_sequences,
+            deterministic=deterministic,
+            compute=compute,
+            attention=attention,
+        ),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
-        budgets=Budgets(ram, disk, disk_dir, gpu_mem),
+        budgets=Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,

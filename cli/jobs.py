@@ -90,7 +90,7 @@ def resume(
     request = resumed(
         read_state(folder.journal).opened,
         folder.input,
-        Budgets(ram, disk, disk_dir, gpu_mem),
+        Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem),
         Limits(until, max_rows, max_failures),
         GoOn(failed=failed, drift=tuple(accept_drift or ())),
     )

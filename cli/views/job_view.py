@@ -12,10 +12,10 @@ from rich.table import Table
 
 from ...runtime.jobs.batch_run import BatchRun
 from ...runtime.jobs.eta import Eta, Work
-from ...runtime.jobs.job_plan import JobPlan
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.summary import Percentiles, RunSummary
-from ...runtime.plan.plan import Plan
+from ...runtime.plan.placement import Plan
+from ...runtime.plan.planner import PlanResult
 from ..options.exit_codes import ExitCode
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
@@ -178,12 +178,14 @@ class JobView:
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
 
     def _conclude(self, run: BatchRun, summary: RunSummary) -> ExitCode:
-        rows, host = summary.rows, summary.memory.host
+        rows = summary.rows
         self._events.emit("finished", ok=rows.ok, failed=rows.failed, output=str(run.paths.out))
-        if (host.peak or 0) > (host.budget or host.peak or 0):
-            self._say(
-                f"over budget: {gib(host.peak or 0)} of host memory were used, {gib(host.budget or 0)} were granted"
-            )
+        if over := run.over_budget:
+            for tier in over:
+                self._say(
+                    f"over budget: {gib(tier.peak or 0)} of {tier.tier} memory were used, "
+                    f"{gib(tier.budget or 0)} were granted"
+                )
             return ExitCode.GAVE_OUT
         self._say(f"{rows.ok:,} answers are in {run.paths.out}")
         if rows.failed:
@@ -204,24 +206,27 @@ class JobView:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _expectation(planned: JobPlan) -> Iterator[str]:
-    told, seconds = planned.prediction, planned.choice.seconds
-    slow = "" if planned.machine.profile else ", if this machine is a slow one: `moedge doctor` measures it"
+def _expectation(planned: PlanResult) -> Iterator[str]:
+    predicted, seconds = planned.prediction, planned.seconds
+    measured = planned.request.costs.rates.measured
+    slow = "" if measured else ", if this machine is a slow one: `moedge doctor` measures it"
     yield (
-        f"expected: {told.generated_tok_s:,.1f} tok/s, {duration(told.seconds)} after loading, "
-        f"waiting for {told.binds}{slow}"
+        f"expected: {predicted.generated_tok_s:,.1f} tok/s, {duration(predicted.seconds)} after loading, "
+        f"waiting for {predicted.bottleneck}{slow}"
     )
-    others = [f"{quant} {taken / told.seconds:.2f}" for quant, taken in seconds.items() if quant != planned.plan.quant]
+    others = [
+        f"{quant} {taken / predicted.seconds:.2f}" for quant, taken in seconds.items() if quant != planned.plan.quant
+    ]
     if others:
         yield f"times as long in other weight formats: {', '.join(others)}"
 
 
 def _budgets(plan: Plan) -> str:
-    host = f"{gib(plan.budget_nbytes)} of host memory"
-    return host if plan.device is None else f"{gib(plan.device.budget_nbytes)} of GPU memory and {host}"
+    names = {"device": "GPU memory", "host": "host memory"}
+    return " and ".join(f"{gib(nbytes)} of {names[tier]}" for tier, nbytes in plan.budget.memory.items())
 
 
 def _way(plan: Plan, streamed: int) -> str:
-    if plan.device is None:
+    if plan.staging is None:
         return f"{gib(streamed)} are read from disk"
-    return f"{gib(streamed)} copied to the GPU, {gib(plan.device.disk_nbytes)} of them from disk,"
+    return f"{gib(streamed)} copied to the GPU, {gib(plan.staging.disk_nbytes)} of them from disk,"

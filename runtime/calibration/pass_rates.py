@@ -29,7 +29,7 @@ from ..engine.sequence import Sequence
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec
-from ..plan.rates import ATTENTION, TOGETHER, WIDE
+from ..plan.cost_model import ATTENTION, TOGETHER, WIDE
 from ..sampling.params import SamplingParams
 from ..shape.model_shape import KVGroup
 

@@ -10,13 +10,12 @@ from typing import Self
 
 from ...offload.heap import Heap
 from ..engine.metrics import Metrics
-from ..loading.engine_loader import LoadedEngine, load_engine
-from ..loading.memory_tiers import open_tiers
-from ..loading.oom_fallback import load_conceding
+from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback, rehearse
 from ..loading.prepare import store_for
-from ..loading.rehearsal import rehearse
-from ..plan.degrade import FallbackPolicy
-from ..plan.plan import Plan
+from ..plan.fallback import FallbackPolicy
+from ..plan.memory_ledger import TierLedger
+from ..plan.placement import Plan
+from ..plan.planner import PlanResult
 from ..plan.search_space import SearchSpace
 from ..rows.answer_formats import Answers
 from ..rows.reader import RowFile, read_rows
@@ -25,7 +24,7 @@ from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
 from .encode import JobSize, RowEncoder, measure
 from .folder import seekable
-from .job_plan import JobPlan, plan_job
+from .job_plan import plan_job, remember
 from .order import Pending
 from .outputs import claim_output
 from .report import summarise, summarise_rows
@@ -76,10 +75,9 @@ class BatchRun:
     def plan(self) -> Plan:
         """The job begins here: its first record says what "auto" became."""
         self._job, budgets = self.size.shape(), self.request.budgets
-        self._tiers = open_tiers(budgets)
-        host, room = self._tiers.host_nbytes, self._tiers.room
+        self._memory = budgets.open()
         settings, saved = self.ledger.settings(), self.request.plan
-        self.planned: JobPlan = plan_job(self.source, settings, budgets, host, room, self._job, saved)
+        self.planned: PlanResult = plan_job(self.source, settings, budgets, self._memory.budget, self._job, saved)
         self.plan_made = self.planned.plan
         self.ledger.begin(self.plan_made)
         return self.plan_made
@@ -92,12 +90,12 @@ class BatchRun:
         begun = time.perf_counter()
         store = store_for(self.source, self.plan_made, self.request.budgets)
         options, offsets = self.request.experts, self.ledger.key_offsets(self.source.shape)
-        self.concessions = FallbackPolicy(self.source.shape, self.plan_made, self._job, self._tiers.room)
+        self.concessions = FallbackPolicy(self.plan_made, self.planned.request)
 
         def load(plan: Plan) -> LoadedEngine:
-            return load_engine(self.source, plan, store, self._tiers.device, options, offsets)
+            return load_engine(self.source, plan, store, self._memory.device, options, offsets)
 
-        self._loaded = load_conceding(load, self.concessions)
+        self._loaded = load_with_fallback(load, self.concessions)
         self._resources.callback(self._loaded.close)
         self.ledger.settle_offsets(self._loaded.key_offsets)
         rehearse(self._loaded, self.concessions.plan, self._job)
@@ -107,7 +105,12 @@ class BatchRun:
     @property
     def for_every_row(self) -> str:
         """The least budget that leaves no row out, as an option."""
-        return SearchSpace(self.source.shape, self.ledger.settings(), self._job, self._tiers.room).for_every_row
+        return SearchSpace(self.planned.request).for_every_row
+
+    @property
+    def over_budget(self) -> list[TierLedger]:
+        """Tiers of memory whose peak was over their budget."""
+        return [] if self._loaded is None else self._loaded.ledger.over_budget
 
     @property
     def metrics(self) -> Metrics:
@@ -170,5 +173,5 @@ class BatchRun:
         if self._loaded is None:
             return summarise_rows(counts)
         summary = summarise(self.source, self.planned, self._loaded, counts, self.seconds, self.concessions)
-        self.planned.remember(self.source, self.metrics, self.seconds.generate or 0, summary.peak_nbytes)
+        remember(self.planned, self.source, self.metrics, self.seconds.generate or 0, summary.peak_nbytes)
         return summary

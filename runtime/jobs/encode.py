@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..plan.plan import Workload
+from ..plan.placement import Workload
 from ..rows.error_codes import ErrorCode
 from ..rows.response_format import invalid_schema
 from ..rows.row import BadRow, ChatPrompt, Prompt, Row, RowError, TextPrompt

@@ -14,9 +14,10 @@ from typing import Any
 
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
-from ..plan.plan import Plan, Settings
+from ..plan.placement import Plan
 from ..rows.row import Defaults
 from ..settings.errors import JobMismatch
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, model_fingerprint
 from ..weights.key_offsets import KeyOffsets, keep, kept

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
-from ..plan.plan import Settings
 from ..rows.row import Defaults
 from ..settings.budgets import Budgets
+from ..settings.settings import Settings
 from .stop import Limits
 
 

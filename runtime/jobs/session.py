@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...offload.stream.lane import StreamBroken
-from ..plan.plan import Plan, Settings
+from ..plan.placement import Plan
 from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowPlaces
 from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource
 from ..weights.key_offsets import KeyOffsets

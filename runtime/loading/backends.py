@@ -16,7 +16,7 @@ from ...quant.tensor import DTYPES
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention
 from ..kv.cache import KVCache
-from ..plan.plan import Plan
+from ..plan.placement import Plan
 from ..shape.model_shape import ModelShape
 from ..shape.shards import helper_nbytes, workspace_nbytes
 

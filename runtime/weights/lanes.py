@@ -18,8 +18,7 @@ from ...offload.stream.lane import Lane, Ring, Shard
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import ShardStream
-from ..plan.placement import Placement
-from ..plan.plan import Plan
+from ..plan.placement import Placement, Plan
 from .memory import DENSE, ShardKey, WeightMemory
 
 
@@ -34,7 +33,7 @@ class Lanes:
         self.ring_nbytes: list[int] = []
         dense = [key for key in memory.streamed if key.expert == DENSE]
         experts = [key for key in memory.streamed if key.expert != DENSE]
-        self._pins = _Pins(memory, plan.device.staging, dense, experts) if memory.device and plan.device else None
+        self._pins = _Pins(memory, plan.staging.placement, dense, experts) if memory.device and plan.staging else None
         self.dense: ShardStream[Any] | None = None
         self.experts: ShardStream[Any] | None = None
         # Any expert may come from the disk when some do: which ones are held changes from pass to pass.

@@ -55,7 +55,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
 ) -> None:
     """The budget is a few blocks more than the short rows need: everything else is a constant here."""
     from moedge.runtime.jobs import batch_run
-    from moedge.runtime.plan.plan import Workload
+    from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import budget_range
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]

@@ -120,18 +120,22 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
         chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
         chosen["deterministic"] = settings.deterministic
         plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
-        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, binds="compute")
-        choice, machine = SimpleNamespace(seconds={}), SimpleNamespace(profile=None)
-        return SimpleNamespace(plan=plan, prediction=told, choice=choice, machine=machine, remember=lambda *_: None)
+        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
+        request = SimpleNamespace(costs=SimpleNamespace(rates=SimpleNamespace(measured=False)))
+        return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
 
     def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
-        return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets)
+        ledger = SimpleNamespace(over_budget=[])
+        return SimpleNamespace(
+            engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
+        )
 
     setattr(batch_run, "open_source", open_source)
     setattr(batch_run, "plan_job", plan_job)
     setattr(batch_run, "load_engine", load_engine)
-    setattr(batch_run, "load_conceding", lambda load, concessions: load(concessions.plan))
-    setattr(batch_run, "FallbackPolicy", lambda shape, plan, *_: SimpleNamespace(plan=plan, made=[]))
+    setattr(batch_run, "load_with_fallback", lambda load, concessions: load(concessions.plan))
+    setattr(batch_run, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, made=[]))
+    setattr(batch_run, "remember", lambda *_: None)
     setattr(batch_run, "Tokenizer", FakeTokenizer)
     setattr(batch_run, "rehearse", lambda *_: None)
     setattr(batch_run, "store_for", lambda *_: None)

@@ -23,11 +23,11 @@ from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import GoOn
 from moedge.runtime.jobs.stop import Limits
-from moedge.runtime.plan.planner import Settings
 from moedge.runtime.rows.answer_formats import Answers
 from moedge.runtime.rows.row import Defaults
 from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.weights.key_offsets import FILE, KeyOffsets
 
 Job = Callable[..., Any]
