@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..offload.errors import ExitCode
 from .options import options
-from .options.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from ..runtime.jobs.encode import JobSize

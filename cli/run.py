@@ -46,7 +46,7 @@ def run(
     from ..runtime.api.single_prompt import Wish, answer
     from ..runtime.plan.plan import Settings
     from ..runtime.settings.budgets import Budgets
-    from ..runtime.text.errors import PromptError
+    from ..runtime.settings.errors import PromptError
     from ..runtime.text.terminal import escape_controls
 
     if prompt is None:

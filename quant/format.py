@@ -17,7 +17,10 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class FormatError(ValueError):
-    """A format is unknown, or it cannot hold this matrix; the message says which can."""
+    """A format is unknown, or it cannot hold this matrix; the message says which can.
+
+    This floor knows no exit codes: whoever applies a user's setting turns it into a SettingError.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from .exit_codes import ExitCode
+from ...offload.errors import ExitCode
 
 _CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,

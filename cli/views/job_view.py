@@ -10,13 +10,13 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
+from ...offload.errors import ExitCode
 from ...runtime.jobs.batch_run import BatchRun
 from ...runtime.jobs.eta import Eta, Work
 from ...runtime.jobs.job_plan import JobPlan
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.summary import Percentiles, RunSummary
 from ...runtime.plan.plan import Plan
-from ..options.exit_codes import ExitCode
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .formatting import duration, gib

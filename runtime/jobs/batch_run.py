@@ -19,8 +19,8 @@ from ..plan.degrade import FallbackPolicy
 from ..plan.plan import Plan
 from ..plan.search_space import SearchSpace
 from ..rows.answer_formats import Answers
+from ..rows.failure import RowFailure
 from ..rows.reader import RowFile, read_rows
-from ..rows.row import BadRow
 from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
 from .encode import JobSize, RowEncoder, measure
@@ -66,7 +66,7 @@ class BatchRun:
         shape, ledger = self.source.shape, self.ledger
         self._tokenizer = self._resources.enter_context(Tokenizer.load(self.source.folder, ledger.created))
         file = self._resources.enter_context(seekable(ledger.input, ledger.folder))
-        self._file = RowFile(file, self.preflight.places, self.request.defaults)
+        self._file = RowFile(file, self.preflight.index, self.request.defaults)
         bad = set(self.preflight.bad_rows)
         rows = (self._file.row(row) for row in ledger.rows_to_run() if row not in bad)
         self.size, order = measure(rows, RowEncoder(self._tokenizer, shape.vocab, shape.context))
@@ -119,8 +119,8 @@ class BatchRun:
         assert self._loaded is not None
         begun, shape, ledger = time.perf_counter(), self.source.shape, self.ledger
         encoder = RowEncoder(self._tokenizer, shape.vocab, shape.context, self.concessions.plan.kv_tokens)
-        answers = Answers(ledger.model_name, int(ledger.created.timestamp()))
-        job = Job(self._loaded.engine, encoder, answers, ledger.journal, self.preflight.places.digest)
+        answers = Answers(ledger.model_name, int(ledger.created.timestamp()), self._tokenizer.token_text)
+        job = Job(self._loaded.engine, encoder, answers, ledger.journal, self.preflight.index.digest)
         heap = Heap()
         pending = Pending(ledger.journal.state, self._file, self._order, self._bad_rows())
         with ledger.working(), StallGuard(self._work, self._loaded.streamed, ledger.folder.stacks) as guard:
@@ -157,12 +157,12 @@ class BatchRun:
     def _work(self) -> int:
         return self.metrics.passes + self.ledger.journal.state.counts.rows
 
-    def _bad_rows(self) -> Iterator[BadRow]:
+    def _bad_rows(self) -> Iterator[RowFailure]:
         """Read in order once more, because only that shows which ids come twice."""
         wanted = set(self.preflight.bad_rows).intersection(self.ledger.rows_to_run())
         if wanted:
             rows = read_rows(self.ledger.input, self.request.defaults)
-            yield from (row for row in rows if isinstance(row, BadRow) and row.index in wanted)
+            yield from (row for row in rows if isinstance(row, RowFailure) and row.index in wanted)
 
     def _sum_up(self) -> RunSummary:
         self.seconds.total = time.perf_counter() - self._begun

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..plan.plan import Workload
-from ..rows.error_codes import ErrorCode
+from ..rows.failure import ErrorCode, RowFailure
 from ..rows.response_format import invalid_schema
-from ..rows.row import BadRow, ChatPrompt, Prompt, Row, RowError, TextPrompt
+from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
-from ..text.errors import PromptError
+from ..settings.errors import PromptError
 from ..text.tokenizer import Tokenizer
 from .order import SpeedOrder
 
 
-def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowError | None:
+def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowFailure | None:
     """The error of a row whose longest prompt and its answer together exceed the context."""
     max_tokens = row.params.max_tokens
     if num_prompt_tokens + max_tokens <= context_tokens:
@@ -26,7 +26,7 @@ def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowE
         f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate are {num_prompt_tokens + max_tokens},"
         f" the context has {context_tokens}; shorten the prompt or lower max_tokens"
     )
-    return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, None, row.line)
+    return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 
 
 class RowEncoder:
@@ -39,24 +39,22 @@ class RowEncoder:
         self._cache_tokens = cache_tokens
         self._grammars = Grammars(tokenizer, vocab)
 
-    def encode(self, row: Row) -> list[tuple[list[int], SamplingParams]] | RowError:
+    def encode(self, row: Row) -> list[tuple[list[int], SamplingParams]] | RowFailure:
         """Token ids and settings of each of the row's choices, in the order of its answer."""
         try:
             self.grammar(row)
             ids_of_prompts = [self._ids(prompt) for prompt in row.prompts]
         except PromptError as error:
-            return RowError(ErrorCode.INVALID_VALUE, str(error), "prompt", row.line)
+            return row.failure(ErrorCode.INVALID_VALUE, str(error), "prompt")
         except SchemaError as error:
-            fault = invalid_schema(error)
-            return RowError(fault.code, fault.message, fault.param, row.line)
+            found = invalid_schema(error).failure
+            return row.failure(found.code, found.message, found.param)
         for token_ids in ids_of_prompts:
             if not token_ids:
-                return RowError(
-                    ErrorCode.INVALID_VALUE, "the prompt has no tokens; give it some text", "prompt", row.line
-                )
+                return row.failure(ErrorCode.INVALID_VALUE, "the prompt has no tokens; give it some text", "prompt")
             if (highest := max(token_ids)) >= self._vocab:
                 message = f"token id {highest} is not in the model's vocabulary of {self._vocab}"
-                return RowError(ErrorCode.INVALID_VALUE, message, "prompt", row.line)
+                return row.failure(ErrorCode.INVALID_VALUE, message, "prompt")
         longest = max(map(len, ids_of_prompts))
         return self._too_long(row, longest) or [(ids_of_prompts[prompt], params) for prompt, params in row.choices()]
 
@@ -64,7 +62,7 @@ class RowEncoder:
         """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""
         return None if row.schema is None else self._grammars.start(row.schema)
 
-    def _too_long(self, row: Row, longest: int) -> RowError | None:
+    def _too_long(self, row: Row, longest: int) -> RowFailure | None:
         if error := context_error(row, longest, self._context):
             return error
         if self._cache_tokens is None or longest + row.params.max_tokens <= self._cache_tokens:
@@ -73,7 +71,7 @@ class RowEncoder:
             f"{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
             f"({self._cache_tokens}); give the job more memory, or lower max_tokens"
         )
-        return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, None, row.line)
+        return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):
@@ -97,10 +95,10 @@ class JobSize:
     # Rows by the tokens that their longest sequence may come to.
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, choices: Choices | RowError) -> int:
+    def add(self, choices: Choices | RowFailure) -> int:
         """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
         self.rows += 1
-        if isinstance(choices, RowError):
+        if isinstance(choices, RowFailure):
             self.too_long += choices.code == "context_length_exceeded"
             return 0
         self.sequences += len(choices)
@@ -122,11 +120,11 @@ class JobSize:
         )
 
 
-def measure(rows: Iterable[Row | BadRow], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
+def measure(rows: Iterable[Row | RowFailure], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
     """Rows that will not run come first in the order: their errors need no pass."""
     size, order = JobSize(), SpeedOrder()
     for row in rows:
-        choices = row.error if isinstance(row, BadRow) else encoder.encode(row)
+        choices = row if isinstance(row, RowFailure) else encoder.encode(row)
         longest = size.add(choices)
-        order.add(row.index, () if isinstance(choices, RowError) else choices[0][0], longest or _FIRST)
+        order.add(row.index, () if isinstance(choices, RowFailure) else choices[0][0], longest or _FIRST)
     return size, order

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..rows.error_codes import ErrorCode
+from ..rows.failure import ErrorCode, RowFailure
 from ..rows.reader import RowFile
-from ..rows.row import BadRow, Row, RowError
+from ..rows.row import Row
 from .journal.state import JobState
 
 # Prefix lengths, in tokens, at which rows are compared: from a common instruction to a common document.
@@ -73,13 +73,13 @@ def _hash(token_ids: Sequence[int]) -> int:
 class Pending:
     """`rows` are numbers of rows that can be run, in their order; `bad` are the rows that cannot."""
 
-    def __init__(self, state: JobState, file: RowFile, rows: Sequence[int], bad: Iterable[BadRow] = ()) -> None:
+    def __init__(self, state: JobState, file: RowFile, rows: Sequence[int], bad: Iterable[RowFailure] = ()) -> None:
         self._state = state
         self._file = file
         self._rows = rows
         self._bad = bad
 
-    def waves(self) -> Iterator[Iterator[Row | BadRow]]:
+    def waves(self) -> Iterator[Iterator[Row | RowFailure]]:
         """Each wave is to be finished before the next begins: a process that dies in one was killed by a row of it."""
         yield iter(self._bad)
         # Taken once: rows leave the suspects as they are answered.
@@ -89,12 +89,11 @@ class Pending:
                 yield map(self._suspect, [row])
         yield (self._read(row) for row in self._rows if row not in isolated)
 
-    def _suspect(self, row: int) -> Row | BadRow:
+    def _suspect(self, row: int) -> Row | RowFailure:
         read, suspicion = self._read(row), self._state.suspects[row]
         if not suspicion.condemned:
             return read
-        error = RowError(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again", None, read.line)
-        return BadRow(row, read.line, read.id, read.short, error)
+        return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
     def _read(self, row: int) -> Row:
         return self._file.row(row)

@@ -8,12 +8,11 @@ from itertools import islice
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
-from ..rows.answer_formats import Answers, Completion, FinishReason, TokenLogprob, usage
-from ..rows.error_codes import ErrorCode
-from ..rows.row import BadRow, Row, RowError
-from ..sampling.draw import TokenLogprob as DrawnLogprob
+from ..rows.answer_formats import Answers, Completion, usage
+from ..rows.failure import ErrorCode, RowFailure
+from ..rows.row import Row
+from ..sampling.params import FinishReason
 from ..text.stream import TextStream
-from ..text.tokenizer import Tokenizer
 from .encode import RowEncoder
 from .journal.journal import Journal
 from .journal.record import Done
@@ -52,7 +51,7 @@ class Job:
         self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
         self._open: dict[Sequence, _OpenRow] = {}
 
-    def run(self, waves: Iterable[Iterator[Row | BadRow]]) -> Iterator[None]:
+    def run(self, waves: Iterable[Iterator[Row | RowFailure]]) -> Iterator[None]:
         """One pass per iteration, until every row has its answer; a wave is finished before the next begins."""
         for rows in waves:
             more = True
@@ -63,7 +62,7 @@ class Job:
                     self._finish(self._engine.step())
                 yield
 
-    def _admit(self, rows: list[Row | BadRow]) -> bool:
+    def _admit(self, rows: list[Row | RowFailure]) -> bool:
         """Whether there may be more."""
         runnable = [row.index for row in rows if isinstance(row, Row)]
         if runnable:
@@ -73,10 +72,10 @@ class Job:
             self._start(row)
         return bool(rows)
 
-    def _start(self, row: Row | BadRow) -> None:
-        choices = row.error if isinstance(row, BadRow) else self._encoder.encode(row)
-        if isinstance(choices, RowError):
-            self._journal.done(self._failed(row, choices))
+    def _start(self, row: Row | RowFailure) -> None:
+        choices = row if isinstance(row, RowFailure) else self._encoder.encode(row)
+        if isinstance(choices, RowFailure):
+            self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
         opened = _OpenRow(row, num_open=len(choices))
@@ -110,49 +109,33 @@ class Job:
 
     def _answered(self, opened: _OpenRow) -> Done:
         row = opened.row
-        broken = next((each for each in opened.sequences if each.finish_reason == "error"), None)
+        broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:
-            return self._failed(row, _error(broken, row))
-        completions = [
-            _completion(each, text, self._encoder.tokenizer)
-            for each, text in zip(opened.sequences, opened.texts, strict=True)
-        ]
+            return self._failed(_failure(broken, row))
+        completions = [_completion(each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)]
         tokens = usage(completions, row.num_samples)
         line = self._answers.answer(row, completions)
         prompt, generated = tokens["prompt_tokens"], tokens["completion_tokens"]
         return Done(row.index, False, prompt, generated, self._digest(row.index), line)
 
-    def _failed(self, row: Row | BadRow, error: RowError) -> Done:
-        return Done(row.index, True, 0, 0, self._digest(row.index), self._answers.failure(row, error))
+    def _failed(self, failure: RowFailure) -> Done:
+        return Done(failure.index, True, 0, 0, self._digest(failure.index), self._answers.failure(failure))
 
 
-def _error(broken: Sequence, row: Row) -> RowError:
+def _failure(broken: Sequence, row: Row) -> RowFailure:
     if broken.grammar is not None and broken.grammar.error:
-        return RowError(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format", row.line)
-    return RowError(ErrorCode.NUMERICAL_ERROR, broken.error, None, row.line)
+        return row.failure(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format")
+    return row.failure(ErrorCode.NUMERICAL_ERROR, broken.error)
 
 
-def _completion(sequence: Sequence, text: TextStream, tokenizer: Tokenizer) -> Completion:
+def _completion(sequence: Sequence, text: TextStream) -> Completion:
     text.finish()
-    logprobs = None
-    if sequence.params.logprobs is not None:
-        logprobs = tuple(_logprob(drawn, tokenizer) for drawn in sequence.logprobs)
+    assert sequence.finish_reason is not None
     return Completion(
         text.text,
         tuple(sequence.output_ids),
-        FinishReason(sequence.finish_reason),
+        sequence.finish_reason,
         len(sequence.prompt_ids),
-        logprobs,
-        cut=sequence.grammar is not None and sequence.finish_reason == "length",
+        None if sequence.params.logprobs is None else tuple(sequence.logprobs),
+        cut=sequence.grammar is not None and sequence.finish_reason is FinishReason.LENGTH,
     )
-
-
-def _logprob(drawn: DrawnLogprob, tokenizer: Tokenizer) -> TokenLogprob:
-    top = tuple(_shown(token_id, logprob, tokenizer) for token_id, logprob in drawn.top)
-    text, data = tokenizer.token_text(drawn.token_id)
-    return TokenLogprob(text, drawn.logprob, data, top)
-
-
-def _shown(token_id: int, logprob: float, tokenizer: Tokenizer) -> TokenLogprob:
-    text, data = tokenizer.token_text(token_id)
-    return TokenLogprob(text, logprob, data)

@@ -17,8 +17,8 @@ from ...offload.stream.lane import StreamBroken
 from ..plan.plan import Plan, Settings
 from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
-from ..rows.reader import RowPlaces
-from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed
+from ..rows.reader import RowIndex
+from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource
 from ..weights.key_offsets import KeyOffsets
@@ -31,7 +31,6 @@ from .journal.journal import Journal
 from .outputs import OutputPaths
 from .request import BatchRequest
 from .status import register
-from .stop import Stalled
 
 # What ends a process without a row being to blame.
 _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterrupt)
@@ -228,10 +227,10 @@ class JobSession:
         if not found.fingerprint.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
             raise InputChanged(
                 f"{self.input} is not the input that job {opened['id']} was begun with: "
-                f"{self._where_changed(found.places)}. Put it back as it was, or choose another output name"
+                f"{self._where_changed(found.index)}. Put it back as it was, or choose another output name"
             )
 
-    def _where_changed(self, rows: RowPlaces) -> str:
+    def _where_changed(self, rows: RowIndex) -> str:
         for done in read_answers(self.folder.journal, self.journal.state):
             if done.row >= len(rows):
                 return f"it has {len(rows):,} rows, and row {done.row + 1:,} was answered"

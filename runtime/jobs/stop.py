@@ -14,9 +14,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
+from ...offload.errors import ExitCode
 from ...offload.stream.lane import StreamBroken
 from ...offload.stream.watchdog import LIMIT_SECONDS, Watchdog
-from ..settings.errors import BadLimit
+from ..settings.errors import BadLimit, Stalled
 
 
 def steady() -> float:
@@ -77,12 +78,6 @@ class StopRule:
 
 # How long the passes have to notice that their bytes will not come; after that nobody is left to end the process.
 GRACE_SECONDS = 0.8
-# Of a stop by the watchdog; the same as of any other stop that is not the user's fault and can be gone on with.
-STALLED_EXIT_CODE = 75
-
-
-class Stalled(Exception):
-    """The run stood still; nothing that was confirmed is lost."""
 
 
 class Weights(Protocol):
@@ -155,4 +150,4 @@ class StallGuard:
         if not self._left.wait(GRACE_SECONDS):
             # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
             print(f"moedge: {reason}; {self._stacks} says where each thread stood", file=sys.__stderr__, flush=True)
-            self._end_process(STALLED_EXIT_CODE)
+            self._end_process(ExitCode.STOPPED)
