@@ -14,7 +14,7 @@ from ...offload.device import Device
 from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
 from ...quant.kv.format import KVFormat
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..engine.engine import Engine
 from ..engine.scheduler import PassLimits, Scheduler
 from ..kv.allocator import root_hash
@@ -71,7 +71,7 @@ class Loading:
         self.place = device.place if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
         self.compute = make_compute(source.shape, plan, self.place)
-        self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
+        self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
         staging = None if plan.device is None else plan.device.staging
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
 

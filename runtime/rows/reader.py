@@ -217,17 +217,17 @@ class RowFile:
 
     def __init__(self, file: BufferedReader, index: RowIndex, defaults: Defaults) -> None:
         self._file = file
-        self._index = index
+        self.index = index
         self._parser = LineParser(defaults)
         self._begin = file.tell()
 
     def row(self, index: int) -> Row:
         """A row without a fault. Raises InputChanged where its line is not what it was when the file was first read."""
-        offset, nbytes = self._index.span(index)
+        offset, nbytes = self.index.span(index)
         self._file.seek(self._begin + offset)
         content = self._file.read(nbytes)
-        number = self._index.line_number(index)
-        if not self._index.is_at(index, content):
+        number = self.index.line_number(index)
+        if not self.index.is_at(index, content):
             raise InputChanged(
                 f"line {number} of the input was changed while the job ran; put the file back as it was, "
                 "then start the same command again"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ....offload.store.durable import TEMPORARY_SUFFIX, write_file
+from ....offload.atomic_file import write_atomically
 from ...settings.errors import BadJournal, JournalFailed
 from .committer import Ballast, Committer, Mark
 from .record import VERSION, Done, Kind, chained, encode, encode_done, frame
@@ -39,9 +39,7 @@ class Journal:
     @classmethod
     def create(cls, path: Path, opened: Mapping[str, Any], ballast: Path | None = None) -> Self:
         """A new journal with its first record, which needs `num_rows`; it is on disk when this returns."""
-        # What a killed creation left; the caller has the job's lock.
-        path.with_name(f".{path.name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
-        write_file(path, frame(encode(Kind.OPEN, 0, {"version": VERSION, **opened}), 0))
+        write_atomically(path, frame(encode(Kind.OPEN, 0, {"version": VERSION, **opened}), 0))
         return cls(path, ballast)
 
     @property

@@ -148,7 +148,9 @@ def test_short_rows_are_answered_on_one_level(short: Make) -> None:
 @given(completions)
 def test_the_same_row_is_answered_with_the_same_bytes_by_any_run(chat: Make, short: Make, done: Completion) -> None:
     for row in (chat(), short(prompt="a")):
-        assert ANSWERS.answer(row, [done]) == Answers("some/model", 1_750_000_000).answer(row, [done])
+        assert ANSWERS.answer(row, [done]) == Answers("some/model", 1_750_000_000, TOKENS.__getitem__).answer(
+            row, [done]
+        )
 
 
 def test_different_rows_have_different_ids_of_three_kinds(read: Make) -> None:
