@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -31,6 +31,7 @@ from ..settings.errors import InputRefused
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from .encode import JobSize, RowEncoder, TokenSpool, measure
+from .eta import Eta, Work
 from .folder import seekable
 from .job_plan import JobPlan, plan_job
 from .outputs import OutputPaths, claim_output
@@ -215,6 +216,12 @@ class Running:
     def metrics(self) -> Metrics:
         return self._loaded.engine.engine.metrics
 
+    def eta(self) -> Eta:
+        """To be updated after every pass."""
+        found, size, plan = self._checked.preflight, self._planned.measured.size, self._planned.plan
+        done = self._checked.claim.num_done
+        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass))
+
     def passes(self) -> Iterator[None]:
         """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
         begun, session, engine, heap = time.perf_counter(), self.session, self._loaded.engine, Heap()
@@ -249,16 +256,9 @@ class Running:
         return RowRunner(self._loaded.engine.engine, encoder, answers, self.session.journal, self._rows)
 
     def _file_rows(self) -> FileRows:
-        measured = self._planned.measured
-        return FileRows(self.session.journal.state, measured.file, measured.order, self._failed_rows())
-
-    def _failed_rows(self) -> Iterator[RowFailure]:
-        """Read in order once more, because only that shows which ids come twice."""
-        rows, found = self._checked.claim.rows, self._checked.preflight
-        wanted = set(found.bad_rows).intersection(self._checked.claim.rows_to_run())
-        if wanted:
-            read = read_rows(rows.path, rows.defaults)
-            yield from (row for row in read if isinstance(row, RowFailure) and row.index in wanted)
+        measured, claim = self._planned.measured, self._checked.claim
+        invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
+        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid))
 
     def _why_stop(self) -> str | None:
         failed, rows = self.session.journal.state.counts.failed, self._checked.preflight.num_rows
@@ -276,6 +276,13 @@ class Running:
         return summary
 
 
+def _failures(claim: JobClaim, rows: Collection[int]) -> Iterator[RowFailure]:
+    """Of rows that cannot be run. Read in order once more, because only that shows which ids come twice."""
+    if rows:
+        read = read_rows(claim.rows.path, claim.rows.defaults)
+        yield from (row for row in read if isinstance(row, RowFailure) and row.index in rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """What a run left: `reason` is None where every row has its answer, and says why not otherwise."""
@@ -284,3 +291,7 @@ class Ended:
     paths: OutputPaths
     summary: RunSummary
     reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.session.finished

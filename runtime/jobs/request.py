@@ -67,7 +67,9 @@ class BatchRequest:
         }
 
 
-def resumed(opened: Mapping[str, Any], piped: Path, budgets: Budgets, limits: Limits, resume: ResumeOptions) -> BatchRequest:
+def resumed(
+    opened: Mapping[str, Any], piped: Path, budgets: Budgets, limits: Limits, resume: ResumeOptions
+) -> BatchRequest:
     """The request that began a job, under the budgets of today; `piped` is where rows of a pipe were kept."""
     request = opened["request"]
     defaults: dict[str, Any] = {
@@ -104,7 +106,7 @@ class Identity:
     def refuse_other(
         self, opened: Mapping[str, Any], settings: Settings, accepted: Collection[str], paths: OutputPaths
     ) -> None:
-        """Raises JobMismatch, naming every difference to the job whose first record is `opened`, minus those accepted."""
+        """Raises JobMismatch, naming every difference to the job that begins with `opened`, minus those accepted."""
         recorded = opened["identity"]
         _refuse(opened, {**self.facts, **_requested(settings, recorded)}, recorded, accepted, paths)
 

@@ -42,7 +42,7 @@ _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterr
 
 @contextmanager
 def lock_folder(paths: OutputPaths) -> Iterator[JobFolder]:
-    """The job's folder, under its lock; a folder without a job is removed at the end. Raises JobInUse, OutputRefused."""
+    """The job's folder, locked; one without a job is removed at the end. Raises JobInUse, OutputRefused."""
     folder = JobFolder(paths.job)
     with ExitStack() as resources:
         lock = JobLock(folder)
@@ -159,7 +159,9 @@ class JobClaim:
             opened = self._opened(plan)
             self._journal = Journal.create(self.folder.journal, opened, self.folder.ballast)
             register(opened["id"], self.folder)
-        self._identity.refuse_resolved(self._journal.state.opened, resolved(plan), self.request.resume.drift, self.paths)
+        self._identity.refuse_resolved(
+            self._journal.state.opened, resolved(plan), self.request.resume.drift, self.paths
+        )
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:

@@ -149,3 +149,8 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     return ascii(value[:60] if isinstance(value, str) else value)[:64]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `1,234 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
