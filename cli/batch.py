@@ -47,7 +47,7 @@ def batch(
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
     is finished is kept in OUTPUT's name with .job until you remove it.
     """
-    from ..runtime.jobs.request import BatchRequest, GoOn
+    from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
     from ..runtime.rows.row import Defaults
     from ..runtime.settings.budgets import Budgets
@@ -73,7 +73,7 @@ def batch(
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
-        go_on=GoOn(drift=tuple(accept_drift or ())),
+        resume=ResumeOptions(drift=tuple(accept_drift or ())),
         plan=plan,
     )
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))

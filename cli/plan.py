@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..offload.errors import ExitCode
 from .options import options
-from .options.exit_codes import ExitCode
 from .views.formatting import count, duration, gib
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..offload.errors import ExitCode
 from .options import options
-from .options.exit_codes import ExitCode
 from .views.formatting import duration, gib
 
 

@@ -45,8 +45,8 @@ def run(
     """
     from ..runtime.api.single_prompt import Wish, answer
     from ..runtime.settings.budgets import Budgets
+    from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
-    from ..runtime.text.errors import PromptError
     from ..runtime.text.terminal import escape_controls
 
     if prompt is None:

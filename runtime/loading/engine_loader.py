@@ -21,7 +21,7 @@ from ...offload.errors import is_out_of_memory
 from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
 from ...quant.kv.format import KVFormat
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..engine.engine import Engine
 from ..engine.oom_retry import cause_of
 from ..engine.scheduler import PassLimits, Scheduler
@@ -92,7 +92,7 @@ class Loading:
         self.place = device.place if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
         self.compute = make_compute(source.shape, plan, self.place)
-        self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
+        self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
         self.ledger = MemoryLedger.of(plan, source.shape)

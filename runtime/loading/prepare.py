@@ -13,7 +13,7 @@ from ...offload.store.stores import default_root, disk_budget, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload
 from ..plan.planner import budget_range, make_plan
@@ -65,7 +65,7 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
             return
-        model = define(ModelConfig.read(folder), DTYPES[dtype])
+        model = define(ModelConfig.read(folder), TORCH_DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
             preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window)
             preparation.run(shards, StoreSink(writer))

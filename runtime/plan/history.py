@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import Any
 
 from platformdirs import user_state_path
 
+from ...offload.atomic_file import own_name, write_atomically
 from ...offload.machine.hardware import Hardware
 from ..shape.model_shape import ModelShape, shape_to_json
 from .cost_model import RESOURCES
@@ -71,14 +70,8 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
     path = path or history_path()
     records = [record, *_read(path)][:MOST_KEPT]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            json.dump({"schema": SCHEMA, "runs": [asdict(each) for each in records]}, file, indent=1)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    text = json.dumps({"schema": SCHEMA, "runs": [asdict(each) for each in records]}, indent=1)
+    write_atomically(path, text.encode(), own_name(path))
 
 
 def factors(
