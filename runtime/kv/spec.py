@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from ...quant.format import FormatError
+from ...quant.formats.format import FormatError
 from ...quant.kv.format import KVFormat, RecordLayout
 from ..settings.errors import SettingError
 from ..shape.model_shape import KVGroup

@@ -17,14 +17,7 @@ from ..attention.choice import JOB_NUMEL, PARTS_NBYTES, PIECE_TOKENS
 from ..kv.spec import BLOCK_TOKENS, KVSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
-from ..shape.shards import (
-    ITEM_NBYTES,
-    ModelShards,
-    helper_nbytes,
-    model_shards,
-    resident_nbytes,
-    workspace_nbytes,
-)
+from ..shape.shards import ITEM_NBYTES, ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
 from .placement import Placement, device_ring, everything, minimum, on_device_nbytes, place
 
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
-from ...quant.format import FormatError
+from ...quant.formats.format import FormatError
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.tensor import pack_into
 from ..model.assembly import LayerAssembly

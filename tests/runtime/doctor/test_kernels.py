@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moedge.quant.format import FORMATS
 from moedge.quant.formats import bitsandbytes_kernels
+from moedge.quant.formats.format import FORMATS
 from moedge.quant.kernels import trial
 from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.runtime.doctor import kernels
