@@ -32,10 +32,11 @@ import torch
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 DEMO = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
@@ -168,8 +169,8 @@ def main() -> None:
     outcomes = {policy: Outcome() for policy in COLOURS}
     with open_source(options.model) as source:
         settings = Settings(max_sequences=options.sequences, tokens_per_pass=512)
-        room = Budgets(options.ram).host_nbytes()
-        plan = make_plan(source.shape, settings, room, Workload(options.sequences, 2 * LONGEST))
+        host_nbytes = Budgets(ram=options.ram).host_nbytes()
+        plan = make_plan(source.shape, settings, MemoryBudget(host_nbytes), Workload(options.sequences, 2 * LONGEST))
         with closing(load_engine(source, plan)) as loaded:
             for _ in range(options.repeats):
                 for policy, outcome in outcomes.items():

@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moedge.runtime.plan.plan import Plan
+    from moedge.runtime.plan.placement import Plan
     from moedge.runtime.source.model_source import ModelSource
 
 # How each waits for its threads is its own affair; moedge's choice is the one its command line makes.
 if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge", "prepare"):
     from moedge.cli.options.process import settle
     from moedge.offload.heap import return_memory
+    from moedge.runtime.plan.placement import Workload
+    from moedge.runtime.settings.budgets import MemoryBudget
+    from moedge.runtime.settings.settings import Settings
 
     settle()
     return_memory()
@@ -129,8 +132,7 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     import torch
 
     from moedge.runtime.loading.prepare import store_for
-    from moedge.runtime.plan.plan import Workload
-    from moedge.runtime.plan.planner import Settings, make_plan
+    from moedge.runtime.plan.planner import make_plan
     from moedge.runtime.settings.budgets import Budgets
     from moedge.runtime.source.model_source import open_source
 
@@ -141,8 +143,11 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
         # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
         most = max(task.batches)
         tokens = max(most, min(PASS_TOKENS, most * task.prompt))
-        settings = Settings("auto", quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto")
-        plan = make_plan(source.shape, settings, budgets.host_nbytes(), Workload(most, task.prompt + task.new))
+        settings = Settings(
+            dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto"
+        )
+        budget = MemoryBudget(budgets.host_nbytes())
+        plan = make_plan(source.shape, settings, budget, Workload(most, task.prompt + task.new))
         yield source, plan, store_for(source, plan, budgets)
 
 

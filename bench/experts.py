@@ -42,10 +42,11 @@ from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import place_for, prepare
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Plan, Settings, make_plan
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 PROMPT, GENERATED = 32, 160
@@ -107,7 +108,9 @@ def _sampled(seed: int) -> SamplingParams:
 def planned(source: ModelSource, sequences: int, ram: str, quant: str, share: float | None = None) -> Plan:
     """The plan for a budget, or one that holds a share of every layer's experts, whatever that takes."""
     settings = Settings(quant=quant, max_sequences=sequences)
-    plan = make_plan(source.shape, settings, Budgets(ram).host_nbytes(), Workload(sequences, PROMPT + GENERATED))
+    plan = make_plan(
+        source.shape, settings, MemoryBudget(Budgets(ram=ram).host_nbytes()), Workload(sequences, PROMPT + GENERATED)
+    )
     if share is None:
         return plan
     held = tuple(int(share * (layer.experts.count if layer.experts else 0)) for layer in source.shape.layers)

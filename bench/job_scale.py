@@ -50,7 +50,7 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, Any]:
     import fake_engine
 
     from moedge.offload.memory import host_peak
-    from moedge.runtime.jobs.batch_run import BatchRun
+    from moedge.runtime.jobs.job import Checked
     from moedge.runtime.jobs.request import BatchRequest
 
     engine = fake_engine.FakeEngine(
@@ -59,16 +59,15 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, Any]:
     fake_engine.install(lambda: engine)
     write_rows(folder / "in.jsonl", rows)
     clock = Clock()
-    with BatchRun(BatchRequest("fake", folder / "in.jsonl", folder / "out.jsonl")) as job:
+    with Checked.open(BatchRequest("fake", folder / "in.jsonl", folder / "out.jsonl")) as checked:
         clock.phase("check")
-        job.measure()
+        measured = checked.measure()
         clock.phase("measure")
-        job.plan()
-        job.load()
-        for _ in job.passes():
+        running = measured.plan().load().run()
+        for _ in running.passes():
             pass
         clock.phase("run", (engine.seconds_in_steps, engine.cpu_seconds_in_steps))
-        job.finish()
+        running.end()
     clock.phase("export")
     answered = sum(1 for _ in (folder / "out.jsonl").open("rb"))
     if answered != rows:

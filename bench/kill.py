@@ -31,18 +31,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import fake_engine
 from killing import finish, killed
 
-from moedge.runtime.jobs import batch_run, identity
+from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as ledger
 from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal.record import JournalScan
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import BatchRequest
-from moedge.runtime.plan.planner import Settings
+from moedge.runtime.settings.settings import Settings
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
-FAKED = [(batch_run, name) for name in (
+FAKED = [(states, name) for name in (
     "open_source", "plan_job", "load_engine", "Tokenizer", "rehearse", "store_for", "summarise",
-)] + [(identity, "_model")]  # fmt: skip
+)] + [(requests, "_model")]  # fmt: skip
 
 
 class OneDay(datetime):

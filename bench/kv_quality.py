@@ -15,8 +15,10 @@ from heldout import asked, predict
 from moedge.quant.kv.key_transform import KeyTransform
 from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids, measure
 
@@ -58,7 +60,7 @@ class BiasedModel:
 
 
 def load(source: ModelSource, settings: Settings, window: int) -> LoadedEngine:
-    return load_engine(source, make_plan(source.shape, settings, 8 << 30, Workload(1, window)))
+    return load_engine(source, make_plan(source.shape, settings, MemoryBudget(8 << 30), Workload(1, window)))
 
 
 def bias_keys(loaded: LoadedEngine, source: ModelSource, with_offsets: bool) -> None:
@@ -102,9 +104,11 @@ def main() -> None:
         cases = [("demo", "none", kv, True) for kv in FORMATS] + [("demo", "nf4", kv, True) for kv in FORMATS]
         cases += [("biased keys", "none", kv, mu) for kv in ("int8", "int4") for mu in (True, False)]
         for name, quant, kv, offsets in cases:
-            settings = Settings("fp32", quant, "fp32", max_sequences=1, tokens_per_pass=512)
+            settings = Settings(dtype="fp32", quant=quant, kv="fp32", max_sequences=1, tokens_per_pass=512)
             native = load(source, settings, window)
-            other = load(source, Settings("fp32", quant, kv, max_sequences=1, tokens_per_pass=512), window)
+            other = load(
+                source, Settings(dtype="fp32", quant=quant, kv=kv, max_sequences=1, tokens_per_pass=512), window
+            )
             if name != "demo":
                 bias_keys(native, source, offsets)
                 bias_keys(other, source, offsets)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moedge.quant.format import get_format
 from moedge.quant.formats import bitsandbytes_kernels
+from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import dtype_name, pack, pack_into
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))

@@ -14,7 +14,10 @@ from heldout import asked, predict
 from transformers import AutoModelForCausalLM
 
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.planner import Settings, Workload, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 # Arithmetic, weights, --compute.
@@ -54,7 +57,12 @@ def main() -> None:
     with open_source(str(folder)) as source:
         for dtype, quant, compute in ROWS:
             job = Workload(1, max(map(len, windows)))
-            plan = make_plan(source.shape, Settings(dtype, quant, max_sequences=1, compute=compute), 8 << 30, job)
+            plan = make_plan(
+                source.shape,
+                Settings(dtype=dtype, quant=quant, max_sequences=1, compute=compute),
+                MemoryBudget(8 << 30),
+                job,
+            )
             loaded = load_engine(source, plan)
             ours = perplexity((torch.cat(list(predict(loaded.engine, ids))) for ids in windows), windows)
             packed = sum(loaded.shards.packed_nbytes().values())

@@ -33,9 +33,11 @@ from moedge.offload.page_locked import allocate
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import place_for, prepare
-from moedge.runtime.plan.planner import Plan, Settings, Workload, make_plan
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 PROMPT = 32
@@ -159,12 +161,12 @@ def main() -> None:
         print("| memory | sequences | pass s | disk roof s | compute roof s | pass/roof | tok/s | read/plan |")
         print("|---|---|---|---|---|---|---|---|")
         for num_sequences in options.sequences:
-            settings = Settings("auto", options.quant, max_sequences=num_sequences)
+            settings = Settings(dtype="auto", quant=options.quant, max_sequences=num_sequences)
             job = Workload(num_sequences, PROMPT + options.generated)
             for ram in options.ram:
-                plan = make_plan(source.shape, settings, Budgets(ram).host_nbytes(), job)
+                plan = make_plan(source.shape, settings, MemoryBudget(Budgets(ram=ram).host_nbytes()), job)
                 same = replace(settings, tokens_per_pass=plan.tokens_per_pass)
-                whole = make_plan(source.shape, same, 1 << 40, job)
+                whole = make_plan(source.shape, same, MemoryBudget(1 << 40), job)
                 alone, _ = measure(source, whole, store, num_sequences, options.generated, lambda: 1.0)
                 compute = statistics.median(each.seconds for each in alone)
                 reads = fastest_reads(files)

@@ -22,7 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jsonschema
 
-from moedge.runtime.jobs.batch_run import BatchRequest, BatchRun
+from moedge.runtime.jobs.job import Checked
+from moedge.runtime.jobs.request import BatchRequest
+from moedge.runtime.settings.settings import Settings
 
 Row = dict[str, Any]
 NAMES = ("Moses", "Aaron", "David", "Saul", "Jonah", "Ruth", "Esther", "Job", "Daniel", "Peter", "Paul", "Mary")
@@ -76,19 +78,15 @@ def unconstrained(row: Row, answer: Row) -> Row:
 
 def run(model: Path, job: list[Row], max_sequences: int) -> tuple[list[Row], float]:
     """The answers, and tokens per second of the passes."""
-    from moedge.runtime.plan.planner import Settings
 
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
         source.write_text("".join(json.dumps(row) + "\n" for row in job))
-        with BatchRun(BatchRequest(str(model), source, output, Settings(max_sequences=max_sequences))) as batch:
-            batch.measure()
-            batch.plan()
-            batch.load()
-            for _ in batch.passes():
+        with Checked.open(BatchRequest(str(model), source, output, Settings(max_sequences=max_sequences))) as checked:
+            running = checked.measure().plan().load().run()
+            for _ in running.passes():
                 pass
-            rate = batch.metrics.generated_tokens / (batch.seconds.generate or 1.0)
-            batch.finish()
+            rate = running.end().summary.throughput.generated_tok_s or 0.0
         return [json.loads(line) for line in output.read_text().splitlines()], rate
 
 

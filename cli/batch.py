@@ -47,24 +47,33 @@ def batch(
     Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
     is finished is kept in OUTPUT's name with .job until you remove it.
     """
-    from ..runtime.jobs.request import BatchRequest, GoOn
+    from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
-    from ..runtime.plan.plan import Settings
     from ..runtime.rows.row import Defaults
     from ..runtime.settings.budgets import Budgets
+    from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
-        settings=Settings(dtype, quant, kv, tokens_per_pass, max_sequences, deterministic, compute, attention),
+        settings=Settings(
+            dtype=dtype,
+            quant=quant,
+            kv=kv,
+            tokens_per_pass=tokens_per_pass,
+            max_sequences=max_sequences,
+            deterministic=deterministic,
+            compute=compute,
+            attention=attention,
+        ),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
-        budgets=Budgets(ram, disk, disk_dir, gpu_mem),
+        budgets=Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
-        go_on=GoOn(drift=tuple(accept_drift or ())),
+        resume=ResumeOptions(drift=tuple(accept_drift or ())),
         plan=plan,
     )
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))

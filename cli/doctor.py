@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..offload.errors import ExitCode
 from .options import options
-from .options.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from ..runtime.doctor.examination import Examination

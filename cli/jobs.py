@@ -34,7 +34,7 @@ def ls(as_json: JSON = False) -> None:
             continue
         counts = status.state.counts
         rows = f"{counts.rows:,}/{status.state.num_rows:,} rows"
-        print(f"{status.job_id}  {status.standing:11}  {rows:>20}  {counts.failed:>7,} failed  {status.output}")
+        print(f"{status.job_id}  {status.phase:11}  {rows:>20}  {counts.failed:>7,} failed  {status.output}")
 
 
 @app.command()
@@ -48,7 +48,7 @@ def show(job: JOB, as_json: JSON = False) -> None:
         return
     counts, opened = status.state.counts, status.state.opened
     lines = {
-        "job": f"{status.job_id}, {status.standing}" + (f": {status.reason}" if status.reason else ""),
+        "job": f"{status.job_id}, {status.phase}" + (f": {status.reason}" if status.reason else ""),
         "rows": f"{counts.ok:,} answered, {counts.failed:,} failed, {status.state.num_rows - counts.rows:,} to do",
         "tokens": f"{counts.generated_tokens:,} generated, {counts.prompt_tokens:,} prompt",
         "model": opened["request"]["model"],
@@ -80,7 +80,7 @@ def resume(
 ) -> None:
     """Go on with a job, as its first command would, under the budgets given here."""
     from ..runtime.jobs.journal.state import read_state
-    from ..runtime.jobs.request import GoOn, resumed
+    from ..runtime.jobs.request import ResumeOptions, resumed
     from ..runtime.jobs.status import find_job
     from ..runtime.jobs.stop import Limits
     from ..runtime.settings.budgets import Budgets
@@ -90,9 +90,9 @@ def resume(
     request = resumed(
         read_state(folder.journal).opened,
         folder.input,
-        Budgets(ram, disk, disk_dir, gpu_mem),
+        Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem),
         Limits(until, max_rows, max_failures),
-        GoOn(failed=failed, drift=tuple(accept_drift or ())),
+        ResumeOptions(failed=failed, drift=tuple(accept_drift or ())),
     )
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
 

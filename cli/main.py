@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..offload.errors import ExitCode, exit_code_of
 from ..offload.heap import return_memory
 from .batch import batch
 from .config import app as config
@@ -18,7 +19,6 @@ from .doctor import doctor
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
-from .options.exit_codes import ExitCode, exit_code
 from .options.process import settle
 from .plan import plan
 from .prepare import prepare
@@ -65,7 +65,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        code = exit_code(error)
+        code = exit_code_of(error)
         if code is ExitCode.BUG:
             print(f"moedge: a bug: {error!r}; the traceback is in {_save_traceback()}", file=sys.stderr)
         else:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..offload.errors import ExitCode
 from .options import options
-from .options.exit_codes import ExitCode
 from .views.formatting import duration, gib
 
 
@@ -43,7 +43,7 @@ def prepare(
         formats = precision(source, quant, dtype)
         target = output or place_for(source, *formats, disk_dir)
         say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
-        budgets = Budgets(ram, disk, disk_dir)
+        budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir)
         write_store(source, target, *formats, budgets, repair=True)
     peak, budget = host_peak(), budgets.host_nbytes()
     say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of host memory; give {target} as MODEL")

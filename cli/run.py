@@ -44,9 +44,9 @@ def run(
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
     from ..runtime.api.single_prompt import Wish, answer
-    from ..runtime.plan.plan import Settings
     from ..runtime.settings.budgets import Budgets
-    from ..runtime.text.errors import PromptError
+    from ..runtime.settings.errors import PromptError
+    from ..runtime.settings.settings import Settings
     from ..runtime.text.terminal import escape_controls
 
     if prompt is None:
@@ -55,8 +55,11 @@ def run(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text as an argument or on stdin")
-    settings = Settings(dtype, quant, kv, max_sequences=1, deterministic=deterministic, attention=attention)
+    settings = Settings(
+        dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
+    )
+    budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem)
     wish = Wish(max_tokens, temperature, seed, raw)
-    for piece in answer(model, prompt, settings, Budgets(ram, disk, disk_dir, gpu_mem), wish):
+    for piece in answer(model, prompt, settings, budgets, wish):
         print(escape_controls(piece), end="", flush=True)
     print()

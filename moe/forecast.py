@@ -16,6 +16,7 @@ import torch
 from .affinity import Affinity
 from .groups import ExpertGroups
 from .popularity import Popularity
+from .running_mean import RunningMean
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Forecast:
     look_ahead: LookAhead
     counts: ForecastCounts = field(default_factory=ForecastCounts)
     # Share of right ones among the first guesses, by way and layer.
-    _precision: dict[tuple[str, int], float] = field(default_factory=dict)
+    _precision: dict[tuple[str, int], RunningMean] = field(default_factory=dict)
     _guesses: dict[str, list[int]] = field(default_factory=dict)
 
     def guess(
@@ -80,15 +81,14 @@ class Forecast:
             ways[LOOK_AHEAD] = self.look_ahead.expected(layer, hidden, per_token)
             ways[AFFINITY] = self.affinity.expected(layer, groups.counts, per_token)
         self._guesses = {way: _best(expected, held, most) for way, expected in ways.items() if expected is not None}
-        return self._guesses[max(self._guesses, key=lambda way: self._precision.get((way, layer), 0.0))]
+        return self._guesses[max(self._guesses, key=lambda way: self._precision_of(way, layer))]
 
     def saw(self, layer: int, wanted: Collection[int]) -> None:
         """What the router said of which guesses were made."""
         for way, guessed in self._guesses.items():
             if guessed:
                 precision = len(set(guessed) & set(wanted)) / len(guessed)
-                before = self._precision.get((way, layer), precision)
-                self._precision[way, layer] = before + _NEWEST * (precision - before)
+                self._precision.setdefault((way, layer), RunningMean(_NEWEST)).observe(precision)
         self._guesses = {}
 
     def count(self, begun: Collection[int], missing: Collection[int], gap: float) -> None:
@@ -105,14 +105,18 @@ class Forecast:
 
     def precision(self, layer: int) -> float:
         """Of the best way; 0 before any was tried."""
-        return max((value for (_, each), value in self._precision.items() if each == layer), default=0.0)
+        return max((self._precision_of(way, layer) for way, each in self._precision if each == layer), default=0.0)
+
+    def _precision_of(self, way: str, layer: int) -> float:
+        mean = self._precision.get((way, layer))
+        return 0.0 if mean is None else mean.value or 0.0
 
     @property
     def best(self) -> str | None:
         """The way that is best in most layers; None before any was tried."""
         best: dict[int, str] = {}
-        for (way, layer), value in self._precision.items():
-            if layer not in best or value > self._precision[best[layer], layer]:
+        for way, layer in self._precision:
+            if layer not in best or self._precision_of(way, layer) > self._precision_of(best[layer], layer):
                 best[layer] = way
         votes: defaultdict[str, int] = defaultdict(int)
         for way in best.values():

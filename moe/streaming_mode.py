@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from .policy import ExpertKey, HoldPolicy, Lru, Popular
 from .popularity import Popularity
+from .running_mean import RunningMean
 
 
 class Wait(NamedTuple):
@@ -31,7 +32,7 @@ class Wait(NamedTuple):
 Bucket = tuple[int, bool]
 
 # Weight of the newest measurement in a running mean.
-_NEWEST_WAIT = 0.1
+_NEWEST = 0.1
 # Before anything was measured, in times that an expert takes.
 _FIRST = 2.0
 
@@ -57,8 +58,8 @@ class RouterLatency:
         self._clock = clock
         self._since: float | None = None
         self._waited = 0.0
-        self._gaps: dict[Bucket, float] = {}
-        self._stalls: dict[Bucket, float] = {}
+        self._gaps: dict[Bucket, RunningMean] = {}
+        self._stalls: dict[Bucket, RunningMean] = {}
 
     @property
     def seconds_each(self) -> float:
@@ -69,7 +70,7 @@ class RouterLatency:
     def mean(self, tokens: int, first: bool = False) -> Wait:
         """For passes of about so many tokens, before the `first` layer or another; the stall is one without guesses."""
         bucket = (tokens.bit_length(), first)
-        return Wait(self._gaps.get(bucket, _FIRST), self._stalls.get(bucket, _FIRST))
+        return Wait(_mean(self._gaps, bucket), _mean(self._stalls, bucket))
 
     def begin(self) -> None:
         """All that was asked for has arrived: from here on the lane has nothing to do but guesses."""
@@ -82,24 +83,20 @@ class RouterLatency:
         stall, self._waited = waited - self._waited, waited
         if self._since is None or not each:
             return
-        _mix(self._gaps, bucket, (self._clock() - self._since) / each)
+        self._gaps.setdefault(bucket, RunningMean(_NEWEST)).observe((self._clock() - self._since) / each)
         if not guessed:
-            _mix(self._stalls, bucket, stall / each)
+            self._stalls.setdefault(bucket, RunningMean(_NEWEST)).observe(stall / each)
 
 
-def _mix(means: dict[Bucket, float], bucket: Bucket, value: float) -> None:
-    before = means.get(bucket, value)
-    means[bucket] = before + _NEWEST_WAIT * (value - before)
+def _mean(means: Mapping[Bucket, RunningMean], bucket: Bucket) -> float:
+    mean = means[bucket].value if bucket in means else None
+    return _FIRST if mean is None else mean
 
 
 class Mode(StrEnum):
     ALL = "all"
     WANTED = "wanted"
     FORECAST = "wanted+forecast"
-
-
-# Weight of the newest measurement in a running mean.
-_NEWEST = 0.1
 
 
 def guesses(gap: float) -> int:
@@ -127,14 +124,14 @@ class ModeChoice:
         self._popularity = popularity
         self._forced = forced
         # Tokens of one text choose alike: measured union over that of tokens that choose independently.
-        self._alike = dict.fromkeys(popularity.layers, 1.0)
+        self._alike = {layer: RunningMean(_NEWEST, 1.0) for layer in popularity.layers}
 
     def choose(self, layer: int, tokens: int, held: Collection[int], wait: Wait, precision: float) -> Mode:
         """The cheapest in experts to wait for; `held` need not come, guesses are right with `precision`."""
         if self._forced is not None:
             return self._forced
         chances = self._popularity.layers[layer].wanted_by(tokens)
-        num_wanted = float(chances.sum() - chances[list(held)].sum()) * self._alike[layer]
+        num_wanted = float(chances.sum() - chances[list(held)].sum()) * (self._alike[layer].value or 0.0)
         costs = {
             Mode.ALL: len(chances) - len(held),
             Mode.WANTED: num_wanted + wait.gap,
@@ -145,7 +142,7 @@ class ModeChoice:
     def saw(self, layer: int, tokens: int, num_wanted: int) -> None:
         """What a pass wanted of a layer; before `popularity` has counted it."""
         expected = float(self._popularity.layers[layer].wanted_by(tokens).sum())
-        self._alike[layer] += _NEWEST * (num_wanted / expected - self._alike[layer])
+        self._alike[layer].observe(num_wanted / expected)
 
 
 class Hold(StrEnum):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from .errors import ExitCode, MoedgeError
+
 GIB = 1 << 30
 FORMS = "7GiB, 7G, 7GB, 500MiB, 80%, auto, auto-1GiB or 0"
 _UNITS = {"b": 1} | {
@@ -20,8 +22,10 @@ _SIZE = re.compile(_NUMBER + r"([a-z]+)")
 _PERCENT = re.compile(_NUMBER + "%")
 
 
-class BadSize(ValueError):
+class BadSize(MoedgeError, ValueError):
     """A size is not written in a known form, or leaves nothing."""
+
+    exit_code = ExitCode.USAGE
 
 
 def auto_host(available: int) -> int:

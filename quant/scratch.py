@@ -3,7 +3,7 @@
 Free of torch, as the planner counts these bytes. Knows sizes, not kernels.
 """
 
-from .format import Layout, Plane, end_of, lay_out
+from .formats.format import Layout, Plane, end_of, lay_out
 
 # Weights widened at a time: 8 MiB of bfloat16. Larger strips are not faster, and those of a language model's output
 # head would be hundreds of MiB. A constant, not a share of a budget: the cut may show in a result's last bits.

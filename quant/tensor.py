@@ -10,8 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .format import ALIGNMENT, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
 from .formats.codec import CODECS
+from .formats.format import ALIGNMENT, DTYPES, OPTION_DTYPES, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 # Below this torch runs an operation in the calling thread, and a core's cache holds the chunk's float32 copies.
@@ -149,4 +149,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# By the name in options, and by that of safetensors.
+TORCH_DTYPES = {name: torch_dtype(each.name) for name, each in OPTION_DTYPES.items()}
+SAFETENSORS_DTYPES = {each.safetensors: torch_dtype(each.name) for each in DTYPES.values()}

@@ -10,9 +10,11 @@ from tiny_families import build_model, build_tokenizer
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.plan.planner import Plan, Settings, Workload, budget_range, make_plan
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 LENGTHS = (3, 40, 17, 70, 1, 33)
@@ -56,12 +58,12 @@ def run_family(family: str, folder: Path) -> FamilyRun:
     build_tokenizer(folder / "checkpoint", model.config.get_text_config().vocab_size)
     expected = stock_tokens(folder / "checkpoint")
     job = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
-    settings = Settings("fp32", "none", "fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
+    settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
     with open_source(str(folder / "checkpoint")) as source:
         smallest, whole = budget_range(source.shape, settings, job)
         prepare(source, folder / "store", "none", "fp32", Budgets())
-        streamed = _run(source, make_plan(source.shape, settings, smallest, job), folder / "store")
-        packed = _run(source, make_plan(source.shape, settings, 2 * whole, job), None)
+        streamed = _run(source, make_plan(source.shape, settings, MemoryBudget(smallest), job), folder / "store")
+        packed = _run(source, make_plan(source.shape, settings, MemoryBudget(2 * whole), job), None)
     return FamilyRun(expected, streamed[0], packed[0], streamed[1], streamed[2], packed[2])
 
 

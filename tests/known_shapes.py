@@ -7,6 +7,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moedge.offload.checkpoint.header import TensorEntry
+from moedge.runtime.plan.cost_model import CostModel, Rates
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import PlanResult, solve
+from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.read import model_shape
@@ -26,6 +32,19 @@ def plain_model(
         KVGroup(tuple(range(1, num_layers, 2)), 4, 128, window),
     )
     return ModelShape("qwen3_moe", "bf16", 2048, 32_000, 4096, layers, groups, Matrix("head", 32_000, 2048), 2048)
+
+
+def choose(
+    shape: ModelShape,
+    settings: Settings,
+    budget: MemoryBudget,
+    workload: Workload,
+    rates: Rates | None = None,
+    factors: dict[str, dict[str, float]] | None = None,
+) -> PlanResult:
+    """What the planner makes of a request, on a machine with these rates."""
+    costs = CostModel(shape, rates, factors)
+    return solve(PlanRequest(costs=costs, workload=workload, budget=budget, settings=settings))
 
 
 QWEN3_30B = {

@@ -4,12 +4,17 @@ from known_shapes import CONFIGS, known_shape
 
 from moedge.offload.machine.hardware import Gpu, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, Overheads, PinLimit
-from moedge.runtime.plan.candidate import PROCESS_NBYTES, CostCache
-from moedge.runtime.plan.placement import ASSUMED_CONTEXT_NBYTES, LIBRARIES_NBYTES, DeviceRoom
-from moedge.runtime.plan.plan import Settings, Workload
-from moedge.runtime.plan.planner import Choice, Speed
-from moedge.runtime.plan.rates import rates_of
-from moedge.runtime.plan.what_if import PlanRequest
+from moedge.runtime.plan.cost_model import CostModel, rates_of
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import PlanResult, solve
+from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.settings.budgets import (
+    ASSUMED_CONTEXT_NBYTES,
+    LIBRARIES_NBYTES,
+    PROCESS_NBYTES,
+    DeviceBudget,
+    MemoryBudget,
+)
 from moedge.runtime.settings.errors import DoesNotFit
 
 GIB = 1 << 30
@@ -64,34 +69,34 @@ def page() -> str:
 
 def question(name: str, gib: int) -> PlanRequest:
     """A device whose desktop leaves it all but half a GiB."""
-    room = DeviceRoom(
+    device = DeviceBudget(
         gib * GIB - GIB // 2, ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
     )
-    speed = Speed(rates_of(PROFILE, on_device=True))
-    return PlanRequest(CostCache(known_shape(name)), Settings(), JOB, HOST, room, speed)
+    costs = CostModel(known_shape(name), rates_of(PROFILE, on_device=True))
+    return PlanRequest(costs=costs, workload=JOB, budget=MemoryBudget(HOST, device))
 
 
 def _row(gib: int, asked: PlanRequest) -> str:
     try:
-        return _line((f"{gib} GiB", *_cells(asked.answer())))
+        return _line((f"{gib} GiB", *_cells(solve(asked))))
     except DoesNotFit as refusal:
         return _line((f"{gib} GiB", f"does not fit: {str(refusal).split(',')[0]}", *[""] * (len(COLUMNS) - 2)))
 
 
-def _cells(choice: Choice) -> tuple[str, ...]:
+def _cells(choice: PlanResult) -> tuple[str, ...]:
     plan, told = choice.plan, choice.prediction
-    assert plan.device is not None
+    assert plan.staging is not None
     whole = plan.weights_nbytes
     return (
         f"{plan.quant} {whole / GIB:.1f} GiB",
         f"{plan.held_nbytes / whole:.0%}",
-        f"{plan.device.staged_nbytes / whole:.0%}",
-        f"{plan.device.disk_nbytes / whole:.0%}",
+        f"{plan.staging.staged_nbytes / whole:.0%}",
+        f"{plan.staging.disk_nbytes / whole:.0%}",
         f"{plan.kv} {plan.kv_nbytes / GIB:.1f} GiB",
         f"{plan.max_sequences:,}",
         f"{plan.tokens_per_pass:,}",
         f"{told.generated_tok_s:,.0f}",
-        told.binds,
+        told.bottleneck,
     )
 
 

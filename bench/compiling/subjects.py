@@ -21,7 +21,7 @@ import paged_cases
 from known_shapes import CONFIGS
 from pairwise import pairwise
 
-from moedge.quant.format import get_format
+from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct

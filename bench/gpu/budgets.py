@@ -7,15 +7,16 @@ from typing import Any
 
 from random_model import CONFIGS, random_source
 from report import Report
-from throughput import KV, PROMPT, measure_small, tiers_of
+from throughput import KV, PROMPT, measure_small, memory_of
 from throughput import measure as measure_run
 
 from moedge.offload.machine.hardware import find_gpus
 from moedge.quant.kernels.gpu import Gpu
-from moedge.runtime.plan.placement import DeviceRoom
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import GIB, Settings, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import GIB, DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.settings import Settings
 
 BUDGETS = (4, 8, 12, 24)
 # What CUDA and its libraries take, for plans that nothing is measured for.
@@ -37,9 +38,9 @@ def _hold(gib: int) -> dict[str, Any]:
     if find_gpus()[0].nbytes < gib * GIB:
         return {"skipped": "this GPU has less"}
     with random_source("qwen3") as source:
-        settings = Settings("bf16", "nf4", "int8", tokens_per_pass=512, max_sequences=8)
+        settings = Settings(dtype="bf16", quant="nf4", kv="int8", tokens_per_pass=512, max_sequences=8)
         try:
-            return measure_run(source, tiers_of(f"{gib}GiB"), settings, PROMPT)
+            return measure_run(source, memory_of(f"{gib}GiB"), settings, PROMPT)
         except DoesNotFit as refused:
             return {"refused": str(refused)}
 
@@ -49,9 +50,11 @@ def _sequences(name: str) -> dict[str, Any]:
     job, results = Workload(100_000, PROMPT + OUTPUT), {}
     with random_source(name) as source:
         for gib in (8, 12):
-            room = DeviceRoom(gib * GIB, CONTEXT_NBYTES, 1 << 30, Gpu((8, 6), 28))
+            granted = DeviceBudget(gib * GIB, CONTEXT_NBYTES, 1 << 30, Gpu((8, 6), 28))
             for kv in KV:
-                settings = Settings("bf16", "nf4", kv, tokens_per_pass=4096, max_sequences=4096)
-                results[f"{gib} GiB {kv}"] = make_plan(source.shape, settings, 1 << 40, job, room).kv_sequences
+                settings = Settings(dtype="bf16", quant="nf4", kv=kv, tokens_per_pass=4096, max_sequences=4096)
+                results[f"{gib} GiB {kv}"] = make_plan(
+                    source.shape, settings, MemoryBudget(1 << 40, granted), job
+                ).kv_sequences
             results[f"{gib} GiB int4 over bf16"] = round(results[f"{gib} GiB int4"] / results[f"{gib} GiB bf16"], 2)
     return {"sequences": results, "tokens": PROMPT + OUTPUT}

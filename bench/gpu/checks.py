@@ -106,10 +106,10 @@ def _compare(name: str, ran: Any, plan: Any, wanted: Any, device: Any) -> str:
         raise AssertionError(f"{name}: tokens differ from those with everything resident")
     # The offsets of quantized keys take a pass of their own, which stores keep.
     measured = not plan.streams and KVFormat.parse(plan.kv).keys.quantized
-    if (ran.to_device, ran.from_disk) != ((ran.passes + measured) * streamed, ran.passes * plan.device.disk_nbytes):
+    if (ran.to_device, ran.from_disk) != ((ran.passes + measured) * streamed, ran.passes * plan.staging.disk_nbytes):
         raise AssertionError(f"{name}: {ran.to_device} and {ran.from_disk} bytes moved, wanted {streamed} a pass")
-    if device.peak > plan.device.budget_nbytes:
-        raise AssertionError(f"{name}: the device's peak {device.peak} is over {plan.device.budget_nbytes}")
+    if device.peak > plan.budget.device.nbytes:
+        raise AssertionError(f"{name}: the device's peak {device.peak} is over {plan.budget.device.nbytes}")
     return f"{ran.to_device} B to device {ran.from_disk} B from disk"
 
 

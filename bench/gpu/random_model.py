@@ -20,7 +20,7 @@ from moedge.offload.device import Device
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading.engine_loader import LoadedEngine, Loading
 from moedge.runtime.model.definition import define
-from moedge.runtime.plan.planner import Plan
+from moedge.runtime.plan.placement import Plan
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import is_router, model_shape
 from moedge.runtime.shape.shards import ModelShards, ShardLayout

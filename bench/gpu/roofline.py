@@ -10,7 +10,7 @@ import rates
 
 from moedge.offload.machine.device import measure_link
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.planner import Plan
+from moedge.runtime.plan.placement import Plan
 from moedge.runtime.shape.model_shape import ModelShape
 
 

@@ -20,12 +20,11 @@ from roofline import against_roofline, measure_rates
 from moedge.offload.budget import parse_size
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine
-from moedge.runtime.loading.memory_tiers import Tiers, open_tiers
-from moedge.runtime.plan.placement import DeviceRoom
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, budget_range, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, DeviceBudget, MachineMemory, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource
 
 PROMPT, STEADY = 512, 12
@@ -56,12 +55,12 @@ def run_model(name: str, report: Report, fake: bool) -> None:
 
 def _run(name: str, budget: str, kv: str, sequences: int) -> dict[str, Any]:
     with random_source(name) as source:
-        settings, tiers = Settings("bf16", "nf4", kv, max_sequences=sequences), tiers_of(budget)
+        settings, memory = Settings(dtype="bf16", quant="nf4", kv=kv, max_sequences=sequences), memory_of(budget)
         job = Workload(sequences, PROMPT + STEADY + 2)
-        room = make_plan(source.shape, settings, tiers.host_nbytes, job, tiers.room).kv_sequences
-        if any(room <= fewer < sequences for fewer in SEQUENCES):
-            return {"skipped": f"the cache has room for {room} sequences: as with fewer"}
-        return measure(source, tiers, settings, PROMPT)
+        cached = make_plan(source.shape, settings, memory.budget, job).kv_sequences
+        if any(cached <= fewer < sequences for fewer in SEQUENCES):
+            return {"skipped": f"the cache has room for {cached} sequences: as with fewer"}
+        return measure(source, memory, settings, PROMPT)
 
 
 def _peer(report: Report, budget: str) -> dict[str, Any]:
@@ -73,31 +72,31 @@ def _peer(report: Report, budget: str) -> dict[str, Any]:
     return peer | {"ours_over_it": max(ours, default=0.0) / peer["generated_tok_s"]}
 
 
-def tiers_of(budget: str) -> Tiers:
-    return open_tiers(Budgets(ram="80%", gpu_mem=budget))
+def memory_of(budget: str) -> MachineMemory:
+    return Budgets(ram="80%", gpu_mem=budget).open()
 
 
 def measure_small(name: str, share: float) -> dict[str, Any]:
     """On the fake device, with the least memory there that works, or that `share` of the way to all of it."""
     sizes = {size: value for size, value in SMALL.items() if size in CONFIGS[name]}
     with device_for_run(True, True, 0) as device, random_source(name, **sizes) as source:
-        settings = Settings("bf16", "nf4", "int4", tokens_per_pass=32, max_sequences=2)
-        room = DeviceRoom(0, device.context_nbytes, 0)
-        smallest, whole = budget_range(source.shape, settings, Workload(2, 8 + STEADY + 2), room)
-        room = replace(room, budget_nbytes=smallest + int(share * (whole - smallest)))
-        return measure(source, Tiers(1 << 32, device, room), settings, 8)
+        settings = Settings(dtype="bf16", quant="nf4", kv="int4", tokens_per_pass=32, max_sequences=2)
+        granted = DeviceBudget(0, device.context_nbytes, 0)
+        smallest, whole = budget_range(source.shape, settings, Workload(2, 8 + STEADY + 2), granted)
+        granted = replace(granted, nbytes=smallest + int(share * (whole - smallest)))
+        return measure(source, MachineMemory(MemoryBudget(1 << 32, granted), device), settings, 8)
 
 
-def measure(source: ModelSource, tiers: Tiers, settings: Settings, prompt: int) -> dict[str, Any]:
+def measure(source: ModelSource, memory: MachineMemory, settings: Settings, prompt: int) -> dict[str, Any]:
     """One run: every sequence's prompt, then passes in which all of them decode."""
     sequences = settings.max_sequences
     job = Workload(sequences, prompt + STEADY + 2)
-    plan = make_plan(source.shape, settings, tiers.host_nbytes, job, tiers.room)
-    with closing(load_random(source, plan, tiers.device)) as loaded:
+    plan = make_plan(source.shape, settings, memory.budget, job)
+    with closing(load_random(source, plan, memory.device)) as loaded:
         live = min(sequences, plan.kv_sequences)
         prompts, steady = _passes(loaded, live, prompt, source.shape.vocab)
-        assert plan.device is not None
-        assert tiers.device is not None
+        assert plan.staging is not None
+        assert memory.device is not None
         streamed = loaded.streamed.nbytes_to_device // loaded.engine.metrics.passes
         result = {
             "live": live,
@@ -105,8 +104,8 @@ def measure(source: ModelSource, tiers: Tiers, settings: Settings, prompt: int) 
             "pass_s": statistics.median(steady),
             "generated_tok_s": live / statistics.median(steady),
             "link_nbytes": streamed,
-            "peak": tiers.device.peak,
-            "budget": plan.device.budget_nbytes,
+            "peak": memory.device.peak,
+            "budget": plan.budget.device.nbytes,
         }
         if streamed > (most := plan.weights_nbytes - plan.held_nbytes):
             raise AssertionError(f"{streamed} bytes crossed the link a pass, the plan says {most}")

@@ -21,13 +21,17 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from ...offload.errors import ExitCode, MoedgeError
+
 PROJECT_FILE = "moedge.toml"
 # A page of settings is a few kilobytes; anything large was not written for this.
 _MOST_NBYTES = 1 << 20
 
 
-class ConfigError(ValueError):
+class ConfigError(MoedgeError):
     """A setting is unknown or wrong; the message begins with where it is."""
+
+    exit_code = ExitCode.USAGE
 
 
 @dataclass(frozen=True, slots=True)

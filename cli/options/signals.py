@@ -7,8 +7,9 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from .exit_codes import ExitCode
+from ...offload.errors import ExitCode
 
 _CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
@@ -34,6 +35,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested: ExitCode | None = None
         self._deferred = False
+        self._before: dict[signal.Signals, Any] = {}
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

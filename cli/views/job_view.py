@@ -1,4 +1,4 @@
-"""A batch job as a person sees it on the terminal: its phases, its progress, its numbers. All of it on stderr."""
+"""A batch job as a person sees it on the terminal: its states, its progress, its numbers. All of it on stderr."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from ...runtime.jobs.batch_run import BatchRun
-from ...runtime.jobs.eta import Eta, Work
-from ...runtime.jobs.job_plan import JobPlan
+from ...offload.errors import ExitCode
+from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.summary import Percentiles, RunSummary
-from ...runtime.plan.plan import Plan
-from ..options.exit_codes import ExitCode
+from ...runtime.plan.fallback import FallbackPolicy
+from ...runtime.plan.placement import Plan
+from ...runtime.plan.planner import PlanResult
+from ...runtime.settings.errors import counted
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .formatting import duration, gib, kernel_lines
@@ -36,19 +37,25 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     return [
         ("rows", f"{rows.ok:,} answered, {rows.failed:,} failed"),
         ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
-        ("speed", f"{speed.generated_tok_s or 0:,.1f} tok/s out, {speed.prompt_tok_s or 0:,.1f} in"),
-        ("time", f"{duration(summary.seconds.total or 0)}, of which loading {duration(summary.seconds.load or 0)}"),
-        ("first token", _spread(latency.ttft_s)),
-        ("per token", _spread(latency.tpot_s)),
-        ("passes", f"{summary.passes.count:,} of {summary.passes.sequences_mean or 0:,.1f} sequences"),
-        ("memory", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
+        ("speed", f"{speed.generated_tok_s or 0:,.1f} tok/s generated, {speed.prompt_tok_s or 0:,.1f} tok/s prompt"),
+        ("time", f"{duration(summary.seconds.total or 0)}, {duration(summary.seconds.load or 0)} of it loading"),
+        ("first token", _percentiles(latency.ttft_s)),
+        ("per token", _percentiles(latency.tpot_s)),
+        ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
+        ("RAM", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
         *_device(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
-        ("reuse", f"{kv.prefix_hit_tokens or 0:,} prompt tokens were in the cache; {kv.preemptions} preemptions"),
+        ("prefix cache", _reused(kv.prefix_hit_tokens or 0, tokens.prompt)),
+        ("preemptions", f"{kv.preemptions or 0:,}"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
         *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), summary.plan.get("notes", ()))),
     ]
+
+
+def _reused(hits: int, prompt_tokens: int) -> str:
+    share = f" ({hits / prompt_tokens:.0%})" if prompt_tokens else ""
+    return f"{hits:,} of {counted(prompt_tokens, 'prompt token')} reused{share}"
 
 
 def _device(summary: RunSummary) -> list[tuple[str, str]]:
@@ -61,14 +68,14 @@ def _device(summary: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-def _spread(values: Percentiles) -> str:
+def _percentiles(values: Percentiles) -> str:
     if values.p50 is None or values.p99 is None:
         return "no row was answered"
-    return f"{values.p50:.3f} s median, {values.p99:.3f} s for the slowest in a hundred"
+    return f"p50 {values.p50:.3g} s, p99 {values.p99:.3g} s"
 
 
 class JobView:
-    """Runs a job and says what it does, in the style that was asked for."""
+    """Runs a job, state by state, and says what it does, in the style that was asked for."""
 
     def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
         as_json = output_format is Format.JSON
@@ -82,93 +89,94 @@ class JobView:
             try:
                 return self._run(request, summary_path, signals)
             except Stopped as stopped:
-                self._say("stopped before a row was in work")
+                self._say("Stopped before the first row started.")
                 self._events.emit("stopped", reason="signal", id=None, done=0)
                 return stopped.code
 
     def _run(self, request: BatchRequest, summary_path: Path | None, signals: StopSignals) -> ExitCode:
-        with BatchRun(request) as run:
-            if not run.finished:
-                self._prepare(run)
+        with Checked.open(request) as checked:
+            running = None if checked.finished else self._prepare(checked).run()
             with signals.deferred():
-                if not run.finished:
-                    self._generate(run, signals)
-                reason = "signal" if signals.requested is not None else run.stopped_because
-                summary = run.finish() if reason is None else run.stop(reason)
+                ended = checked.publish() if running is None else self._generate(checked, running, signals)
         if summary_path is not None:
-            summary.write(summary_path)
-        if summary.passes.count is not None:
-            self._console.print(summary_table(summary))
-        if reason is None:
-            return self._conclude(run, summary)
-        return self._stopped(run, summary, reason, signals.requested or ExitCode.STOPPED)
+            ended.summary.write(summary_path)
+        if ended.summary.passes.count is not None:
+            self._console.print(summary_table(ended.summary))
+        if ended.reason is None:
+            return self._conclude(ended)
+        return self._stopped(ended, checked.preflight.num_rows, signals.requested)
 
-    def _prepare(self, run: BatchRun) -> None:
-        checked, done = run.preflight, run.ledger.num_done
-        self._say(checked.report(run.request.lenient))
-        if run.ledger.resumed:
-            left = checked.num_rows - done
-            self._say(f"going on with job {run.ledger.job_id}: {done:,} rows done, {left:,} to do")
-        size = run.measure()
-        self._say(f"{size.prompt_tokens:,} prompt tokens, at most {size.max_generated_tokens:,} to generate")
+    def _prepare(self, checked: Checked) -> Loaded:
+        found, done = checked.preflight, checked.claim.num_done
+        self._say(found.report(checked.request.lenient))
+        if checked.claim.job_id is not None:
+            left = found.num_rows - done
+            self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
+        measured = checked.measure()
+        self._say_size(measured)
+        planned = measured.plan()
+        self._say_plan(planned, done)
+        loaded = planned.load()
+        self._say_fallbacks(loaded.policy, 0)
+        self._say(f"loaded in {duration(loaded.load_seconds)}")
+        self._events.emit("loaded", seconds=loaded.load_seconds)
+        return loaded
+
+    def _say_size(self, measured: Measured) -> None:
+        size, context = measured.size, measured.checked.source.shape.context
+        self._say(
+            f"{counted(size.prompt_tokens, 'prompt token')}, up to {size.max_generated_tokens:,} generated tokens"
+        )
         if size.too_long:
-            self._say(
-                f"{size.too_long:,} rows are longer than the context of {run.source.shape.context:,} tokens: error rows"
-            )
-        plan = run.plan()
+            self._say(f"{_are(size.too_long, 'row')} longer than the context of {context:,} tokens: error rows")
+
+    def _say_plan(self, planned: Planned, done: int) -> None:
+        plan, measured = planned.plan, planned.measured
+        size = measured.size
         if failing := size.longer_than(plan.kv_tokens):
             self._say(
-                f"{failing:,} rows may need more than the {plan.kv_tokens:,} tokens that fit: error rows; "
-                f"every row takes {run.for_every_row}"
+                f"{counted(failing, 'row')} may need more than the {plan.kv_tokens:,} tokens that fit: error rows; "
+                f"{planned.for_every_row} runs all"
             )
         self._events.emit(
             "job",
-            id=run.ledger.job_id,
-            folder=str(run.ledger.folder.path),
-            rows=checked.num_rows,
+            id=planned.session.job_id,
+            folder=str(planned.session.folder.path),
+            rows=measured.checked.preflight.num_rows,
             done=done,
             prompt_tokens=size.prompt_tokens,
             max_generated_tokens=size.max_generated_tokens,
             too_long=size.too_long,
             plan=plan.as_dict(),
         )
-        self._say(
-            f"weights {plan.quant} {gib(plan.weights_nbytes)}, KV cache {plan.kv} {gib(plan.kv_nbytes)} for "
-            f"{plan.kv_sequences:,} sequences at their longest, within {_budgets(plan)}; arithmetic {plan.dtype}; "
-            f"{plan.tokens_per_pass:,} tokens a pass"
-        )
+        self._say(_plan_line(plan))
         for line in kernel_lines(plan.lacks, plan.notes):
             self._say(line)
         if streamed := plan.weights_nbytes - plan.held_nbytes:
-            self._say(f"{gib(plan.held_nbytes)} of weights are held, {_way(plan, streamed)} in every pass")
-        for line in _expectation(run.planned):
+            self._say(f"{gib(plan.held_nbytes)} of the weights stay in memory; every pass {_way(plan, streamed)}")
+        for line in _estimate(planned.chosen):
             self._say(line)
-        run.load()
-        self._say_given_up(run, 0)
-        self._say(f"loaded in {duration(run.seconds.load or 0)}")
-        self._events.emit("loaded", seconds=run.seconds.load)
 
-    def _generate(self, run: BatchRun, signals: StopSignals) -> None:
-        size, done = run.size, run.ledger.num_done
-        tokens_per_pass = run.plan_made.tokens_per_pass
-        pace = Eta(Work(run.preflight.num_rows, done, size.prompt_tokens, size.max_generated_tokens, tokens_per_pass))
-        with self._progress(pace.total) as progress:
-            told = len(run.concessions.made)
-            for _ in run.passes():
-                told = self._say_given_up(run, told)
-                committed = run.ledger.committed
-                pace.update(committed.ok + committed.failed, committed.failed, run.metrics)
-                progress.show(pace)
+    def _generate(self, checked: Checked, running: Running, signals: StopSignals) -> Ended:
+        eta = running.eta()
+        with self._progress(eta.total) as progress:
+            said = len(running.policy.made)
+            for _ in running.passes():
+                said = self._say_fallbacks(running.policy, said)
+                committed = running.session.committed
+                eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
+                progress.show(eta)
                 if signals.requested is not None:
-                    self._say("stopping after this pass; once more to leave at once")
-                    return
+                    self._say("Stopping after this pass... (Ctrl-C again to quit now)")
+                    break
+        return running.end("signal" if signals.requested is not None else None)
 
-    def _say_given_up(self, run: BatchRun, told: int) -> int:
-        """What was given up since so many concessions were told; returns how many are now."""
-        for each in run.concessions.made[told:]:
+    def _say_fallbacks(self, policy: FallbackPolicy, said: int) -> int:
+        """What memory took from the plan after the first `said` fallbacks; returns how many there are now."""
+        for each in policy.made[said:]:
             self._say(str(each))
             self._events.emit("given_up", what=each.what, before=each.before, after=each.after, cause=each.cause)
-        return len(run.concessions.made)
+        return len(policy.made)
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style
@@ -180,51 +188,65 @@ class JobView:
             return BarProgress(self._console, total)
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
 
-    def _conclude(self, run: BatchRun, summary: RunSummary) -> ExitCode:
-        rows, host = summary.rows, summary.memory.host
-        self._events.emit("finished", ok=rows.ok, failed=rows.failed, output=str(run.paths.out))
-        if (host.peak or 0) > (host.budget or host.peak or 0):
-            self._say(
-                f"over budget: {gib(host.peak or 0)} of host memory were used, {gib(host.budget or 0)} were granted"
-            )
+    def _conclude(self, ended: Ended) -> ExitCode:
+        rows, paths = ended.summary.rows, ended.paths
+        self._events.emit("finished", ok=rows.ok, failed=rows.failed, output=str(paths.out))
+        if ended.over_budget:
+            for tier in ended.over_budget:
+                name = "RAM" if tier.tier == "host" else "GPU memory"
+                self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
-        self._say(f"{rows.ok:,} answers are in {run.paths.out}")
+        self._say(f"{counted(rows.ok, 'answer')} in {paths.out}")
         if rows.failed:
             self._say(
-                f"{rows.failed:,} rows failed: {run.paths.errors} says why; "
-                f"`moedge jobs resume {run.ledger.job_id} --failed` runs them again"
+                f"{counted(rows.failed, 'row')} failed (see {paths.errors}); "
+                f"run again with: moedge jobs resume {ended.session.job_id} --failed"
             )
             return ExitCode.SOME_ROWS_FAILED
         return ExitCode.OK
 
-    def _stopped(self, run: BatchRun, summary: RunSummary, reason: str, code: ExitCode) -> ExitCode:
-        self._say(f"stopped: {reason}; {summary.rows.total:,} finished rows are in {run.paths.partial}")
-        self._say(f"the same command goes on, and so does `moedge jobs resume {run.ledger.job_id}`")
-        self._events.emit("stopped", reason=reason, id=run.ledger.job_id, done=summary.rows.total)
-        return code
+    def _stopped(self, ended: Ended, num_rows: int, requested: ExitCode | None) -> ExitCode:
+        done, job_id = ended.summary.rows.total, ended.session.job_id
+        why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
+        self._say(f"{why}: {done:,} of {counted(num_rows, 'row')} done ({ended.paths.partial}).")
+        self._say(f"Resume with the same command, or: moedge jobs resume {job_id}")
+        self._events.emit("stopped", reason=ended.reason, id=job_id, done=done)
+        return requested or ExitCode.STOPPED
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _expectation(planned: JobPlan) -> Iterator[str]:
-    told, seconds = planned.prediction, planned.choice.seconds
-    slow = "" if planned.machine.profile else ", if this machine is a slow one: `moedge doctor` measures it"
-    yield (
-        f"expected: {told.generated_tok_s:,.1f} tok/s, {duration(told.seconds)} after loading, "
-        f"waiting for {told.binds}{slow}"
+def _are(number: int, noun: str) -> str:
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
+
+
+def _plan_line(plan: Plan) -> str:
+    where = "CPU" if plan.staging is None else "GPU"
+    packed = f"{plan.dtype} weights {gib(plan.weights_nbytes)} (not quantized)"
+    weights = packed if plan.quant == "none" else f"{plan.quant} weights {gib(plan.weights_nbytes)}, {plan.dtype} dtype"
+    names = {"device": "GPU memory", "host": "RAM"}
+    budgets = [f"{names[tier]} budget {gib(nbytes)}" for tier, nbytes in plan.budget.memory.items()]
+    return (
+        f"plan: {where}, {weights}, {plan.kv} KV cache {gib(plan.kv_nbytes)} "
+        f"({counted(plan.kv_sequences, 'sequence')}), {plan.tokens_per_pass:,} tokens per pass; {', '.join(budgets)}"
     )
-    others = [f"{quant} {taken / told.seconds:.2f}" for quant, taken in seconds.items() if quant != planned.plan.quant]
-    if others:
-        yield f"times as long in other weight formats: {', '.join(others)}"
 
 
-def _budgets(plan: Plan) -> str:
-    host = f"{gib(plan.budget_nbytes)} of host memory"
-    return host if plan.device is None else f"{gib(plan.device.budget_nbytes)} of GPU memory and {host}"
+def _estimate(chosen: PlanResult) -> Iterator[str]:
+    predicted, seconds = chosen.prediction, chosen.seconds
+    known = chosen.request.costs.rates.measured
+    measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
+    yield (
+        f"estimate: about {predicted.generated_tok_s:,.3g} tok/s, {duration(predicted.seconds)}, "
+        f"{predicted.bottleneck}-bound{measured}"
+    )
+    times = {quant: taken / predicted.seconds for quant, taken in seconds.items() if quant != chosen.plan.quant}
+    if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:
+        yield f"estimated time with other formats: {', '.join(others)}"
 
 
 def _way(plan: Plan, streamed: int) -> str:
-    if plan.device is None:
-        return f"{gib(streamed)} are read from disk"
-    return f"{gib(streamed)} copied to the GPU, {gib(plan.device.disk_nbytes)} of them from disk,"
+    if plan.staging is None:
+        return f"reads {gib(streamed)} from disk"
+    return f"copies {gib(streamed)} to the GPU, {gib(plan.staging.disk_nbytes)} of it from disk"

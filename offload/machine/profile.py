@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from platformdirs import user_state_path
 
+from ..atomic_file import own_name, write_atomically
 from .hardware import Gpu, Hardware, find_hardware
 
 # FLOP/s by weight format, then by number of rows (tokens) multiplied at once.
@@ -257,14 +256,8 @@ def save_machine(machine: Machine, path: Path) -> None:
     others = [kept for kept in _kept(path) if kept.hardware != machine.hardware]
     profiles = [kept.to_json() for kept in (machine, *others)][:_MOST_KEPT]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            json.dump({"schema": SCHEMA, "machines": profiles}, file, indent=1)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    text = json.dumps({"schema": SCHEMA, "machines": profiles}, indent=1)
+    write_atomically(path, text.encode(), own_name(path))
 
 
 def _kept(path: Path) -> list[Machine]:

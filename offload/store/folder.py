@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from ..atomic_file import TEMPORARY_SUFFIX, sync_folder
 from ..errors import BadStore
 from .access import LOCK, refuse_untrusted
-from .durable import TEMPORARY_SUFFIX, sync_folder
 from .manifest import MANIFEST, PROGRESS, Manifest, is_file_name, is_note_name, read_manifest
 
 

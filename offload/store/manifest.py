@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..atomic_file import write_atomically
 from ..errors import BadStore
 from .access import open_trusted
-from .durable import write_file
 
 FORMAT = "moedge.store/1"
 MANIFEST = "manifest.json"
@@ -98,7 +98,7 @@ class Manifest:
         return canonical(content | {"crc32": _hex(zlib.crc32(canonical(content)))}) + b"\n"
 
     def save(self, path: Path) -> None:
-        write_file(path, self.encode())
+        write_atomically(path, self.encode())
 
 
 def read_manifest(path: Path) -> Manifest:

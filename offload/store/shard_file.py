@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..atomic_file import AtomicFile
 from ..checkpoint.header import ITEM_BITS, TensorEntry, header_nbytes, parse_header
 from ..errors import BadCheckpoint, BadStore
 from .access import open_trusted
-from .durable import NewFile
 from .manifest import FileRecord
 
 _CHUNK_NBYTES = 4 << 20
@@ -163,7 +163,7 @@ class NewShardFile:
         self._entries = parse_header(self._header[8:], self._nbytes, path.name)
         self._written = {spec.name: [0] * spec.num_shards for spec in specs}
         self._crc32 = {spec.name: [0] * spec.num_shards for spec in specs}
-        self._file = NewFile(path)
+        self._file = AtomicFile(path)
 
     def write(self, tensor: str, index: int, data: memoryview) -> None:
         """The next bytes of a shard. Raises ValueError for more than it holds."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ..atomic_file import rename
 from ..errors import DiskFull
 from .access import lock_to_write
-from .durable import rename
 from .folder import begun_manifest, make_folder, remove_files_except
 from .manifest import HEAD_FILE, MANIFEST, PROGRESS, RESIDENT_FILE, FileRecord, Manifest, layer_file
 from .shard_file import ALIGNMENT, NewShardFile, TensorSpec, is_intact

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ..errors import ExitCode, MoedgeError
+
 ALIGNMENT = 4096
 
 
@@ -67,8 +69,10 @@ class Ring:
         return size
 
 
-class StreamBroken(Exception):
+class StreamBroken(MoedgeError):
     """Bytes stopped arriving; says which, and why. What was computed before stays valid."""
+
+    exit_code = ExitCode.GAVE_OUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-CPU_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from .format import OPTION_DTYPES
+
+CPU_NAMES = {getattr(torch, each.name): each.option for each in OPTION_DTYPES.values()}
 
 
 def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..format import Layout
+from ..formats.format import Layout
 from ..tensor import PackedTensor, torch_dtype
 from .launch import Launch
 from .operands import Gate

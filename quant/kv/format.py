@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..format import FormatError, Plane, end_of, lay_out
+from ..formats.format import FormatError, Plane, end_of, lay_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..format import Layout
 from ..formats import int4, int8
 from ..formats.codec import CODECS
+from ..formats.format import Layout
 from ..scratch import TILE, is_direct, strip_rows
 from ..tensor import PackedTensor, dtype_name
 from .thread_pool import torch_threads

@@ -50,6 +50,11 @@ class ParallelMatmul(Matmul):
         self._num_threads = torch.get_num_threads()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the scratch of all threads."""
+        return sum(member.workspace.nbytes for member in self._members)
+
+    @property
     def device(self) -> torch.device:
         """Where products are computed."""
         return self.workspace.buffer.device

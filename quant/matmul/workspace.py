@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..format import ALIGNMENT, FormatError, Layout, end_of
+from ..formats.format import ALIGNMENT, FormatError, Layout, end_of
 from ..scratch import scratch_planes
 from ..tensor import dtype_name, view
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from ..engine.sequence import Sequence
 from ..jobs.job_plan import plan_job
 from ..loading.engine_loader import load_engine
-from ..loading.memory_tiers import open_tiers
+from ..loading.machine_memory import open_memory
 from ..loading.prepare import store_for
-from ..plan.plan import Settings, Workload
+from ..plan.placement import Workload
 from ..sampling.params import SamplingParams
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit
+from ..settings.settings import Settings
 from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
 
@@ -40,11 +41,11 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         text = tokenizer.stream()
         sequence = Sequence(prompt_ids, params, frozenset(tokenizer.eos_token_ids), text=text)
         job = Workload(1, sequence.max_tokens)
-        tiers = open_tiers(budgets, source.settle(settings), source.shape)
-        planned = plan_job(source, settings, budgets, tiers.host_nbytes, tiers.room, job)
-        tiers.limit_pins(planned.machine.profile)
-        plan = planned.plan
-        with closing(load_engine(source, plan, store_for(source, plan, budgets), tiers.device)) as loaded:
+        memory = open_memory(budgets, source.settle(settings), source.shape)
+        result = plan_job(source, settings, budgets, memory.budget, job)
+        memory.limit_pins(result.request.profile)
+        plan = result.plan
+        with closing(load_engine(source, plan, store_for(source, plan, budgets), memory.device)) as loaded:
             loaded.engine.add(sequence)
             while loaded.engine.busy:
                 loaded.engine.step()

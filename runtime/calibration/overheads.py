@@ -22,11 +22,11 @@ from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..loading.engine_loader import load_engine
 from ..loading.prepare import prepare
-from ..plan.placement import RING_EXPERTS, Placement, largest_expert
-from ..plan.plan import Plan, Workload
-from ..plan.planner import Settings, make_plan
+from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
+from ..plan.planner import make_plan
 from ..sampling.params import SamplingParams
-from ..settings.budgets import Budgets
+from ..settings.budgets import Budgets, MemoryBudget
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import model_shards
 from ..source.model_source import ModelSource, open_source
@@ -54,7 +54,7 @@ def measure_overheads() -> Overheads:
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
         most = max(count for count, _ in KINDS)
         settings = Settings(quant="none", tokens_per_pass=TOKENS, max_sequences=most)
-        plan = make_plan(source.shape, settings, _BUDGET_NBYTES, Workload(most, 128))
+        plan = make_plan(source.shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
         timed = list(timed_passes(source, plan, None))
         with TemporaryDirectory(prefix="moedge-overheads-") as folder:
             store = Path(folder, "store")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...offload.machine.timing import Case, best_seconds, measure_rates
-from ...quant.format import FORMATS
+from ...quant.formats.format import FORMATS
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.gemv import measure_few_rows
 from ...quant.matmul.matmul import Matmul
@@ -29,7 +29,7 @@ from ..engine.sequence import Sequence
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec
-from ..plan.rates import ATTENTION, TOGETHER, WIDE
+from ..plan.cost_model import ATTENTION, TOGETHER, WIDE
 from ..sampling.params import SamplingParams
 from ..shape.model_shape import KVGroup
 

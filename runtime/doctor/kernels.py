@@ -9,8 +9,8 @@ import torch
 from ...offload.budget import gib
 from ...offload.device import Device
 from ...offload.errors import swallow_cuda_error
-from ...quant.format import FORMATS
 from ...quant.formats import bitsandbytes_kernels
+from ...quant.formats.format import FORMATS
 from ...quant.kernels.gpu import triton_lack
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ...offload.errors import is_out_of_memory
-from ..sampling.draw import Sampled, TokenLogprob
+from ..sampling.draw import Sampled
+from ..sampling.params import TokenLogprob
 from ..settings.errors import MemoryGaveOut
 from .batch import Batch, halves
 

@@ -8,9 +8,9 @@ from enum import Enum, auto
 from typing import Protocol
 
 from ..kv.usage import BlockTable
-from ..sampling.draw import TokenHistory, TokenLogprob
+from ..sampling.draw import TokenHistory
 from ..sampling.grammar import GrammarState
-from ..sampling.params import SamplingParams
+from ..sampling.params import FinishReason, SamplingParams, TokenLogprob
 
 
 class SequenceStatus(Enum):
@@ -42,7 +42,7 @@ class Sequence:
 
     `sample` tells the n continuations of one prompt apart. `forks` are those that share this one's prompt and part
     from it where the prompt ends. `grammar` allows its tokens, where it is asked for one. `num_lost` tokens were stored
-    when it was preempted. `finish_reason` is stop, length or error.
+    when it was preempted. `finish_reason` is None until it is finished.
     """
 
     prompt_ids: list[int]
@@ -56,7 +56,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
     clock: Clock = field(default_factory=Clock)
-    finish_reason: str = ""
+    finish_reason: FinishReason | None = None
     error: str = ""
     history: TokenHistory | None = None
     forks: list[Sequence] = field(default_factory=list)
@@ -100,13 +100,13 @@ class Sequence:
         if self.history is not None:
             self.history.append(token_id)
         if self._ends(token_id):
-            self.finish("stop")
+            self.finish(FinishReason.STOP)
         elif self.grammar is not None and self.grammar.error:
             self.fail()
         elif len(self.output_ids) >= self.params.max_tokens:
-            self.finish("length")
+            self.finish(FinishReason.LENGTH)
 
-    def finish(self, reason: str, error: str = "") -> None:
+    def finish(self, reason: FinishReason, error: str = "") -> None:
         self.status = SequenceStatus.FINISHED
         self.finish_reason, self.error = reason, error
         self.clock.ended = time.monotonic()
@@ -114,7 +114,7 @@ class Sequence:
     def fail(self) -> None:
         """Finishes a sequence for which there is no next token."""
         reason = self.grammar.error if self.grammar is not None else ""
-        self.finish("error", reason or "the model's logits are not finite numbers")
+        self.finish(FinishReason.ERROR, reason or "the model's logits are not finite numbers")
 
     def _ends(self, token_id: int) -> bool:
         if token_id in self.eos_ids and not self.params.ignore_eos:

@@ -1,24 +1,42 @@
-"""From a row's prompts to token ids, and whether they fit. The one place where rows and the tokenizer meet."""
+"""From rows to token ids, and what a job adds up to: its tokens, its longest rows, and the order that is fastest.
+
+A row is tokenized once. It is measured before anything is loaded, because what is too long, and how much memory the
+KV cache takes, must be known by then; its token ids wait in a file until it runs (`TokenSpool`). Its line is parsed
+three times: by the check of the whole input, which refuses a malformed one before the model is even opened, when it is
+measured, and when it runs. Rows as objects would take kilobytes of memory each, and a line has to be read again in any
+case, to notice that it changed.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
 
-from ..plan.plan import Workload
-from ..rows.error_codes import ErrorCode
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan.placement import Workload
+from ..rows.failure import ErrorCode, RowFailure
 from ..rows.response_format import invalid_schema
-from ..rows.row import BadRow, ChatPrompt, Prompt, Row, RowError, TextPrompt
+from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
-from ..text.errors import PromptError
+from ..settings.errors import PromptError
 from ..text.tokenizer import Tokenizer
-from .order import SpeedOrder
+
+# Token ids and settings of each of a row's choices, in the order of its answer.
+Choices = Sequence[tuple[list[int], SamplingParams]]
 
 
-def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowError | None:
-    """The error of a row whose longest prompt and its answer together exceed the context."""
+def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowFailure | None:
+    """The failure of a row whose longest prompt and its answer together exceed the context."""
     max_tokens = row.params.max_tokens
     if num_prompt_tokens + max_tokens <= context_tokens:
         return None
@@ -26,37 +44,94 @@ def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowE
         f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate are {num_prompt_tokens + max_tokens},"
         f" the context has {context_tokens}; shorten the prompt or lower max_tokens"
     )
-    return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, None, row.line)
+    return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+
+
+class TokenSpool:
+    """Token ids of the prompts of rows, in a file without a name: 4 bytes a token on disk, 8 bytes a row in memory.
+
+    Where the disk is full, rows that are not in it are tokenized again.
+    """
+
+    def __init__(self, folder: Path, num_rows: int) -> None:
+        # Buffered, because most rows are small: one write for each would cost as much as tokenizing it.
+        self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=1 << 20))  # noqa: SIM115
+        self._ends = array("Q", bytes(8 * num_rows))
+        self._end = 0
+        self._full = False
+
+    def add(self, row: int, ids_of_prompts: Sequence[Sequence[int]]) -> None:
+        if self._full:
+            return
+        lengths = array("I", [len(ids_of_prompts), *map(len, ids_of_prompts)])
+        data = b"".join(array("I", ids).tobytes() for ids in ids_of_prompts)
+        try:
+            self._file.write(lengths.tobytes() + data)
+        except OSError:
+            self._full = True
+            return
+        # One more than where it begins: 0 is a row that is not here.
+        self._ends[row] = self._end + 1
+        self._end += 4 * len(lengths) + len(data)
+
+    def seal(self) -> None:
+        """Rows can be read from here on, and no more are added."""
+        self._full = True
+        try:
+            self._file.flush()
+        except OSError:
+            self._ends = array("Q", bytes(8 * len(self._ends)))
+
+    def token_ids(self, row: int) -> list[list[int]] | None:
+        """The ids of each prompt of a row; None where they have to be computed."""
+        if not self._ends[row]:
+            return None
+        begin = self._ends[row] - 1
+        (count,) = self._read(begin, 1)
+        lengths = self._read(begin + 4, count)
+        ids = self._read(begin + 4 + 4 * count, sum(lengths))
+        ends = np.cumsum(lengths).tolist()
+        return [list(ids[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _read(self, begin: int, count: int) -> array[int]:
+        return array("I", os.pread(self._file.fileno(), 4 * count, begin))
 
 
 class RowEncoder:
     """`context` and `cache_tokens` bound what one sequence may hold; nothing is ever cut to make it fit."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int, context: int, cache_tokens: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab: int, context: int, cache_tokens: int | None = None, *,
+        spool: TokenSpool | None = None,
+    ) -> None:  # fmt: skip
+        """`spool` keeps token ids that were computed, and gives those that it has."""
         self.tokenizer = tokenizer
         self._vocab = vocab
         self._context = context
         self._cache_tokens = cache_tokens
+        self._spool = spool
         self._grammars = Grammars(tokenizer, vocab)
 
-    def encode(self, row: Row) -> list[tuple[list[int], SamplingParams]] | RowError:
-        """Token ids and settings of each of the row's choices, in the order of its answer."""
+    def encode(self, row: Row) -> Choices | RowFailure:
+        """What is to be generated for a row, or why nothing is."""
         try:
             self.grammar(row)
-            ids_of_prompts = [self._ids(prompt) for prompt in row.prompts]
+            ids_of_prompts = self._ids_of_prompts(row)
         except PromptError as error:
-            return RowError(ErrorCode.INVALID_VALUE, str(error), "prompt", row.line)
+            return row.failure(ErrorCode.INVALID_VALUE, str(error), "prompt")
         except SchemaError as error:
-            fault = invalid_schema(error)
-            return RowError(fault.code, fault.message, fault.param, row.line)
+            found = invalid_schema(error).failure
+            return row.failure(found.code, found.message, found.param)
         for token_ids in ids_of_prompts:
             if not token_ids:
-                return RowError(
-                    ErrorCode.INVALID_VALUE, "the prompt has no tokens; give it some text", "prompt", row.line
-                )
+                return row.failure(ErrorCode.INVALID_VALUE, "the prompt has no tokens; give it some text", "prompt")
             if (highest := max(token_ids)) >= self._vocab:
                 message = f"token id {highest} is not in the model's vocabulary of {self._vocab}"
-                return RowError(ErrorCode.INVALID_VALUE, message, "prompt", row.line)
+                return row.failure(ErrorCode.INVALID_VALUE, message, "prompt")
         longest = max(map(len, ids_of_prompts))
         return self._too_long(row, longest) or [(ids_of_prompts[prompt], params) for prompt, params in row.choices()]
 
@@ -64,16 +139,25 @@ class RowEncoder:
         """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""
         return None if row.schema is None else self._grammars.start(row.schema)
 
-    def _too_long(self, row: Row, longest: int) -> RowError | None:
-        if error := context_error(row, longest, self._context):
-            return error
+    def _ids_of_prompts(self, row: Row) -> list[list[int]]:
+        known = None if self._spool is None else self._spool.token_ids(row.index)
+        if known is not None:
+            return known
+        ids_of_prompts = [self._ids(prompt) for prompt in row.prompts]
+        if self._spool is not None:
+            self._spool.add(row.index, ids_of_prompts)
+        return ids_of_prompts
+
+    def _too_long(self, row: Row, longest: int) -> RowFailure | None:
+        if failure := context_error(row, longest, self._context):
+            return failure
         if self._cache_tokens is None or longest + row.params.max_tokens <= self._cache_tokens:
             return None
         message = (
             f"{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
             f"({self._cache_tokens}); give the job more memory, or lower max_tokens"
         )
-        return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, None, row.line)
+        return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):
@@ -81,7 +165,6 @@ class RowEncoder:
         return self.tokenizer.encode(prompt.text) if isinstance(prompt, TextPrompt) else list(prompt.token_ids)
 
 
-Choices = Sequence[tuple[list[int], SamplingParams]]
 _FIRST = 1 << 62
 
 
@@ -97,10 +180,10 @@ class JobSize:
     # Rows by the tokens that their longest sequence may come to.
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, choices: Choices | RowError) -> int:
+    def add(self, choices: Choices | RowFailure) -> int:
         """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
         self.rows += 1
-        if isinstance(choices, RowError):
+        if isinstance(choices, RowFailure):
             self.too_long += choices.code == "context_length_exceeded"
             return 0
         self.sequences += len(choices)
@@ -122,11 +205,69 @@ class JobSize:
         )
 
 
-def measure(rows: Iterable[Row | BadRow], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
+def measure(rows: Iterable[Row | RowFailure], encoder: RowEncoder) -> tuple[JobSize, SpeedOrder]:
     """Rows that will not run come first in the order: their errors need no pass."""
     size, order = JobSize(), SpeedOrder()
     for row in rows:
-        choices = row.error if isinstance(row, BadRow) else encoder.encode(row)
+        choices = row if isinstance(row, RowFailure) else encoder.encode(row)
         longest = size.add(choices)
-        order.add(row.index, () if isinstance(choices, RowError) else choices[0][0], longest or _FIRST)
+        order.add(row.index, () if isinstance(choices, RowFailure) else choices[0][0], longest or _FIRST)
     return size, order
+
+
+# Prefix lengths, in tokens, at which rows are compared: from a common instruction to a common document.
+LEVELS = (32, 256, 2048)
+_MAX = (1 << 64) - 1
+
+
+class SpeedOrder:
+    """In which order rows run fastest: shared prefixes together, long rows before short ones. 40 bytes a row.
+
+    Rows with a common beginning run side by side, so that their common blocks are computed once while they are in the
+    cache. Long rows run first, because the end of a job waits for its longest row: the shorter the last rows are, the
+    fewer sequences are missing from its last passes.
+    """
+
+    def __init__(self) -> None:
+        self._rows = array("Q")
+        self._lengths = array("Q")
+        self._prefixes = tuple(array("Q") for _ in LEVELS)
+
+    def add(self, row: int, prompt_ids: Sequence[int], num_tokens: int) -> None:
+        """`num_tokens` is the most that the row may come to, prompt included."""
+        self._rows.append(row)
+        self._lengths.append(num_tokens)
+        for level, hashes in zip(LEVELS, self._prefixes, strict=True):
+            hashes.append(_hash(prompt_ids[:level]) if len(prompt_ids) >= level else 0)
+
+    def rows(self, only: Iterable[int] | None = None) -> Iterable[int]:
+        """Every row added, or those of them that are in `only`."""
+        rows, lengths = np.asarray(self._rows), np.asarray(self._lengths)
+        prefixes = [np.asarray(hashes) for hashes in self._prefixes]
+        if only is not None:
+            chosen = np.isin(rows, np.fromiter(only, np.uint64))
+            rows, lengths, prefixes = rows[chosen], lengths[chosen], [hashes[chosen] for hashes in prefixes]
+        # The last key is the first to sort by.
+        keys = [rows, _descending(lengths)]
+        for hashes in reversed(prefixes):
+            shared, longest = _shared(hashes, lengths)
+            keys += [shared, _descending(longest)]
+        return map(int, rows[np.lexsort(keys)])
+
+
+def _shared(hashes: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """(hash where another row has it too, else 0; the longest row of the group, or the row's own length)."""
+    _, group, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    longest = np.zeros(len(counts), np.uint64)
+    np.maximum.at(longest, group, lengths)
+    alone = (counts[group] < 2) | (hashes == 0)
+    return np.where(alone, 0, hashes), np.where(alone, lengths, longest[group])
+
+
+def _descending(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return np.uint64(_MAX) - values
+
+
+def _hash(token_ids: Sequence[int]) -> int:
+    """Never 0, which is a prompt that is shorter. Equal in every process: integers hash to what they are."""
+    return hash(tuple(token_ids)) & _MAX | 1

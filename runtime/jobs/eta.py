@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...moe.running_mean import RunningMean
 from ...offload.memory import host_resident
 from ..engine.metrics import Metrics
 
@@ -28,7 +29,7 @@ class Eta:
     """Rates over the last `window_s` seconds, and a forecast that every pass corrects.
 
     Time is passes times seconds per pass: a pass costs about the same whatever it carries. How many are left follows
-    from the tokens left: at most so many fit a pass, and each sequence of it makes one. How long answers are
+    from the tokens left: a pass holds only so many, and each sequence of it makes one. How long answers are
     is learned from those that are finished; before the first one they are taken to be as long as they may be.
     """
 
@@ -42,7 +43,7 @@ class Eta:
         self._window_s = window_s
         self._clock = clock
         self._mark = (clock(), Metrics())
-        self._pass_seconds: float | None = None
+        self._pass_seconds = RunningMean(_NEWEST)
         self._sequences = 1.0
         self._left: float | None = None
 
@@ -50,14 +51,13 @@ class Eta:
         now = self._clock()
         since, before = self._mark
         self.done, self.failed = done, failed
-        first = self._pass_seconds is None
+        first = self._pass_seconds.value is None
         if metrics.passes == before.passes or (now - since < self._window_s and not first):
             return
         seconds, passes = max(now - since, 1e-9), metrics.passes - before.passes
         self.prompt_tok_s = (metrics.prompt_tokens - before.prompt_tokens) / seconds
         self.generated_tok_s = (metrics.generated_tokens - before.generated_tokens) / seconds
-        newest = seconds / passes
-        self._pass_seconds = newest if self._pass_seconds is None else _blend(self._pass_seconds, newest)
+        self._pass_seconds.observe(seconds / passes)
         self._sequences = max(1.0, (metrics.generated_tokens - before.generated_tokens) / passes)
         self._mark = (now, _counters(metrics))
         self._left = self._forecast(metrics)
@@ -80,11 +80,7 @@ class Eta:
         generate = max(0.0, self._work.max_generated_tokens * share - metrics.generated_tokens)
         prompt = max(0, self._work.prompt_tokens - metrics.prompt_tokens)
         passes = max(generate / self._sequences, (generate + prompt) / self._work.tokens_per_pass)
-        return passes * (self._pass_seconds or 0.0)
-
-
-def _blend(old: float, newest: float) -> float:
-    return (1 - _NEWEST) * old + _NEWEST * newest
+        return passes * (self._pass_seconds.value or 0.0)
 
 
 def _counters(metrics: Metrics) -> Metrics:

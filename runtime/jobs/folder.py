@@ -16,10 +16,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar, cast
 
+from ...offload.atomic_file import AtomicFile
 from ..rows.input_file import STDIN, open_input, open_regular, plain
 from ..rows.preflight import file_fingerprint
 from ..settings.errors import InputChanged, InputUnreadable, JobInUse, OutputRefused
-from .outputs import NewFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
         return path
     if sys.stdin.isatty():
         raise InputUnreadable("no rows come from the terminal; give a file, or pipe one in")
-    file = NewFile(folder.input)
+    file = AtomicFile(folder.input)
     try:
         with open_input(path) as raw:
             while data := raw.read(_CHUNK_NBYTES):

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ...moe.forecast import ForecastCounts
-from ...offload.memory import host_peak
 from ..engine.metrics import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
-from ..plan.degrade import FallbackPolicy
-from ..plan.plan import Plan
+from ..plan.fallback import FallbackPolicy
+from ..plan.memory_ledger import MemoryLedger
+from ..plan.placement import Plan
+from ..plan.planner import PlanResult
 from ..shape.shards import ITEM_NBYTES
 from ..source.model_source import ModelSource
-from .job_plan import JobPlan
 from .journal.state import Counts
 from .summary import (
     KV,
@@ -81,7 +81,7 @@ def _forecast(best: str | None, counts: ForecastCounts, seconds_each: float, nby
 
 def summarise(
     source: ModelSource,
-    planned: JobPlan,
+    planned: PlanResult,
     loaded: LoadedEngine,
     counts: Counts,
     seconds: Seconds,
@@ -109,7 +109,7 @@ def summarise(
         bytes=moved(loaded),
         stalls=stalls(loaded),
         utilisation=_utilisation(planned, streamed.nbytes_from_disk, streamed.nbytes_to_device, seconds.generate),
-        memory=_memory(plan, loaded),
+        memory=_memory(loaded.measure_peaks()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
         given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in concessions.made],
@@ -133,27 +133,27 @@ def _throughput(metrics: Metrics, seconds: float | None) -> Throughput:
     return Throughput(metrics.prompt_tokens / seconds, metrics.generated_tokens / seconds)
 
 
-def _predicted(planned: JobPlan) -> Predicted:
-    told = planned.prediction
+def _predicted(planned: PlanResult) -> Predicted:
+    predicted = planned.prediction
     return Predicted(
-        generate_s=told.seconds,
-        prompt_tok_s=told.prompt_tok_s,
-        generated_tok_s=told.generated_tok_s,
-        passes=told.passes,
-        sequences=told.sequences,
-        binds=told.binds,
-        disk_to_host=round(told.disk_nbytes),
-        host_to_device=round(told.link_nbytes),
+        generate_s=predicted.seconds,
+        prompt_tok_s=predicted.prompt_tok_s,
+        generated_tok_s=predicted.generated_tok_s,
+        passes=predicted.passes,
+        sequences=predicted.sequences,
+        binds=predicted.bottleneck,
+        disk_to_host=round(predicted.disk_nbytes),
+        host_to_device=round(predicted.link_nbytes),
         peak=planned.plan.used_nbytes,
     )
 
 
-def _utilisation(planned: JobPlan, from_disk: int, to_device: int, seconds: float | None) -> Utilisation:
+def _utilisation(planned: PlanResult, from_disk: int, to_device: int, seconds: float | None) -> Utilisation:
     """Of links that were measured; what arithmetic was done is not counted."""
-    rates = planned.speed.rates
+    rates = planned.request.costs.rates
     if not seconds or not rates.measured:
         return Utilisation()
-    link = to_device / seconds / rates.link_bytes_s if planned.plan.device else None
+    link = to_device / seconds / rates.link_bytes_s if planned.plan.staging else None
     return Utilisation(link=link, disk=from_disk / seconds / rates.disk_bytes_s)
 
 
@@ -167,11 +167,9 @@ def _passes(metrics: Metrics) -> Passes:
     return Passes(metrics.passes, metrics.pass_tokens / metrics.passes, metrics.pass_sequences / metrics.passes)
 
 
-def _memory(plan: Plan, loaded: LoadedEngine) -> Memory:
-    host = TierMemory(plan.budget_nbytes, host_peak())
-    if loaded.device is None or plan.device is None:
-        return Memory(host=host)
-    return Memory(TierMemory(plan.device.budget_nbytes, loaded.device.peak), host)
+def _memory(ledger: MemoryLedger) -> Memory:
+    memory = {name: TierMemory(tier.budget, tier.peak) for name, tier in ledger.tiers.items()}
+    return Memory(memory.get("device"), memory["host"])
 
 
 def _kv(plan: Plan, loaded: LoadedEngine) -> KV:

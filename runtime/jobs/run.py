@@ -1,25 +1,89 @@
-"""A job's passes: rows in, answers into the journal, the engine kept full in between. Knows no command line."""
+"""A job's passes: rows from their source into the engine, answers into the journal. Knows no command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
-from ..rows.answer_formats import Answers, Completion, FinishReason, TokenLogprob, usage
-from ..rows.error_codes import ErrorCode
-from ..rows.row import BadRow, Row, RowError
-from ..sampling.draw import TokenLogprob as DrawnLogprob
+from ..rows.answer_formats import Answers, Completion, usage
+from ..rows.failure import ErrorCode, RowFailure
+from ..rows.reader import RowFile
+from ..rows.row import Row
+from ..sampling.params import FinishReason
 from ..text.stream import TextStream
-from ..text.tokenizer import Tokenizer
 from .encode import RowEncoder
 from .journal.journal import Journal
 from .journal.record import Done
+from .journal.state import JobState
 
 # Rows that go into work with one record of the journal.
 _ADMITTED_TOGETHER = 16
+
+
+class RowSource(Protocol):
+    """Where the rows of a job come from while it runs. It may get further rows meanwhile."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further row will ever come. Until then `take` is called between passes."""
+        ...
+
+    def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
+        """Up to `most` rows to start now, in the order in which they are to run; none where none may start yet.
+
+        `alone` says that nothing is in work, so a row that must run with no other may start. A source that waits for
+        rows waits here, while nothing is in work, or passes would spin.
+        """
+        ...
+
+    def digest(self, row: int) -> str:
+        """16 hex digits that identify the line of a row."""
+        ...
+
+
+class FileRows:
+    """The rows of an input file that are to be run, in waves.
+
+    Each wave is finished before the next begins, because a process that dies in one was killed by a row of it: rows
+    that cannot be run, then every suspect by itself, then all others together.
+    """
+
+    def __init__(self, state: JobState, file: RowFile, rows: Items[int], failed: Iterable[RowFailure] = ()) -> None:
+        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot."""
+        self._state = state
+        self._file = file
+        self._waves = self._all_waves(rows, failed)
+        self._wave: Iterator[Row | RowFailure] = iter(())
+        self.exhausted = False
+
+    def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
+        while not (taken := list(islice(self._wave, most))) and alone and not self.exhausted:
+            wave = next(self._waves, None)
+            self._wave, self.exhausted = (iter(()), True) if wave is None else (wave, False)
+        return taken
+
+    def digest(self, row: int) -> str:
+        return self._file.index.digest(row)
+
+    def _all_waves(self, rows: Items[int], failed: Iterable[RowFailure]) -> Iterator[Iterator[Row | RowFailure]]:
+        yield iter(failed)
+        # Taken once: rows leave the suspects as they are answered.
+        isolated = {row for row, suspicion in self._state.suspects.items() if suspicion.isolated}
+        for row in rows if isolated else ():
+            if row in isolated:
+                yield map(self._suspect, [row])
+        yield (self._file.row(row) for row in rows if row not in isolated)
+
+    def _suspect(self, row: int) -> Row | RowFailure:
+        read, suspicion = self._file.row(row), self._state.suspects[row]
+        if not suspicion.condemned:
+            return read
+        return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
 
 @dataclass(slots=True)
@@ -32,55 +96,46 @@ class _OpenRow:
     texts: list[TextStream] = field(default_factory=list)
 
 
-class Job:
+class RowRunner:
     """Runs rows through an engine; between two passes the engine's metrics and the journal are current."""
 
     def __init__(
-        self,
-        engine: Engine,
-        encoder: RowEncoder,
-        answers: Answers,
-        journal: Journal,
-        digest: Callable[[int], str],
+        self, engine: Engine, encoder: RowEncoder, answers: Answers, journal: Journal, source: RowSource
     ) -> None:
-        """`digest` identifies the line of a row, by the row's number."""
         self._engine = engine
         self._encoder = encoder
         self._answers = answers
         self._journal = journal
-        self._digest = digest
+        self._source = source
         self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
         self._open: dict[Sequence, _OpenRow] = {}
 
-    def run(self, waves: Iterable[Iterator[Row | BadRow]]) -> Iterator[None]:
-        """One pass per iteration, until every row has its answer; a wave is finished before the next begins."""
-        for rows in waves:
-            more = True
-            while more or self._engine.busy:
-                while more and self._engine.scheduler.hungry:
-                    more = self._admit(list(islice(rows, _ADMITTED_TOGETHER)))
-                if self._engine.busy:
-                    self._finish(self._engine.step())
-                yield
+    def passes(self) -> Iterator[None]:
+        """One pass per iteration, until every row of the source has its answer."""
+        engine, source = self._engine, self._source
+        while not source.exhausted or engine.busy:
+            while engine.scheduler.hungry and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
+                self._admit(rows)
+            if engine.busy:
+                self._finish(engine.step())
+            yield
 
-    def _admit(self, rows: list[Row | BadRow]) -> bool:
-        """Whether there may be more."""
+    def _admit(self, rows: Items[Row | RowFailure]) -> None:
         runnable = [row.index for row in rows if isinstance(row, Row)]
         if runnable:
             # Before anything touches the row's text: whatever it does to this process, its successor knows of it.
             self._journal.begin(runnable)
         for row in rows:
             self._start(row)
-        return bool(rows)
 
-    def _start(self, row: Row | BadRow) -> None:
-        choices = row.error if isinstance(row, BadRow) else self._encoder.encode(row)
-        if isinstance(choices, RowError):
-            self._journal.done(self._failed(row, choices))
+    def _start(self, row: Row | RowFailure) -> None:
+        choices = row if isinstance(row, RowFailure) else self._encoder.encode(row)
+        if isinstance(choices, RowFailure):
+            self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
         opened = _OpenRow(row, num_open=len(choices))
-        # The samples of one prompt are neighbours; all but the first part from it where the prompt ends.
+        # The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
         first: list[Sequence] = []
         for token_ids, params in choices:
             text = self._encoder.tokenizer.stream(params.stop)
@@ -110,49 +165,33 @@ class Job:
 
     def _answered(self, opened: _OpenRow) -> Done:
         row = opened.row
-        broken = next((each for each in opened.sequences if each.finish_reason == "error"), None)
+        broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:
-            return self._failed(row, _error(broken, row))
-        completions = [
-            _completion(each, text, self._encoder.tokenizer)
-            for each, text in zip(opened.sequences, opened.texts, strict=True)
-        ]
+            return self._failed(_failure(broken, row))
+        completions = [_completion(each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)]
         tokens = usage(completions, row.num_samples)
         line = self._answers.answer(row, completions)
         prompt, generated = tokens["prompt_tokens"], tokens["completion_tokens"]
-        return Done(row.index, False, prompt, generated, self._digest(row.index), line)
+        return Done(row.index, False, prompt, generated, self._source.digest(row.index), line)
 
-    def _failed(self, row: Row | BadRow, error: RowError) -> Done:
-        return Done(row.index, True, 0, 0, self._digest(row.index), self._answers.failure(row, error))
+    def _failed(self, failure: RowFailure) -> Done:
+        return Done(failure.index, True, 0, 0, self._source.digest(failure.index), self._answers.failure(failure))
 
 
-def _error(broken: Sequence, row: Row) -> RowError:
+def _failure(broken: Sequence, row: Row) -> RowFailure:
     if broken.grammar is not None and broken.grammar.error:
-        return RowError(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format", row.line)
-    return RowError(ErrorCode.NUMERICAL_ERROR, broken.error, None, row.line)
+        return row.failure(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format")
+    return row.failure(ErrorCode.NUMERICAL_ERROR, broken.error)
 
 
-def _completion(sequence: Sequence, text: TextStream, tokenizer: Tokenizer) -> Completion:
+def _completion(sequence: Sequence, text: TextStream) -> Completion:
     text.finish()
-    logprobs = None
-    if sequence.params.logprobs is not None:
-        logprobs = tuple(_logprob(drawn, tokenizer) for drawn in sequence.logprobs)
+    assert sequence.finish_reason is not None
     return Completion(
         text.text,
         tuple(sequence.output_ids),
-        FinishReason(sequence.finish_reason),
+        sequence.finish_reason,
         len(sequence.prompt_ids),
-        logprobs,
-        cut=sequence.grammar is not None and sequence.finish_reason == "length",
+        None if sequence.params.logprobs is None else tuple(sequence.logprobs),
+        cut=sequence.grammar is not None and sequence.finish_reason is FinishReason.LENGTH,
     )
-
-
-def _logprob(drawn: DrawnLogprob, tokenizer: Tokenizer) -> TokenLogprob:
-    top = tuple(_shown(token_id, logprob, tokenizer) for token_id, logprob in drawn.top)
-    text, data = tokenizer.token_text(drawn.token_id)
-    return TokenLogprob(text, drawn.logprob, data, top)
-
-
-def _shown(token_id: int, logprob: float, tokenizer: Tokenizer) -> TokenLogprob:
-    text, data = tokenizer.token_text(token_id)
-    return TokenLogprob(text, logprob, data)

@@ -1,11 +1,16 @@
-"""A job's books: its folder, lock and journal, from the check of its input to the export of its answers."""
+"""A job on disk: the claim to an output, which refuses what must not start, and the session that works under it.
+
+A claim holds the lock of the job's folder and writes nothing. `begin` makes a session of it: from then on there is a
+journal, and the output can be published.
+"""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
 from heapq import merge
@@ -14,66 +19,114 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...offload.stream.lane import StreamBroken
-from ..plan.plan import Plan, Settings
+from ..plan.placement import Plan
 from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
-from ..rows.reader import RowPlaces
-from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed
+from ..rows.reader import RowIndex
+from ..rows.row import Defaults
+from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..source.model_source import ModelSource
 from ..weights.key_offsets import KeyOffsets
-from .crash_marker import CrashMarker, boot_id, last_ending, memory_kills
-from .export import export, export_partial, is_exported, read_answers
 from .folder import JobFolder, JobLock, now_text, regular_input
-from .identity import identity, recall, resolved, settle, settle_offsets
 from .journal.committer import Mark
 from .journal.journal import Journal
-from .outputs import OutputPaths
-from .request import BatchRequest
+from .journal.state import JobState
+from .outputs import OutputPaths, export, export_partial, is_exported, read_answers
+from .request import BatchRequest, Identity, recall_offsets, resolved, settle, settle_offsets
 from .status import register
-from .stop import Stalled
+from .stop import CrashMarker, boot_id, last_ending, memory_kills
 
 # What ends a process without a row being to blame.
 _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterrupt)
 
 
-class JobSession:
-    """Made for a request: refuses what must not start or go on, and writes nothing before `begin`."""
+@contextmanager
+def lock_folder(paths: OutputPaths) -> Iterator[JobFolder]:
+    """The job's folder, locked; one without a job is removed at the end. Raises JobInUse, OutputRefused."""
+    folder = JobFolder(paths.job)
+    with ExitStack() as resources:
+        lock = JobLock(folder)
+        resources.callback(lock.close)
+        resources.callback(folder.remove_unbegun)
+        yield folder
 
-    def __init__(self, request: BatchRequest, paths: OutputPaths, source: ModelSource) -> None:
-        self.folder = JobFolder(paths.job)
-        # Looked for after every pass: a path in words is found four times as fast.
-        self._cancel = os.fspath(self.folder.cancel)
+
+@dataclass(frozen=True, slots=True)
+class JobInput:
+    """The rows of a job: where they are, how absent fields are filled, and what the check of them found."""
+
+    path: Path
+    defaults: Defaults
+    preflight: Preflight
+
+    @classmethod
+    def check(cls, request: BatchRequest, folder: JobFolder) -> Self:
+        """Reads every row once, and keeps what comes through a pipe. Raises InputUnreadable, InputChanged."""
+        path = regular_input(request.input, folder)
+        return cls(path, request.defaults, preflight(path, request.defaults))
+
+    def refuse_other(self, folder: JobFolder, state: JobState) -> None:
+        """Raises InputChanged where these are not the rows that the job was started with, naming the row."""
+        self._refuse_other(self.preflight, folder, state)
+
+    def refuse_changed_meanwhile(self, folder: JobFolder, state: JobState) -> None:
+        """The same for rows that were written to since they were checked."""
+        before, now = self.preflight.fingerprint, self.path.stat()
+        if (now.st_size, now.st_mtime_ns) != (before.nbytes, before.mtime_ns):
+            self._refuse_other(preflight(self.path, self.defaults), folder, state)
+
+    def _refuse_other(self, found: Preflight, folder: JobFolder, state: JobState) -> None:
+        opened = state.opened
+        if not found.fingerprint.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
+            raise InputChanged(
+                f"{self.path} is not the input that job {opened['id']} was started with: "
+                f"{_where_changed(found.index, folder, state)}. Put it back as it was, or choose another output name"
+            )
+
+
+def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
+    for done in read_answers(folder.journal, state):
+        if done.row >= len(rows):
+            return f"it has {len(rows):,} rows, and row {done.row + 1:,} was answered"
+        if done.input != rows.digest(done.row):
+            return f"line {rows.line_number(done.row)} is not what was answered"
+    return "rows that have no answer yet were added, removed or edited"
+
+
+class JobClaim:
+    """The right to work on one output, before anything is written. Close it with the resources of the job.
+
+    `created` and `model_name` are those of the job that is resumed, or of the one that would start now.
+    """
+
+    def __init__(
+        self, request: BatchRequest, paths: OutputPaths, folder: JobFolder, rows: JobInput, identity: Identity
+    ) -> None:
+        """`rows` are checked and `folder` is locked. Raises JobMismatch, InputChanged, BadJournal, OtherVersion."""
+        self.request = request
+        self.paths = paths
+        self.folder = folder
+        self.rows = rows
+        self._identity = identity
+        self._journal = Journal(folder.journal, folder.ballast) if folder.begun else None
         self.created = datetime.now().replace(microsecond=0)
         self.model_name = request.model
-        self._request = request
-        self._paths = paths
-        self._journal: Journal | None = None
         self._retry: list[int] = []
-        self._key_offsets: str | None = None
-        with ExitStack() as resources:
-            lock = JobLock(self.folder)
-            resources.callback(lock.close)
-            resources.callback(self.folder.remove_unbegun)
-            self.input = regular_input(request.input, self.folder)
-            self.preflight = self._read_input()
-            if self.preflight.refused(request.lenient):
-                raise InputRefused(self.preflight.report(request.lenient))
-            self._identity = identity(source, request.defaults, request.lenient)
-            if self.folder.begun:
-                self._journal = resources.enter_context(Journal(self.folder.journal, self.folder.ballast))
-                self._go_on()
-            self._resources = resources.pop_all()
+        if self._journal is not None:
+            try:
+                self._check_resumable(self._journal.state)
+            except BaseException:
+                self.close()
+                raise
+            opened = self._journal.state.opened
+            self.created, self.model_name = datetime.fromisoformat(opened["created_at"]), opened["model_name"]
+            self._retry = self._journal.state.failed_rows if request.resume.failed else []
 
     @property
-    def journal(self) -> Journal:
-        assert self._journal is not None
-        return self._journal
-
-    @property
-    def resumed(self) -> bool:
-        """Whether the job was begun before."""
-        return self._journal is not None
+    def job_id(self) -> str | None:
+        """Of the job that is resumed; None for a new one."""
+        return None if self._journal is None else str(self._journal.state.opened["id"])
 
     @property
     def finished(self) -> bool:
@@ -85,58 +138,115 @@ class JobSession:
         return self._journal.state.counts.rows - len(self._retry) if self._journal is not None else 0
 
     @property
-    def committed(self) -> Mark:
-        return self.journal.committed
-
-    @property
-    def job_id(self) -> str:
-        return str(self.journal.state.opened["id"])
-
     def settings(self) -> Settings:
         """As they were resolved when the job began; as asked for where it has not."""
-        settings = self._request.settings
+        settings = self.request.settings
         return settings if self._journal is None else settle(settings, self._journal.state.opened)
 
     def rows_to_run(self) -> Iterable[int]:
         """In the order of the input; as many as this run may take."""
         if self._journal is None:
-            rows: Iterable[int] = range(self.preflight.num_rows)
+            rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
             rows = merge(self._journal.state.pending(), self._retry)
-        return islice(rows, self._request.limits.max_rows)
+        return islice(rows, self.request.limits.max_rows)
 
-    def begin(self, plan: Plan) -> None:
-        """Writes the first record of a new job: what it is, and what "auto" became."""
+    def begin(self, plan: Plan) -> JobSession:
+        """Writes the first record of a new job: what it is, and what "auto" became.
+
+        Raises JobMismatch for a plan that would answer the rows of a resumed job in another way.
+        """
         if self._journal is None:
             opened = self._opened(plan)
-            self._journal = self._resources.enter_context(
-                Journal.create(self.folder.journal, opened, self.folder.ballast)
-            )
+            self._journal = Journal.create(self.folder.journal, opened, self.folder.ballast)
             register(opened["id"], self.folder)
+        self._identity.refuse_resolved(
+            self._journal.state.opened, resolved(plan), self.request.resume.drift, self.paths
+        )
+        return JobSession(self, self._journal, self._retry)
+
+    def session(self) -> JobSession:
+        """Of a job that was begun before; it needs no plan where no row is left to run."""
+        assert self._journal is not None
+        return JobSession(self, self._journal, self._retry)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _check_resumable(self, state: JobState) -> None:
+        """Refuses a request for another job than the one that has this folder."""
+        opened = state.opened
+        if str(self.paths.out.resolve()) != opened["request"]["output"]:
+            raise JobMismatch(
+                f"{self.folder.path} belongs to the output {opened['request']['output']}; choose another output name"
+            )
+        self.rows.refuse_other(self.folder, state)
+        self._identity.refuse_other(opened, self.request.settings, self.request.resume.drift, self.paths)
+        if state.cancelled is not None and not self.request.resume.cancelled:
+            raise JobMismatch(f"job {opened['id']} was cancelled; resume it with `moedge jobs resume {opened['id']}`")
+
+    def _opened(self, plan: Plan) -> dict[str, Any]:
+        name = os.fsencode(self.folder.path.resolve()) + f":{self.created}:{os.getpid()}".encode()
+        found = self.rows.preflight
+        return {
+            "id": blake2b(name, digest_size=4).hexdigest(),
+            "created_at": self.created.isoformat(),
+            "num_rows": found.num_rows,
+            "input": {"nbytes": found.fingerprint.nbytes, "sha256": found.fingerprint.sha256},
+            "identity": {**self._identity.facts, **resolved(plan)},
+            "endpoints": found.rows,
+            "model_name": self.model_name,
+            "request": self.request.as_json(),
+        }
+
+
+class JobSession:
+    """A job with a journal: rows go into work and get answers, and the outputs are published."""
+
+    def __init__(self, claim: JobClaim, journal: Journal, retry: list[int]) -> None:
+        """`retry` are rows that failed and are run once more. The claim closes the journal."""
+        self.claim = claim
+        self.folder = claim.folder
+        self.journal = journal
+        self._retry = retry
+        # Looked for after every pass: a path as text is found four times as fast.
+        self._cancel = os.fspath(claim.folder.cancel)
+
+    @property
+    def job_id(self) -> str:
+        return str(self.opened["id"])
+
+    @property
+    def opened(self) -> Mapping[str, Any]:
+        """The first record."""
+        return self.journal.state.opened
+
+    @property
+    def finished(self) -> bool:
+        return self.journal.state.finished
+
+    @property
+    def committed(self) -> Mark:
+        return self.journal.committed
 
     def key_offsets(self, shape: ModelShape) -> KeyOffsets | None:
-        """What quantized keys of the job are less, where that is known already."""
-        return recall(self.folder.path, self.journal.state.key_offsets, shape)
-
-    def settle_offsets(self, offsets: KeyOffsets | None) -> None:
-        """`offsets` are used from here on. Raises JobMismatch where the job was begun with others."""
-        recorded, drift = self.journal.state.key_offsets, self._request.go_on.drift
-        self._key_offsets = settle_offsets(self.folder.path, recorded, offsets, drift)
+        """The offsets of quantized keys that the job has used so far, where they are known."""
+        return recall_offsets(self.folder.path, self.journal.state.key_offsets, shape)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Rows go into work while it is open; how it is left decides whether they are suspected."""
+    def working(self, offsets: KeyOffsets | None) -> Iterator[None]:
+        """Rows go into work while it is open; how it is left decides whether they are suspected.
+
+        `offsets` of quantized keys are used from here on. Raises JobMismatch where the job has used others.
+        """
+        recorded = self.journal.state.key_offsets
+        key_offsets = settle_offsets(self.folder.path, recorded, offsets, self.claim.request.resume.drift)
         ending = last_ending(self.journal.state, self.folder)
         self.folder.cancel.unlink(missing_ok=True)
-        with CrashMarker(self.folder) as trace:
-            self.journal.start(
-                ending,
-                pid=os.getpid(),
-                boot=boot_id(),
-                memory_kills=memory_kills(),
-                at=now_text(),
-                key_offsets=self._key_offsets,
-            )
+        with CrashMarker(self.folder) as marker:
+            process = {"pid": os.getpid(), "boot": boot_id(), "memory_kills": memory_kills()}
+            self.journal.start(ending, **process, at=now_text(), key_offsets=key_offsets)
             if self._retry:
                 self.journal.retry(self._retry)
                 self._retry = []
@@ -150,7 +260,7 @@ class JobSession:
                     self.journal.stop(type(error).__name__)
                 raise
             except BaseException:
-                trace.keep(traceback.format_exc())
+                marker.keep(traceback.format_exc())
                 raise
 
     def cancelled(self) -> str | None:
@@ -163,81 +273,21 @@ class JobSession:
 
     def finish(self) -> None:
         """Publishes the answers. Raises InputChanged where the input is not what was answered."""
-        if not is_exported(self.journal.state, self._paths):
-            self._refuse_changed_meanwhile()
-            with _disk_errors(self._paths.out):
-                export(self.journal, self.folder, self._paths)
-        if self.journal.state.running:
+        state, paths = self.journal.state, self.claim.paths
+        if not is_exported(state, paths):
+            self.claim.rows.refuse_changed_meanwhile(self.folder, state)
+            with _disk_errors(paths.out):
+                export(self.journal, self.folder, paths)
+        if state.running:
             self.journal.stop("finished")
         self.folder.ballast.unlink(missing_ok=True)
 
     def stop(self, reason: str) -> None:
         """Records a stop on purpose and publishes what is finished under the partial name."""
         self.journal.stop(reason)
-        with _disk_errors(self._paths.partial):
-            export_partial(self.folder.journal, self.journal.state, self._paths.partial)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._resources.close()
-
-    def _opened(self, plan: Plan) -> dict[str, Any]:
-        name = os.fsencode(self.folder.path.resolve()) + f":{self.created}:{os.getpid()}".encode()
-        fingerprint = self.preflight.fingerprint
-        return {
-            "id": blake2b(name, digest_size=4).hexdigest(),
-            "created_at": self.created.isoformat(),
-            "num_rows": self.preflight.num_rows,
-            "input": {"nbytes": fingerprint.nbytes, "sha256": fingerprint.sha256},
-            "identity": {**self._identity.facts, **resolved(plan)},
-            "endpoints": self.preflight.rows,
-            "model_name": self.model_name,
-            "request": self._request.as_json(),
-        }
-
-    def _go_on(self) -> None:
-        """Checks that the job of this folder is the one that was asked for, and takes over what it was begun with."""
-        state, go_on = self.journal.state, self._request.go_on
-        opened = state.opened
-        if str(self._paths.out.resolve()) != opened["request"]["output"]:
-            raise JobMismatch(
-                f"{self.folder.path} belongs to the output {opened['request']['output']}; choose another output name"
-            )
-        self._refuse_other_input(self.preflight)
-        self._identity.refuse_other(opened, self._request.settings, go_on.drift)
-        if state.cancelled is not None and not go_on.cancelled:
-            raise JobMismatch(f"job {opened['id']} was cancelled; `moedge jobs resume {opened['id']}` goes on with it")
-        if go_on.failed:
-            self._retry = state.failed_rows
-        self.created = datetime.fromisoformat(opened["created_at"])
-        self.model_name = opened["model_name"]
-
-    def _refuse_changed_meanwhile(self) -> None:
-        before, now = self.preflight.fingerprint, self.input.stat()
-        if (now.st_size, now.st_mtime_ns) != (before.nbytes, before.mtime_ns):
-            self._refuse_other_input(self._read_input())
-
-    def _read_input(self) -> Preflight:
-        return preflight(self.input, self._request.defaults)
-
-    def _refuse_other_input(self, found: Preflight) -> None:
-        """Raises InputChanged where the input is not the one that the job was begun with, naming the row."""
-        opened = self.journal.state.opened
-        if not found.fingerprint.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
-            raise InputChanged(
-                f"{self.input} is not the input that job {opened['id']} was begun with: "
-                f"{self._where_changed(found.places)}. Put it back as it was, or choose another output name"
-            )
-
-    def _where_changed(self, rows: RowPlaces) -> str:
-        for done in read_answers(self.folder.journal, self.journal.state):
-            if done.row >= len(rows):
-                return f"it has {len(rows):,} rows, and row {done.row + 1:,} was answered"
-            if done.input != rows.digest(done.row):
-                return f"line {rows.line_number(done.row)} is not what was answered"
-        return "rows that have no answer yet were added, removed or edited"
+        partial = self.claim.paths.partial
+        with _disk_errors(partial):
+            export_partial(self.folder.journal, self.journal.state, partial)
 
 
 @contextmanager
@@ -246,6 +296,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ExportFailed(
-            f"{path} could not be written ({error.strerror}); every answer is safe in the journal. Make room or "
-            "look after the disk, then start the same command again"
+            f"{path} could not be written ({error.strerror}); every answer is safe in the journal. Free some disk "
+            "space or look after the disk, then start the same command again"
         ) from error

@@ -1,4 +1,5 @@
-"""How a job stands, read from its folder without disturbing whoever works on it. Torch-free."""
+"""The state of a job, read from its folder without disturbing whoever works on it, and what can be done to it from
+outside. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,17 +14,16 @@ from typing import Any
 
 from platformdirs import user_state_path
 
-from ..settings.errors import JobInUse, JobNotFound, OutputExists
-from .export import export_partial
+from ..settings.errors import JobInUse, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, is_locked, now_text
 from .journal.journal import Journal
 from .journal.repair import Repaired, repair
 from .journal.state import JobState, read_state
-from .outputs import OutputPaths
+from .outputs import OutputPaths, export_partial
 
 
-class Standing(StrEnum):
-    """`interrupted` is a process that ended without a word: killed, crashed, or the power went."""
+class JobPhase(StrEnum):
+    """`interrupted`: the process was killed or crashed, or the power went, before it recorded a stop."""
 
     RUNNING = "running"
     CANCELLING = "cancelling"
@@ -33,14 +33,14 @@ class Standing(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-# In the words of OpenAI's batch object, which knows no job that rests.
+# In the words of OpenAI's batch object, which has no word for a job that waits to be resumed.
 _BATCH_STATUS = {
-    Standing.RUNNING: "in_progress",
-    Standing.CANCELLING: "cancelling",
-    Standing.FINISHED: "completed",
-    Standing.CANCELLED: "cancelled",
-    Standing.STOPPED: "in_progress",
-    Standing.INTERRUPTED: "in_progress",
+    JobPhase.RUNNING: "in_progress",
+    JobPhase.CANCELLING: "cancelling",
+    JobPhase.FINISHED: "completed",
+    JobPhase.CANCELLED: "cancelled",
+    JobPhase.STOPPED: "in_progress",
+    JobPhase.INTERRUPTED: "in_progress",
 }
 
 
@@ -48,15 +48,15 @@ _BATCH_STATUS = {
 class JobStatus:
     folder: JobFolder
     state: JobState
-    standing: Standing
+    phase: JobPhase
 
     @classmethod
     def read(cls, folder: JobFolder) -> JobStatus:
         """Raises BadJournal, OtherVersion."""
-        # The lock first: who finishes in between is seen as finished.
+        # The lock first: a job that finishes in between is then read as finished.
         locked = is_locked(folder)
         state = read_state(folder.journal)
-        return cls(folder, state, _standing(folder, state, locked))
+        return cls(folder, state, _phase(folder, state, locked))
 
     @property
     def job_id(self) -> str:
@@ -73,7 +73,7 @@ class JobStatus:
 
     def batch_object(self) -> dict[str, Any]:
         """OpenAI's batch object; what it has no word for is under `moedge`."""
-        opened, counts, finished = self.state.opened, self.state.counts, self.standing is Standing.FINISHED
+        opened, counts, finished = self.state.opened, self.state.counts, self.phase is JobPhase.FINISHED
         endpoints = [name for name, number in opened["endpoints"].items() if number]
         return {
             "id": self.job_id,
@@ -81,7 +81,7 @@ class JobStatus:
             "endpoint": endpoints[0] if len(endpoints) == 1 else "mixed",
             "input_file_id": opened["request"]["input"],
             "completion_window": "24h",
-            "status": _BATCH_STATUS[self.standing],
+            "status": _BATCH_STATUS[self.phase],
             "output_file_id": str(self.output) if finished else None,
             "error_file_id": str(self.output.with_suffix(".errors.jsonl")) if finished and counts.failed else None,
             "created_at": _seconds(opened["created_at"]),
@@ -91,7 +91,7 @@ class JobStatus:
             "request_counts": {"total": self.state.num_rows, "completed": counts.ok, "failed": counts.failed},
             "usage": _usage(counts.prompt_tokens, counts.generated_tokens),
             "moedge": {
-                "state": self.standing,
+                "state": self.phase,
                 "reason": self.reason,
                 "folder": str(self.folder.path),
                 "identity": opened["identity"],
@@ -100,14 +100,14 @@ class JobStatus:
         }
 
 
-def _standing(folder: JobFolder, state: JobState, locked: bool) -> Standing:
+def _phase(folder: JobFolder, state: JobState, locked: bool) -> JobPhase:
     if locked:
-        return Standing.CANCELLING if folder.cancel.exists() else Standing.RUNNING
+        return JobPhase.CANCELLING if folder.cancel.exists() else JobPhase.RUNNING
     if state.finished and state.export_is_current:
-        return Standing.FINISHED
+        return JobPhase.FINISHED
     if state.cancelled is not None:
-        return Standing.CANCELLED
-    return Standing.INTERRUPTED if state.running else Standing.STOPPED
+        return JobPhase.CANCELLED
+    return JobPhase.INTERRUPTED if state.running else JobPhase.STOPPED
 
 
 def _usage(prompt: int, generated: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def find_job(name: str) -> JobFolder:
     }
     if len(matching) == 1:
         return JobFolder(matching.pop())
-    found = "several jobs begin with it" if matching else "it is no id, no job's folder and no output of a job"
+    found = "several jobs have an id that begins with it" if matching else "no job with that id, folder or output"
     raise JobNotFound(f"{name}: {found}; `moedge jobs ls` lists them")
 
 
@@ -187,12 +187,12 @@ def cancel(folder: JobFolder) -> str:
         lock = JobLock(folder)
     except JobInUse:
         folder.cancel.touch()
-        return "it stops after the pass that is running"
+        return "stopping after the current pass"
     with closing(lock), Journal(folder.journal) as journal:
         if journal.state.finished:
-            return "it is finished; nothing was cancelled"
+            return "already finished; nothing was cancelled"
         journal.cancel(now_text())
-    return "cancelled; `moedge jobs resume` goes on with it"
+    return f"cancelled; resume it with `moedge jobs resume {journal.state.opened['id']}`"
 
 
 def export_now(folder: JobFolder, target: Path | None) -> str:
@@ -202,7 +202,7 @@ def export_now(folder: JobFolder, target: Path | None) -> str:
         raise OutputExists(f"{target} exists and is not overwritten; move it away or choose another output name")
     target = target or OutputPaths(status.output).partial
     export_partial(folder.journal, status.state, target)
-    return f"{status.state.counts.rows:,} finished rows are in {target}"
+    return f"{counted(status.state.counts.rows, 'finished row')} written to {target}"
 
 
 def repair_journal(folder: JobFolder) -> Repaired:

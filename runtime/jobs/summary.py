@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .outputs import NewFile
+from ...offload.atomic_file import own_name, write_atomically
 
 SCHEMA = "moedge.run/4"
 
@@ -229,9 +229,4 @@ class RunSummary:
     def write(self, path: Path) -> None:
         """Replaces what is there; NaN and infinities are refused with `ValueError`."""
         text = json.dumps(self.as_dict(), indent=2, allow_nan=False)
-        file = NewFile(path)
-        try:
-            file.write(text.encode() + b"\n")
-            file.publish()
-        finally:
-            file.discard()
+        write_atomically(path, text.encode() + b"\n", own_name(path))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ...quant.format import Plane
+from ...quant.formats.format import Plane
 from ...quant.kv.codec import Coded, decode, encode
 from ...quant.kv.format import VectorFormat, VectorPlanes
 from ...quant.kv.key_transform import KeyTransform

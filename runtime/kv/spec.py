@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from ...quant.formats.format import FormatError
 from ...quant.kv.format import KVFormat, RecordLayout
+from ..settings.errors import SettingError
 from ..shape.model_shape import KVGroup
 
 BLOCK_TOKENS = 32
@@ -21,7 +23,7 @@ class KVSpec:
 
     @property
     def layout(self) -> RecordLayout:
-        """Raises FormatError for a format that cannot hold the group's heads."""
+        """Raises SettingError for a format that cannot hold the group's heads."""
         return _layout(self.format, self.group.kv_heads, self.group.head_dim, self.block)
 
     @property
@@ -61,4 +63,7 @@ class KVSpec:
 
 @cache
 def _layout(kv_format: str, kv_heads: int, head_dim: int, block: int) -> RecordLayout:
-    return RecordLayout.of(KVFormat.parse(kv_format), kv_heads, head_dim, block)
+    try:
+        return RecordLayout.of(KVFormat.parse(kv_format), kv_heads, head_dim, block)
+    except FormatError as error:
+        raise SettingError(str(error)) from None

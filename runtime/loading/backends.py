@@ -12,11 +12,11 @@ from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.matmul.gemv import measure_few_rows
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention
 from ..kv.cache import KVCache
-from ..plan.plan import Plan
+from ..plan.placement import Plan
 from ..shape.model_shape import ModelShape
 from ..shape.shards import helper_nbytes, workspace_nbytes
 
@@ -43,7 +43,7 @@ def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> Parallel
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The backend that the plan names; without a device Triton's runs in its interpreter."""
     place = device.place if device else torch.device("cpu")
-    dtype, tiled = DTYPES[plan.dtype], plan.deterministic
+    dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
     if plan.attention == "torch" and not plan.stores_by_kernel:
         return TorchAttention(cache, dtype, tiled, place)
     # Imports Triton, which takes a second, and which not every machine has.

@@ -1,7 +1,13 @@
-"""From a model source and a plan to an engine that is ready for its first pass."""
+"""From a model source and a plan to an engine that is ready for its first pass: loaded, with less where memory runs
+out, and rehearsed.
+
+The loader records in the `MemoryLedger` of the plan what it allocates.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +17,14 @@ import torch
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.device import Device
+from ...offload.errors import is_out_of_memory
 from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
 from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..engine.engine import Engine
+from ..engine.oom_retry import cause_of
 from ..engine.scheduler import PassLimits, Scheduler
 from ..kv.allocator import root_hash
 from ..kv.cache import KVCache
@@ -27,8 +35,9 @@ from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
-from ..plan.placement import LOADING_NBYTES
-from ..plan.plan import Plan
+from ..plan.fallback import FallbackPolicy
+from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, WEIGHTS, WORKSPACE, MemoryLedger
+from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
@@ -45,17 +54,27 @@ from .warm_up import warm_up_experts
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """The engine, what its weights are packed as, where they come from, and the device that computes, if one does."""
+    """The engine, what its weights are packed as, where they come from, and the device that computes, if one does.
+
+    `ledger` has the bytes that were planned and allocated for every arena.
+    """
 
     engine: Engine
     model: ModelRunner
     shards: ModelShards
     streamed: StreamedWeights
     parking: ParkingMemory
+    ledger: MemoryLedger
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
 
+    def measure_peaks(self) -> MemoryLedger:
+        """The ledger, with the peaks of this process so far."""
+        self.ledger.measure(None if self.device is None else self.device.peak)
+        return self.ledger
+
     def close(self) -> None:
+        """Frees what was allocated."""
         self.engine.close()
         self.streamed.close()
         self.parking.close()
@@ -76,9 +95,13 @@ class Loading:
             # Before anything else is page-locked: passes need it thousands of times, wherever weights lie.
             device.pins.taken += open_ring(device.place)
         self.compute = make_compute(source.shape, plan, self.place)
-        self.model = define(ModelConfig.read(source.folder), DTYPES[plan.dtype])
-        staging = None if plan.device is None else plan.device.staging
+        self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
+        staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
+        self.ledger = MemoryLedger.of(plan, source.shape)
+        self._computing = self.ledger.computing.tier
+        self.ledger.record(self._computing, WORKSPACE, self.compute.nbytes)
+        self.ledger.record(self._computing, WEIGHTS, self.memory.held_nbytes)
 
     def install_layers(self) -> list[LayerAssembly]:
         """Packed modules in all layers, which nothing has been loaded for."""
@@ -103,6 +126,7 @@ class Loading:
         with ExitStack() as opened:
             streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
             opened.callback(streamed.close)
+            self.ledger.record(self._computing, RINGS, streamed.ring_nbytes)
             install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
             if self.compute.deterministic:
                 # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
@@ -118,15 +142,23 @@ class Loading:
             specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
+            self._record_staging(parking)
             cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
+            self.ledger.record(self._computing, KV_CACHE, sum(pool.nbytes for pool in cache.pools))
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
-                warm_up_experts(layers, self.compute, DTYPES[self.plan.dtype], device)
+                warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
             opened.pop_all()
-        return LoadedEngine(engine, packed, self.shards, streamed, parking, device, offsets)
+        return LoadedEngine(engine, packed, self.shards, streamed, parking, self.ledger, device, offsets)
+
+    def _record_staging(self, parking: ParkingMemory) -> None:
+        """What the host holds for a device."""
+        if self.plan.staging is not None:
+            self.ledger.record("host", STAGED, self.memory.slab.nbytes)
+            self.ledger.record("host", PARKED, sum(slot.numel() for group in parking.slots for slot in group))
 
 
 def load_engine(
@@ -139,7 +171,8 @@ def load_engine(
 ) -> LoadedEngine:
     """Weights come from `store` where there is one, else from the source's checkpoint, all into memory.
 
-    `key_offsets` are what quantized keys are less; the store's, or measured now, where none are given.
+    `key_offsets` are subtracted from keys that are quantized; where none are given they are the store's, or measured
+    now.
     """
     keep_memory() if _keeps_memory(plan) else return_memory()
     loading = Loading(source, plan, device)
@@ -182,15 +215,52 @@ def _cache(
 
 def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
     plan = loading.plan
-    # What a pass will compute with is not in use yet; a device's plan has room of its own.
-    room = plan.kv_nbytes + plan.scratch_nbytes if plan.device is None else LOADING_NBYTES
+    # What a pass will compute with is not in use yet; a device's plan has bytes for loading.
+    free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
     with Checkpoint(loading.source.folder) as checkpoint:
-        window = min(room // (WINDOW_COPIES + 1), WINDOW_NBYTES)
+        window = min(free // (WINDOW_COPIES + 1), WINDOW_NBYTES)
         preparation = Preparation(loading.model, checkpoint, loading.compute, window)
         preparation.run(loading.shards, MemorySink(loading.memory))
     return preparation.layers
 
 
 def _keeps_memory(plan: Plan) -> bool:
-    """Whether there is room for a heap that keeps the buffers of a pass for the next one."""
+    """Whether enough bytes are free for a heap that keeps the buffers of a pass for the next one."""
     return plan.free_nbytes >= KEPT_NBYTES
+
+
+def load_with_fallback(load: Callable[[Plan], LoadedEngine], policy: FallbackPolicy) -> LoadedEngine:
+    """The engine of the first plan that memory suffices for; in passes it takes further steps of the policy.
+
+    `load` leaves nothing allocated where it fails. Raises MemoryGaveOut where nothing is left to give up.
+    """
+    while isinstance(loaded := _attempt(load, policy.plan), str):
+        # Here, behind the handler: the error's frames held what was loaded.
+        gc.collect()
+        policy.before_passes(loaded)
+    engine = loaded
+
+    def concede(cause: str, tokens: int) -> None:
+        policy.in_pass(cause, tokens)
+        _apply(policy.plan, engine)
+
+    loaded.engine.replay.concede = concede
+    return loaded
+
+
+def _attempt(load: Callable[[Plan], LoadedEngine], plan: Plan) -> LoadedEngine | str:
+    """The engine, or why there was no memory for it."""
+    try:
+        return load(plan)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return cause_of(error)
+
+
+def _apply(plan: Plan, loaded: LoadedEngine) -> None:
+    scheduler = loaded.engine.scheduler
+    scheduler.limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
+    if scheduler.cache.host is not None and not any(plan.parked_blocks):
+        scheduler.forget_parked()
+        loaded.parking.close()

@@ -13,7 +13,7 @@ import torch
 from ...offload.device import Device
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu, Lacks, dotted, lack_of, triton_lack
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..attention.choice import LARGEST_HEAD
 from ..plan.search_space import choose_dtype
 
@@ -54,7 +54,7 @@ def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
 
 def _trials(place: torch.device, gpu: Gpu, needs: KernelNeeds) -> dict[str, Callable[[], str]]:
     """By family of `Lacks`. What fails while it is imported fails in its trial."""
-    dtype = DTYPES[needs.dtype]
+    dtype = TORCH_DTYPES[needs.dtype]
     heads = frozenset(head for head in needs.head_dims if head <= LARGEST_HEAD)
 
     def attention() -> str:

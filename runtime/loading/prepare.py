@@ -13,12 +13,13 @@ from ...offload.store.stores import default_root, disk_budget, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
-from ...quant.tensor import DTYPES
+from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
-from ..plan.plan import Plan, Settings, Workload
+from ..plan.placement import Plan, Workload
 from ..plan.planner import budget_range, make_plan
-from ..settings.budgets import Budgets
+from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
+from ..settings.settings import Settings
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
@@ -64,7 +65,7 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
             return
-        model = define(ModelConfig.read(folder), DTYPES[dtype])
+        model = define(ModelConfig.read(folder), TORCH_DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
             preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window)
             preparation.run(shards, StoreSink(writer))
@@ -79,11 +80,14 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
     """
     if (target / FILE).exists():
         return
-    settings = Settings(dtype, quant, dtype, tokens_per_pass=MAX_TOKENS, max_sequences=1, deterministic=True)
+    # Keys are kept in the precision of arithmetic: quantized ones could not be measured.
+    settings = Settings(
+        dtype=dtype, quant=quant, kv=dtype, tokens_per_pass=MAX_TOKENS, max_sequences=1, deterministic=True
+    )
     with suppress(DoesNotFit):
         job = Workload(1, MAX_TOKENS)
         least, _ = budget_range(source.shape, settings, job)
-        plan = make_plan(source.shape, settings, min(least, budgets.host_nbytes()), job)
+        plan = make_plan(source.shape, settings, MemoryBudget(min(least, budgets.host_nbytes())), job)
         with closing(load_engine(source, plan, target)) as loaded:
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
         # An engine is a circle of modules: its memory is wanted for the one that is loaded next.

@@ -10,18 +10,17 @@ from itertools import islice
 
 import torch
 
-from ...offload.memory import host_peak
 from ..engine.sequence import Sequence
-from ..plan.plan import Plan, Workload
+from ..plan.placement import Plan, Workload
 from ..sampling.params import SamplingParams
-from ..settings.errors import DoesNotFit, SettingError
+from ..settings.errors import SettingError
 from .engine_loader import LoadedEngine
 
 # Tokens that are drawn at a time.
 _DRAWN = 4096
 
 
-def rehearse(loaded: LoadedEngine, plan: Plan, job: Workload, tokens: Iterator[int]) -> None:
+def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
     """Fills one pass with as many prompt tokens and sampled rows as the plan allows; where kernels compute attention,
     the longest prompt of one pass follows, and a pass that decodes over it, in which they split its keys.
 
@@ -29,21 +28,21 @@ def rehearse(loaded: LoadedEngine, plan: Plan, job: Workload, tokens: Iterator[i
     SettingError where numbers overflow in fp16; the engine is as new afterwards.
     """
     engine = loaded.engine
-    live = min(plan.max_sequences, plan.tokens_per_pass, job.sequences)
-    length = max(1, min(plan.tokens_per_pass // live, job.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1))
+    live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
+    length = max(
+        1, min(plan.tokens_per_pass // live, workload.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1)
+    )
     cache = engine.scheduler.cache
     # Else sequences that repeat each other would share their prompt, and the pass would not be the worst.
     cache.sharing = False
     failed = _run(loaded, live, length, 1, tokens)
-    longest = min(plan.tokens_per_pass, job.longest - 2, plan.kv_tokens - 2)
+    longest = min(plan.tokens_per_pass, workload.longest - 2, plan.kv_tokens - 2)
     if plan.attention == "triton" and longest > 0:
         failed += _run(loaded, 1, longest, 2, tokens)
     cache.sharing = True
     engine.start_counting()
     loaded.streamed.start_counting()
-    _check("--ram", host_peak(), plan.budget_nbytes)
-    if loaded.device is not None and plan.device is not None:
-        _check("--gpu-mem", loaded.device.peak, plan.device.budget_nbytes)
+    loaded.measure_peaks().check()
     if failed and plan.dtype == "fp16":
         raise SettingError(
             f"{failed} rehearsed rows got logits that are not finite: this model's numbers overflow in fp16, whose "
@@ -70,11 +69,3 @@ def _run(loaded: LoadedEngine, live: int, length: int, generated: int, tokens: I
         params = SamplingParams(generated, temperature=1.0, ignore_eos=True)
         loaded.engine.add(Sequence(list(islice(tokens, length)), params))
     return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())
-
-
-def _check(option: str, peak: int, budget: int) -> None:
-    if peak > budget:
-        raise DoesNotFit(
-            f"the rehearsed pass took {peak / 2**20:,.0f} MiB and the budget is {budget / 2**20:,.0f} MiB; "
-            f"nothing was run. Give {option} {-(-peak // 2**20) + 64}MiB, or a smaller --tokens-per-pass."
-        )

@@ -22,12 +22,8 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
+from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.read import LAYER, expert_index, is_expert
-
-_DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 MOST_TOLD = 10
 
@@ -138,11 +134,11 @@ class _StoredTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         entry = self._checkpoint.entries[self._name]
-        if entry.dtype not in _DTYPES:
-            raise BadCheckpoint(f"tensor {self._name} is {entry.dtype}, wanted one of {', '.join(_DTYPES)}")
+        if entry.dtype not in SAFETENSORS_DTYPES:
+            raise BadCheckpoint(f"tensor {self._name} is {entry.dtype}, wanted one of {', '.join(SAFETENSORS_DTYPES)}")
         rows = self._rows or range(entry.shape[0] if entry.shape else 1)
         shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
-        tensor = torch.empty(shape, dtype=_DTYPES[entry.dtype])
+        tensor = torch.empty(shape, dtype=SAFETENSORS_DTYPES[entry.dtype])
         if tensor.numel():
             begin = entry.nbytes // max(1, entry.shape[0]) * rows.start if entry.shape else 0
             self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data, begin)
@@ -156,7 +152,7 @@ class _Header:
         self._entry = entry
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        dtype = _DTYPES.get(self._entry.dtype, torch.uint8)
+        dtype = SAFETENSORS_DTYPES.get(self._entry.dtype, torch.uint8)
         return torch.empty(self._entry.shape, dtype=dtype, device="meta")[index]
 
 

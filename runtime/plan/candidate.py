@@ -1,178 +1,276 @@
-"""The sizes of one way to run a job, from which follow whether it fits and what is left for the rest. Torch-free."""
+"""One way to run a job, with its bytes: a pass of some tokens and sequences over a KV cache. Closed form, torch-free.
+
+A formula gives the bytes of the cache, and of what a pass computes with; tests compare it with measured peaks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
+from ...moe.expected_rows import most_rows
 from ...offload.machine.hardware import crew_size
+from ...quant.kernels import tuning
+from ...quant.kernels.gpu import Gpu
+from ..attention.choice import JOB_NUMEL, PARTS_NBYTES, PIECE_TOKENS
+from ..kv.spec import BLOCK_TOKENS, KVSpec
+from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
-from .activations import Widest, attention_nbytes, decoding_nbytes, experts_nbytes, groups_experts, pass_nbytes
-from .cache_size import CacheSize
-from .pass_cost import ComputeCosts, ModelWork
-from .placement import DeviceRoom, Placement, device_ring, everything, minimum, on_device_nbytes, place
-from .plan import Plan, Workload
-from .predict import Prediction, live_sequences, phases_of, predict
-from .rates import Rates
+from ..shape.shards import ITEM_NBYTES, ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
+from .placement import Placement, device_ring, everything, minimum, on_device_nbytes, place
 
-# torch, transformers and bitsandbytes imported, threads started, before any model.
-PROCESS_NBYTES = 576 << 20
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.
 SLACK_SHARE = 0.25
-SLACK_NBYTES = 72 << 20
+SLACK_NBYTES = 72 * MIB
+
+
+def largest(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` for which `holds`, which is true up to some number; 1 where it never is."""
+    low, high = 1, max(most, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+# From the fewest to the most tokens a block: large ones are moved and gathered better, small ones waste less.
+BLOCKS = (4, 8, 16, BLOCK_TOKENS)
+MOST_WASTE = 0.03
+
+
+def choose_block(mean_tokens: float) -> int:
+    """Tokens per block, for sequences of `mean_tokens` in the mean over their lives.
+
+    The last block of a sequence has (block - 1) / 2 empty positions in the mean.
+    """
+    fitting = [block for block in BLOCKS if (block - 1) / 2 <= MOST_WASTE * (mean_tokens + (block - 1) / 2)]
+    return max(fitting, default=min(BLOCKS))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """A cache whose sequences may each grow to `longest` tokens, in passes of `tokens_per_pass`.
+
+    Groups differ: layers with a window need the window of every sequence and the tokens of one pass, however long the
+    texts are.
+    """
+
+    specs: tuple[KVSpec, ...]
+    longest: int
+    tokens_per_pass: int
+
+    def blocks(self, num_sequences: int) -> tuple[int, ...]:
+        """Blocks by group with which none of `num_sequences` ever waits for another."""
+        return tuple(self._blocks(spec, num_sequences) for spec in self.specs)
+
+    def nbytes(self, num_sequences: int) -> int:
+        """Bytes of those blocks."""
+        return self.nbytes_of(self.blocks(num_sequences))
+
+    def nbytes_of(self, blocks: tuple[int, ...]) -> int:
+        """Bytes of `blocks`, a number for each group."""
+        return sum(count * spec.block_nbytes for count, spec in zip(blocks, self.specs, strict=True))
+
+    def parked(self, blocks: tuple[int, ...], free_nbytes: int) -> tuple[int, ...]:
+        """Blocks by group for preempted sequences: as many as the cache has, or as fit into `free_nbytes`."""
+        nbytes = self.nbytes_of(blocks)
+        return tuple(min(count, count * free_nbytes // nbytes) for count in blocks)
+
+    def sequences_in(self, free_nbytes: int, most: int) -> int:
+        """The most sequences, up to `most`, whose blocks fit into `free_nbytes`; at least 1."""
+        return largest(most, lambda count: self.nbytes(count) <= free_nbytes)
+
+    def _blocks(self, spec: KVSpec, num_sequences: int) -> int:
+        whole = num_sequences * spec.blocks_for(self.longest)
+        if spec.group.window is None:
+            return whole
+        passing = spec.blocks_for(self.tokens_per_pass)
+        return min(whole, num_sequences * spec.least_blocks(self.longest) + passing)
+
+
+# Copies of [T, D] that live at once in a decoder layer: residual, normed (also in fp32), attention in and out.
+_HIDDEN_COPIES = 6
+_FP32_COPIES = 2
+# More threads than these take part of the slack.
+DECODING_THREADS = 4
+# The sampler works in tiles of at most this size.
+SAMPLER_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Widest:
+    """The largest sizes that any layer has; activations are sized by them."""
+
+    hidden: int
+    vocab: int
+    kv: int
+    dense: int
+    inner: int
+    per_token: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Widest:
+        experts = {layer.experts for layer in shape.layers if layer.experts}
+        return cls(
+            shape.hidden,
+            shape.vocab,
+            max(group.kv_heads * group.head_dim for group in shape.kv_groups),
+            max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0),
+            max((each.up.rows for each in experts), default=0),
+            max((each.per_token for each in experts), default=0),
+            max((each.count for each in experts), default=0),
+        )
+
+
+def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, longest: int) -> int:
+    """Bytes of activations and logits, and of the scratch of prompts' attention, in a pass of `num_tokens` tokens.
+
+    `num_sampled` rows get logits; `longest` is the longest sequence, whose keys and values are gathered.
+    """
+    item = ITEM_NBYTES[dtype]
+    hidden = num_tokens * widest.hidden
+    rows = most_rows(num_tokens, widest.per_token, widest.num_experts)
+    layer = (
+        _HIDDEN_COPIES * hidden * item
+        + _FP32_COPIES * hidden * 4
+        + 3 * num_tokens * widest.dense * item
+        + rows * widest.hidden * item
+        + 3 * num_tokens * widest.inner * item
+    )
+    logits = num_sampled * widest.vocab * (item + 4) + SAMPLER_NBYTES
+    gathered = 2 * longest * widest.kv * item
+    # One sequence of a prompt, keys and values twice.
+    return max(layer, logits) + 2 * gathered
+
+
+def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int) -> int:
+    """Bytes that torch's attention takes for tokens that are decoded, beside `pass_nbytes`.
+
+    These are gathered keys, in float32 too, and their products; the partial results of pieces, and their sums.
+    """
+    item = ITEM_NBYTES[dtype]
+    pieces = num_sequences * (longest // PIECE_TOKENS + 1)
+    job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
+    parts = min(PARTS_NBYTES, pieces * widest.dense * item)
+    return DECODING_THREADS * job + parts + 3 * num_sequences * widest.dense * 4
+
+
+# Bytes of one tile of rows (operands.Pages), and of a token's slot.
+_TILE_NBYTES, _SLOT_NBYTES = 20, 8
+
+
+def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
+    """Whether experts that arrive together are computed together."""
+    return (
+        shape.num_experts > 0 and quant in tuning.FORMATS and tuning.supports(gpu.capability) and not gpu.lacks.experts
+    )
+
+
+def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
+    """Bytes of what an expert's first matrix gives to its second, for all rows of a pass: [P, I]."""
+    experts = [layer.experts for layer in shape.layers if layer.experts]
+    numel = max(most_rows(num_tokens, each.per_token, each.count) * each.down.cols for each in experts)
+    return numel * ITEM_NBYTES[dtype]
+
+
+def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequences: int, gpu: Gpu) -> int:
+    """Bytes of Triton's attention: transformed queries and keys, prompts that are read back, splits, tables."""
+    item, tokens = ITEM_NBYTES[dtype], cache.tokens_per_pass
+    queries = max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0)
+    transformed = prompts = splits = tables = 0
+    for spec in cache.specs:
+        width = spec.group.kv_heads * spec.group.head_dim
+        transformed = max(transformed, 2 * tokens * (queries + width) * 4 * spec.layout.format.keys.quantized)
+        # Queries and results once more, keys and values by way of float32.
+        prompts = max(prompts, tokens * (queries * (4 + 2 * item) + 2 * width * (6 + item)))
+        # Sums of twice as many programs as there are processors, float32 with maximum and total.
+        heads = -(-queries // width)
+        splits = max(splits, 2 * gpu.processors * heads * (spec.group.head_dim + 2) * 4)
+        tables += num_sequences * spec.blocks_for(cache.longest) * 4 + tokens * (2 * _TILE_NBYTES + 2 * _SLOT_NBYTES)
+    return transformed + prompts + splits + tables
 
 
 class WeightFootprint:
-    """A model in one weight format on the tier that computes: what takes the same bytes in every draft."""
+    """A model in one weight format on the tier that computes: what takes the same bytes in every candidate.
+
+    `process` bytes are the process, or a device's context; `resident` bytes are small parameters; products use
+    `workspace` bytes of scratch.
+    """
 
     def __init__(
-        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device: DeviceRoom | None
+        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device: DeviceBudget | None
     ) -> None:
         self.shape = shape
         self.quant = quant
         self.dtype = dtype
         self.shards: ModelShards = model_shards(shape, quant, dtype)
-        self.work = ModelWork(shape, self.shards)
         self.widest = Widest.of(shape)
         self.on_device = device is not None
         self.gpu = None if device is None else device.gpu
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
-        self.products = workspace_nbytes(shape, quant, dtype, deterministic)
+        self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device is None:
-            self.products += (crew_size() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
-            self.resident = PROCESS_NBYTES + resident_nbytes(shape, dtype)
+            self.workspace += (crew_size() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
+            self.process, self.resident = PROCESS_NBYTES, resident_nbytes(shape, dtype)
         else:
-            self.resident = device.context_nbytes + on_device_nbytes(shape, dtype)
+            self.process, self.resident = device.context_nbytes, on_device_nbytes(shape, dtype)
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return self.shards.nbytes
 
     @cached_property
     def streaming_nbytes(self) -> int:
-        """The least that weights take: everything streamed that can be."""
+        """The least that weights take: everything streams that can."""
         return min(everything(self.shards).nbytes(self.shards), minimum(self.shards).nbytes(self.shards))
 
 
 class Candidate:
     """Passes of `tokens_per_pass` tokens and at most `live` sequences, over a cache.
 
-    The sizes are of the tier that computes. `fixed` bytes are needed whatever is held, of which `scratch` for what a
-    pass computes with.
+    The sizes are those of the tier that computes. `fixed` bytes are needed whatever is held; `scratch` is the part of
+    them that a pass computes with: `workspace`, `activations` and `slack`.
     """
 
-    def __init__(self, packed: WeightFootprint, cache: CacheSize, live: int) -> None:
-        self.packed = packed
+    def __init__(self, weights: WeightFootprint, cache: CacheSize, live: int) -> None:
+        self.weights = weights
         self.cache = cache
         self.tokens_per_pass = cache.tokens_per_pass
         self.live = max(1, min(live, self.tokens_per_pass))
-        computing = pass_nbytes(packed.widest, packed.dtype, self.tokens_per_pass, self.live, cache.longest)
-        decoding = decoding_nbytes(packed.widest, packed.dtype, self.live, cache.longest)
-        # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
-        if packed.gpu is not None and not packed.gpu.lacks.attention:
-            decoding = max(decoding, attention_nbytes(packed.shape, cache, packed.dtype, self.live, packed.gpu))
-        if packed.grouped_experts:
-            decoding = max(decoding, experts_nbytes(packed.shape, packed.dtype, self.tokens_per_pass))
-        computing += decoding
-        self.scratch = packed.products + int(computing * (1 + SLACK_SHARE)) + SLACK_NBYTES
-        self.fixed = self.scratch + packed.resident
+        self.activations = self._activations()
+        self.slack = int(self.activations * (1 + SLACK_SHARE)) - self.activations + SLACK_NBYTES
+        self.scratch = weights.workspace + self.activations + self.slack
+        self.fixed = self.scratch + weights.process + weights.resident
 
     @property
     def smallest(self) -> int:
-        """The least budget: one sequence, everything streamed that can be."""
-        return self.fixed + self.cache.nbytes(1) + self.packed.streaming_nbytes
+        """The least budget: one sequence, and everything streams that can."""
+        return self.fixed + self.cache.nbytes(1) + self.weights.streaming_nbytes
 
     @property
     def smallest_whole(self) -> int:
         """The least budget that holds all weights, and one sequence."""
-        return self.fixed + self.cache.nbytes(1) + self.packed.nbytes
+        return self.fixed + self.cache.nbytes(1) + self.weights.nbytes
 
     def whole(self, num_sequences: int) -> int:
-        """The budget that holds all weights, and so many sequences at their longest."""
-        return self.fixed + self.cache.nbytes(num_sequences) + self.packed.nbytes
+        """The budget that holds all weights, and `num_sequences` at their longest."""
+        return self.fixed + self.cache.nbytes(num_sequences) + self.weights.nbytes
 
     def place(self, budget: int, kv_nbytes: int) -> Placement | None:
-        """Where shards are held, beside a cache of `kv_nbytes`; None where that does not fit."""
-        ring = device_ring(self.packed.shards, budget - self.fixed) if self.packed.on_device else 0
-        return place(self.packed.shards, budget - self.fixed - kv_nbytes, ring)
+        """Where shards are held, beside a cache of `kv_nbytes`; None where they do not fit `budget` bytes."""
+        free, shards = budget - self.fixed, self.weights.shards
+        return place(shards, free - kv_nbytes, device_ring(shards, free) if self.weights.on_device else 0)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Speed:
-    """What predictions rest on: the machine's rates, and by weight format the factors that earlier runs taught."""
-
-    rates: Rates = field(default_factory=Rates)
-    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def predict(self, draft: Candidate, plan: Plan, job: Workload) -> Prediction:
-        return predict(draft.packed.work, plan, job, self.rates, self.factors.get(plan.quant, {}))
-
-
-@dataclass(frozen=True, slots=True)
-class _Formats:
-    """Of a draft, by the names that a plan has for them."""
-
-    dtype: str
-    quant: str
-    compute: str
-    kv: str
-    kv_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """`count` alike: seconds that each computes, and the least share of weights that are not held that it brings in."""
-
-    count: float
-    compute_s: float
-    wanted: float
-
-
-class CostCache:
-    """A model in the formats that are asked for; what no budget changes is worked out once."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
-        self._packed: dict[tuple[object, ...], WeightFootprint] = {}
-        self._passes: dict[tuple[object, ...], list[_Passes]] = {}
-
-    def packed(self, quant: str, dtype: str, deterministic: bool, device: DeviceRoom | None) -> WeightFootprint:
-        key = (quant, dtype, deterministic, device and (device.context_nbytes, device.gpu))
-        if key not in self._packed:
-            self._packed[key] = WeightFootprint(self.shape, quant, dtype, deterministic, device)
-        return self._packed[key]
-
-    def least_seconds(
-        self, draft: Candidate, compute: str, blocks: tuple[int, ...], room: int, job: Workload, speed: Speed
-    ) -> float:
-        """No plan of the draft is predicted to take less, with a cache of `blocks` and `room` bytes for weights.
-
-        At best all of the room holds weights and no resource waits for another. Of the rest every pass brings in at
-        least the share that it wants of the experts that are wanted least.
-        """
-        packed, factors, rates = draft.packed, speed.factors.get(draft.packed.quant, {}), speed.rates
-        missing = max(0, packed.nbytes - room)
-        name, rate = ("link", rates.link_bytes_s) if packed.on_device else ("disk", rates.disk_bytes_s)
-        moved, computed = missing / rate * factors.get(name, 1.0), factors.get("compute", 1.0)
-        return sum(
-            each.count * max(each.compute_s * computed, each.wanted * moved)
-            for each in self._passes_of(draft, compute, blocks, job, speed)
-        )
-
-    def _passes_of(
-        self, draft: Candidate, compute: str, blocks: tuple[int, ...], job: Workload, speed: Speed
-    ) -> list[_Passes]:
-        work, spec = draft.packed.work, draft.cache.specs[0]
-        live = live_sequences(draft.cache.specs, blocks, draft.live, job)
-        formats = _Formats(draft.packed.dtype, draft.packed.quant, compute, spec.format, spec.block)
-        key = (speed, job, work, formats, draft.tokens_per_pass, live)
-        if key not in self._passes:
-            costs = ComputeCosts(work, formats, speed.rates)
-            self._passes[key] = [
-                _Passes(phase.passes, costs.seconds(phase.load), work.least_wanted(phase.load.tokens))
-                for phase in phases_of(job, live, draft.tokens_per_pass)
-            ]
-        return self._passes[key]
+    def _activations(self) -> int:
+        weights, cache = self.weights, self.cache
+        decoding = decoding_nbytes(weights.widest, weights.dtype, self.live, cache.longest)
+        # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
+        if weights.gpu is not None and not weights.gpu.lacks.attention:
+            attention = attention_nbytes(weights.shape, cache, weights.dtype, self.live, weights.gpu)
+            decoding = max(decoding, attention)
+        if weights.grouped_experts:
+            decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))
+        return decoding + pass_nbytes(weights.widest, weights.dtype, self.tokens_per_pass, self.live, cache.longest)

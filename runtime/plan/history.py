@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import Any
 
 from platformdirs import user_state_path
 
+from ...offload.atomic_file import own_name, write_atomically
 from ...offload.machine.hardware import Hardware
 from ..shape.model_shape import ModelShape, shape_to_json
-from .plan import Plan
-from .predict import RESOURCES
+from .cost_model import RESOURCES
+from .placement import Plan
 
-SCHEMA = "moedge.runs/1"
+SCHEMA = "moedge.runs/2"
 MOST_KEPT = 200
 # Runs of one kind that a factor is the mean of, the newest; and how far runs of other kinds may move it.
 LEARNED_FROM = 3
@@ -40,8 +39,8 @@ UNTAUGHT = MappingProxyType({"compute": 1.25})
 class RunRecord:
     """One finished run. `machine`, `shape` and `formats` say of which kind it was; tok/s are of generated tokens.
 
-    `ratio` is the seconds it took over what the rates alone predict for the tokens it really had, and `binds` the
-    resource that this prediction waits for.
+    `ratio` is the seconds that it took over those that the rates alone predict for the tokens that it really had, and
+    `bottleneck` the resource that this prediction waits for.
     """
 
     at: str
@@ -49,7 +48,7 @@ class RunRecord:
     model: str
     shape: str
     formats: str
-    binds: str
+    bottleneck: str
     ratio: float
     predicted_tok_s: float
     measured_tok_s: float
@@ -71,14 +70,8 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
     path = path or history_path()
     records = [record, *_read(path)][:MOST_KEPT]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            json.dump({"schema": SCHEMA, "runs": [asdict(each) for each in records]}, file, indent=1)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    text = json.dumps({"schema": SCHEMA, "runs": [asdict(each) for each in records]}, indent=1)
+    write_atomically(path, text.encode(), own_name(path))
 
 
 def factors(
@@ -95,11 +88,11 @@ def factors(
     for quant, formats in all_formats.items():
         learned[quant] = {}
         for resource in RESOURCES:
-            like = [record.ratio for record in mine if record.binds == resource]
+            like = [record.ratio for record in mine if record.bottleneck == resource]
             same = [
                 record.ratio
                 for record in mine
-                if (record.shape, record.formats, record.binds) == (shape, formats, resource)
+                if (record.shape, record.formats, record.bottleneck) == (shape, formats, resource)
             ]
             if same:
                 learned[quant][resource] = statistics.geometric_mean(same[:LEARNED_FROM])
@@ -126,7 +119,7 @@ def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_de
 
 
 def formats_of(plan: Plan) -> str:
-    return formats_key(plan.quant, plan.dtype, plan.compute, plan.deterministic, plan.device is not None)
+    return formats_key(plan.quant, plan.dtype, plan.compute, plan.deterministic, plan.staging is not None)
 
 
 def _digest(content: Any) -> str:

@@ -1,19 +1,21 @@
-"""Which shards are held in memory and how much room the streamed ones pass through. Closed form, torch-free.
+"""What will run: the workload, the plan for it, and which weight shards are held where. Closed form, torch-free.
 
 KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
-every pass, than as a held expert (docs/design.md); so this divides what KV and scratch have left.
+every pass, than as a held expert (docs/design.md). So `place` divides what the cache and the scratch leave.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from ...quant.kernels.gpu import Gpu, Lacks
+from ..settings.budgets import GIB, MIB, MemoryBudget
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, resident_nbytes
 
-# Room for streamed experts: enough in flight that the disk never waits for compute, a small part of any budget.
+# Slots for streamed experts: enough in flight that the disk never waits for compute, a small part of any budget.
 RING_EXPERTS = 24
 MIN_RING_EXPERTS = 3
 # While threads compute on some experts of a ring others arrive, so a small one makes the disk wait for compute and
@@ -21,13 +23,52 @@ MIN_RING_EXPERTS = 3
 DEEP_RING_EXPERTS = 8
 # A layer computes while the next one's dense shard arrives.
 RING_LAYERS = 2
+# Weights as the checkpoint has them, on their way to be packed, and what a shard passes through.
+LOADING_NBYTES = 512 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`sequences` of at most `longest` tokens, prompt included.
+
+    `shortest` is the least that any of them needs. `prompt_tokens` and `generated_tokens`, the latter at most, are sums
+    over all of them. None means that it is not known.
+    """
+
+    sequences: int
+    longest: int
+    shortest: int | None = None
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+
+    @property
+    def least(self) -> int:
+        """Tokens that the cache must hold for the job to make sense."""
+        return self.longest if self.shortest is None else self.shortest
+
+    @property
+    def mean_prompt(self) -> float:
+        """Prompt tokens of a sequence."""
+        return self.longest / 2 if self.prompt_tokens is None else self.prompt_tokens / self.sequences
+
+    @property
+    def mean_generated(self) -> float:
+        """Tokens to generate for a sequence, at most."""
+        if self.generated_tokens is None:
+            return max(1.0, self.longest - self.mean_prompt)
+        return max(1.0, self.generated_tokens / self.sequences)
+
+    @property
+    def mean_live(self) -> float:
+        """Tokens that a sequence holds, averaged over its life, if answers end halfway."""
+        return self.mean_prompt + self.mean_generated / 4
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`held_dense` is how many leading layers keep their dense shard, `held_experts` how many experts each layer keeps.
 
-    Rings are bytes that the other shards pass through, 0 where none do.
+    `dense_ring` and `expert_ring` are bytes of the rings that the other shards stream through, 0 where none do.
     """
 
     held_dense: int
@@ -35,7 +76,13 @@ class Placement:
     dense_ring: int
     expert_ring: int
 
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of both rings."""
+        return self.dense_ring + self.expert_ring
+
     def held_nbytes(self, shards: ModelShards) -> int:
+        """Bytes of the shards that are held; the output head is one of them."""
         dense = sum(layer.dense.nbytes for layer in shards.layers[: self.held_dense])
         experts = sum(
             count * layer.expert.nbytes
@@ -45,52 +92,165 @@ class Placement:
         return dense + experts + (shards.head.nbytes if shards.head else 0)
 
     def nbytes(self, shards: ModelShards) -> int:
-        """Host memory that weights take: held, and in flight."""
+        """Bytes of memory that weights take: held, and in flight."""
         return self.held_nbytes(shards) + self.dense_ring + self.expert_ring
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Placement:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**content, "held_experts": tuple(content["held_experts"])})
 
-def place(shards: ModelShards, room: int, expert_ring: int = 0) -> Placement | None:
-    """The placement that holds most in `room` bytes; None where not even the smallest rings fit.
 
-    A deep ring, or one `expert_ring` bytes larger than the smallest, comes before anything is held, as far as there is
-    room.
+@dataclass(frozen=True, slots=True)
+class HostStaging:
+    """Where in the host the shards are that a device does not hold.
+
+    `placement` counts the device's own shards as kept. `staged_nbytes` of the others are in host memory and
+    `disk_nbytes` on disk. `free_nbytes` of the host's budget are left.
     """
-    if shards.nbytes <= room:
+
+    placement: Placement
+    staged_nbytes: int
+    disk_nbytes: int
+    free_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will run: no field is left to be decided later.
+
+    `placement` and the sizes, in bytes, are those of the tier that computes: host memory, or a device where `budget`
+    has one. Then `staging` says where in the host the other shards are.
+
+    - `kv_blocks` is by layer group, enough for `kv_sequences` at their longest. `kv_tokens` is the longest sequence
+      that is ever started.
+    - `parked_blocks`, by group too, hold preempted sequences in host memory; where there are none, preempted sequences
+      are computed again. Without a device there are none, because the cache is in host memory itself, and blocks do
+      more good there.
+    - `process_nbytes` are the process, or a device's context; `resident_nbytes` are small parameters.
+    - `weights_nbytes` are all weights, of which `held_nbytes` are held.
+    - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
+    - `free_nbytes` of the host's budget are of no use to this job.
+    - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
+      `stores_by_kernel` whether one of them writes keys and values into the cache.
+    - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
+      `notes` what else a person should know.
+    """
+
+    dtype: str
+    quant: str
+    kv: str
+    attention: str
+    compute: str
+    deterministic: bool
+    kv_block: int
+    kv_blocks: tuple[int, ...]
+    kv_sequences: int
+    kv_tokens: int
+    parked_blocks: tuple[int, ...]
+    tokens_per_pass: int
+    max_sequences: int
+    placement: Placement
+    budget: MemoryBudget
+    process_nbytes: int
+    resident_nbytes: int
+    weights_nbytes: int
+    held_nbytes: int
+    kv_nbytes: int
+    workspace_nbytes: int
+    activations_nbytes: int
+    slack_nbytes: int
+    free_nbytes: int = 0
+    grouped_experts: bool = False
+    stores_by_kernel: bool = False
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    staging: HostStaging | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether some weights stay on disk and are read in every pass."""
+        if self.staging is not None:
+            return self.staging.disk_nbytes > 0
+        return self.placement.ring_nbytes > 0
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes that are needed before any pass: the process or the device's context, and small parameters."""
+        return self.process_nbytes + self.resident_nbytes
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that a pass computes with."""
+        return self.workspace_nbytes + self.activations_nbytes + self.slack_nbytes
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the tier that computes."""
+        return self.fixed_nbytes + self.scratch_nbytes + self.kv_nbytes + self.held_nbytes + self.placement.ring_nbytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Plan:
+        """The inverse of `as_dict`. Raises TypeError or KeyError for anything else."""
+        staging = content["staging"]
+        if staging is not None:
+            staging = HostStaging(**{**staging, "placement": Placement.from_json(staging["placement"])})
+        built: dict[str, Any] = {
+            "kv_blocks": tuple(content["kv_blocks"]),
+            "parked_blocks": tuple(content["parked_blocks"]),
+            "notes": tuple(content["notes"]),
+            "placement": Placement.from_json(content["placement"]),
+            "budget": MemoryBudget.from_json(content["budget"]),
+            "staging": staging,
+        }
+        return cls(**{**content, **built})
+
+
+def place(shards: ModelShards, free_nbytes: int, expert_ring: int = 0) -> Placement | None:
+    """The placement that holds most in `free_nbytes` bytes; None where not even the smallest rings fit.
+
+    A deep ring, or one `expert_ring` bytes larger than the smallest, comes before anything is held, as far as bytes are
+    free.
+    """
+    if shards.nbytes <= free_nbytes:
         return everything(shards)
     smallest = minimum(shards)
-    if smallest.nbytes(shards) > room:
+    if smallest.nbytes(shards) > free_nbytes:
         return None
     deep = (DEEP_RING_EXPERTS - MIN_RING_EXPERTS) * largest_expert(shards)
-    ahead = min(max(deep, expert_ring), room - smallest.nbytes(shards))
+    ahead = min(max(deep, expert_ring), free_nbytes - smallest.nbytes(shards))
     smallest = replace(smallest, expert_ring=smallest.expert_ring + ahead)
-    dense = _hold_dense(shards, smallest, room)
-    ring = _largest_ring(shards, dense, room)
-    return _hold_experts(shards, Placement(dense.held_dense, dense.held_experts, dense.dense_ring, ring), room)
+    dense = _hold_dense(shards, smallest, free_nbytes)
+    ring = _largest_ring(shards, dense, free_nbytes)
+    return _hold_experts(shards, Placement(dense.held_dense, dense.held_experts, dense.dense_ring, ring), free_nbytes)
 
 
-def device_ring(shards: ModelShards, room: int) -> int:
+def device_ring(shards: ModelShards, free_nbytes: int) -> int:
     """Bytes, beyond the smallest ring, for experts on their way to a device.
 
-    A layer's worth, so that the link works on while attention computes and while the host waits for what a layer's
-    router wants; at most an eighth of `room`, as the rest serves sequences.
+    One layer of experts, so that the link is busy while attention computes and while the host waits for what a layer's
+    router wants; at most an eighth of `free_nbytes`, because the rest serves sequences.
     """
     layer = max((layer.num_experts for layer in shards.layers), default=0)
     expert = largest_expert(shards)
-    return max(0, min(layer, room // 8 // max(1, expert)) - MIN_RING_EXPERTS) * expert
+    return max(0, min(layer, free_nbytes // 8 // max(1, expert)) - MIN_RING_EXPERTS) * expert
 
 
-def stage(shards: ModelShards, held: Placement, room: int) -> Placement | None:
-    """What `room` bytes of host memory keep of the shards that stream to a device which holds `held`.
+def stage(shards: ModelShards, held: Placement, free_nbytes: int) -> Placement | None:
+    """What `free_nbytes` of host memory keep of the shards that stream to a device which holds `held`.
 
-    Counts `held` as kept too, as neither comes from disk. Has rings even where all is kept: what cannot be page-locked
-    goes through them (docs/design.md). None where not even the rings fit.
+    `held` counts as kept too, because neither comes from disk. There are rings even where all is kept: what cannot be
+    page-locked goes through them (docs/design.md). None where not even the rings fit.
     """
     rings = minimum(shards)
     dense_ring = rings.dense_ring if held.dense_ring else 0
     expert_ring = rings.expert_ring if held.expert_ring else 0
     whole = everything(shards)
     whole = Placement(whole.held_dense, whole.held_experts, dense_ring, expert_ring)
-    free = room + held.held_nbytes(shards)
+    free = free_nbytes + held.held_nbytes(shards)
     if whole.nbytes(shards) <= free:
         return whole
     smallest = Placement(held.held_dense, held.held_experts, dense_ring, expert_ring)
@@ -107,18 +267,18 @@ def everything(shards: ModelShards) -> Placement:
 
 
 def minimum(shards: ModelShards) -> Placement:
-    """As little as a pass can do with: the head, and the smallest rings."""
+    """The least that a pass can do with: the head is held, and the rings are the smallest."""
     dense_ring = RING_LAYERS * max(layer.dense.nbytes for layer in shards.layers)
     return Placement(0, (0,) * len(shards.layers), dense_ring, MIN_RING_EXPERTS * largest_expert(shards))
 
 
-def _hold_dense(shards: ModelShards, smallest: Placement, room: int, keep_ring: bool = False) -> Placement:
-    """Every token needs the dense shards, so they are held before any expert; all of them save their ring, too."""
+def _hold_dense(shards: ModelShards, smallest: Placement, free_nbytes: int, keep_ring: bool = False) -> Placement:
+    """Holds dense shards before any expert, because every token needs them; holding all of them saves their ring."""
     ring = smallest.dense_ring if keep_ring else 0
     all_dense = Placement(len(shards.layers), smallest.held_experts, ring, smallest.expert_ring)
-    if all_dense.nbytes(shards) <= room:
+    if all_dense.nbytes(shards) <= free_nbytes:
         return all_dense
-    free, held = room - smallest.nbytes(shards), smallest.held_dense
+    free, held = free_nbytes - smallest.nbytes(shards), smallest.held_dense
     for layer in shards.layers[held:]:
         free -= layer.dense.nbytes
         if free < 0:
@@ -127,16 +287,16 @@ def _hold_dense(shards: ModelShards, smallest: Placement, room: int, keep_ring: 
     return Placement(held, smallest.held_experts, smallest.dense_ring, smallest.expert_ring)
 
 
-def _largest_ring(shards: ModelShards, placement: Placement, room: int) -> int:
+def _largest_ring(shards: ModelShards, placement: Placement, free_nbytes: int) -> int:
     expert = largest_expert(shards)
-    free = room - placement.nbytes(shards)
+    free = free_nbytes - placement.nbytes(shards)
     missing = max(0, RING_EXPERTS * expert - placement.expert_ring)
     return placement.expert_ring + min(missing, free // max(expert, 1) * expert)
 
 
-def _hold_experts(shards: ModelShards, placement: Placement, room: int) -> Placement:
-    """The same number of experts in every layer, and one more in the first layers as far as it goes."""
-    free, held = room - placement.nbytes(shards), list(placement.held_experts)
+def _hold_experts(shards: ModelShards, placement: Placement, free_nbytes: int) -> Placement:
+    """Holds the same number of experts in every layer, and one more in the first layers while bytes are free."""
+    free, held = free_nbytes - placement.nbytes(shards), list(placement.held_experts)
     missing = [layer.num_experts - count for layer, count in zip(shards.layers, held, strict=True) if layer.expert]
     each = sum(layer.expert.nbytes for layer in shards.layers if layer.expert)
     if each and (rounds := min(*missing, max(0, free) // each)):
@@ -154,71 +314,31 @@ def _hold_experts(shards: ModelShards, placement: Placement, room: int) -> Place
 
 
 def largest_expert(shards: ModelShards) -> int:
-    """Bytes; 0 where there are none."""
+    """Bytes of the largest expert; 0 where there are none."""
     return max((layer.expert.nbytes for layer in shards.layers if layer.expert), default=0)
 
 
-MIB = 1 << 20
-# Weights as the checkpoint has them, on their way to be packed, and what a shard passes through.
-LOADING_NBYTES = 512 * MIB
-# What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
-LIBRARIES_NBYTES = 256 * MIB
-# The most that a context takes, for plans that open no device (offload/device.py finds what it really takes).
-ASSUMED_CONTEXT_NBYTES = 640 * MIB
-WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried on this GPU, `moedge doctor` does so"))
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRoom:
-    """What a device offers: a budget, of which `context_nbytes` go to the driver and libraries.
-
-    `process_nbytes` is what the process has taken of host memory with CUDA loaded. `gpu` is what kernels go by; without
-    one, torch computes everything.
-    """
-
-    budget_nbytes: int
-    context_nbytes: int
-    process_nbytes: int
-    gpu: Gpu = WITHOUT_KERNELS
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """The device's budget, and where in the host the shards lie that it does not hold.
-
-    `staging` counts the device's own shards as kept; the rest of them lies in host memory, what it does not keep, of
-    `disk_nbytes`, on disk. `free_nbytes` of host memory are left.
-    """
-
-    budget_nbytes: int
-    context_nbytes: int
-    staging: Placement
-    staged_nbytes: int
-    disk_nbytes: int
-    free_nbytes: int
-
-
 def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes that are always on the device: norms, routers, biases; the embedding only where it is the head too."""
+    """Bytes that are always on a device: norms, routers, biases; the embedding only where it is the head too."""
     embedding = shape.embedding_numel * ITEM_NBYTES[dtype]
     return resident_nbytes(shape, dtype) - (embedding if shape.head else 0)
 
 
-def plan_staging(
-    shape: ModelShape, shards: ModelShards, held: Placement, device: DeviceRoom, budget: int, dtype: str
-) -> DevicePlan:
-    """What `budget` bytes of host memory keep for the device. Raises DoesNotFit, naming the smallest that works."""
-    fixed = device.process_nbytes + resident_nbytes(shape, dtype) + LOADING_NBYTES
-    staging = stage(shards, held, budget - fixed)
-    if staging is None:
+def stage_for_device(
+    shape: ModelShape, shards: ModelShards, held: Placement, budget: MemoryBudget, dtype: str
+) -> HostStaging:
+    """What the host keeps for a device that holds `held`. Raises DoesNotFit, naming the smallest budget that works."""
+    assert budget.device is not None
+    fixed = budget.device.process_nbytes + resident_nbytes(shape, dtype) + LOADING_NBYTES
+    kept = stage(shards, held, budget.host_nbytes - fixed)
+    if kept is None:
         rings = minimum(shards)
         smallest = fixed + (rings.dense_ring if held.dense_ring else 0) + (rings.expert_ring if held.expert_ring else 0)
         raise DoesNotFit(
-            f"{budget / (1 << 30):.2f} GiB of host memory is too little to stream this model to the device: "
+            f"{budget.host_nbytes / GIB:.2f} GiB of host memory is too little to stream this model to the device: "
             f"the smallest that works is --ram {-(-smallest // MIB)}MiB"
         )
-    staged = staging.held_nbytes(shards) - held.held_nbytes(shards)
-    whole = everything(shards).held_nbytes(shards)
-    disk = whole - staging.held_nbytes(shards)
-    free = budget - fixed - staged - staging.dense_ring - staging.expert_ring
-    return DevicePlan(device.budget_nbytes, device.context_nbytes, staging, staged, disk, free)
+    staged = kept.held_nbytes(shards) - held.held_nbytes(shards)
+    disk = everything(shards).held_nbytes(shards) - kept.held_nbytes(shards)
+    free = budget.host_nbytes - fixed - staged - kept.ring_nbytes
+    return HostStaging(kept, staged, disk, free)

@@ -1,9 +1,8 @@
-"""A plan as a file, `moedge.plan/1`: what was asked, what was chosen, what it rests on. Torch-free."""
+"""A plan as a file, `moedge.plan/2`: what was asked, what was chosen, what it rests on. Torch-free."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -11,98 +10,103 @@ from typing import Any
 
 from ...offload.machine.hardware import Hardware
 from ...quant.kernels.gpu import Lacks
+from ..settings.budgets import GIB
 from ..settings.errors import SettingError
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
-from .placement import DevicePlan, Placement
-from .plan import Plan, Settings
-from .planner import Choice
-from .tiers_used import used_by_tier
-from .what_if import PlanRequest, Point, Suggestion
+from .placement import Plan
+from .planner import PlanResult
+from .search_space import PlanRequest, SearchSpace
+from .what_if import Point, Suggestion
 
-SCHEMA = "moedge.plan/1"
+SCHEMA = "moedge.plan/2"
 # Settings whose value in a plan must be the one that a job asks for.
 _FIXED = ("dtype", "quant", "kv", "compute", "deterministic", "tokens_per_pass", "max_sequences")
 
 
 def document(
-    name: str,
-    hardware: Hardware,
-    question: PlanRequest,
-    choice: Choice,
-    points: list[Point],
-    ways: list[Suggestion],
-    left_out: int,
+    name: str, result: PlanResult, points: list[Point], suggestions: list[Suggestion], left_out: int
 ) -> dict[str, Any]:
-    """`left_out` rows may need more tokens than the plan's cache has room for."""
+    """The document of a plan for the model `name`. `left_out` rows may need more tokens than the plan's cache takes."""
+    request = result.request
+    assert request.hardware is not None
     return {
         "schema": SCHEMA,
         "version": version("moedge"),
         "fits": True,
-        "model": _model(name, question.shape),
+        "model": _model(name, request.shape),
         "machine": {
-            "key": machine_key(hardware),
-            "hardware": asdict(hardware),
-            "measured": question.speed.rates.measured,
+            "key": machine_key(request.hardware),
+            "hardware": asdict(request.hardware),
+            "measured": request.costs.rates.measured,
         },
-        "job": asdict(question.job),
-        "left_out": {"rows": left_out, "takes": question.drafting().for_every_row} if left_out else None,
-        "settings": asdict(question.settings),
-        "tiers": [asdict(tier) for tier in used_by_tier(question, choice.plan)],
-        "plan": choice.plan.as_dict(),
-        "prediction": choice.prediction.as_dict(),
-        "formats": dict(choice.seconds),
+        "job": asdict(request.workload),
+        "left_out": {"rows": left_out, "takes": SearchSpace(request).for_every_row} if left_out else None,
+        "settings": asdict(request.settings),
+        "tiers": [tier.as_json() for tier in result.ledger.tiers.values()],
+        "plan": result.plan.as_dict(),
+        "prediction": result.prediction.as_dict(),
+        "formats": dict(result.seconds),
         "points": [asdict(point) for point in points],
-        "ways_up": [asdict(way) for way in ways],
+        "suggestions": [asdict(suggestion) for suggestion in suggestions],
     }
 
 
-def refusal(name: str, question: PlanRequest, reason: str, fitting: list[str]) -> dict[str, Any]:
-    """The document of a job that does not fit."""
+def refusal(name: str, request: PlanRequest, reason: str, fitting: list[str]) -> dict[str, Any]:
+    """The document of a job that does not fit; `fitting` are changes with which it would."""
     return {
         "schema": SCHEMA,
         "version": version("moedge"),
         "fits": False,
-        "model": _model(name, question.shape),
+        "model": _model(name, request.shape),
         "reason": reason,
         "nearest": fitting,
     }
 
 
-def load_plan(path: Path, shape: ModelShape, hardware: Hardware, settings: Settings) -> Plan:
-    """The plan in a file, for this model on this machine. Raises SettingError where it is for something else."""
+def load_plan(path: Path, request: PlanRequest) -> Plan:
+    """The plan in a file, for the request's model, machine, settings and budget.
+
+    Raises SettingError where it was made for something else, or needs more memory than there is now.
+    """
+    assert request.hardware is not None
     content = _read(path)
+    _refuse_other(path, content, request.shape, request.hardware)
+    plan = Plan.from_json(content["plan"])
+    _refuse_other_settings(path, plan, request.settings)
+    _refuse_other_budget(plan, request)
+    return plan
+
+
+def _refuse_other(path: Path, content: dict[str, Any], shape: ModelShape, hardware: Hardware) -> None:
     for what, found, wanted in (
         ("model", content["model"]["key"], shape_key(shape)),
         ("machine", content["machine"]["key"], machine_key(hardware)),
     ):
         if found != wanted:
             raise SettingError(f"{path} was made for another {what}; make one for this with `moedge plan --save`")
-    plan = plan_from_json(content["plan"])
+
+
+def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
     for name in _FIXED:
         wanted, planned = getattr(settings, name), getattr(plan, name)
         if wanted not in ("auto", None, planned):
             option = name.replace("_", "-")
             raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; leave one of them away")
-    return plan
 
 
-def refuse_other_budgets(plan: Plan, question: PlanRequest) -> None:
-    """Raises SettingError where a plan needs more than there is now, or computes elsewhere."""
-    if (plan.device is None) != (question.room is None):
+def _refuse_other_budget(plan: Plan, request: PlanRequest) -> None:
+    if (plan.budget.device is None) != (request.budget.device is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
-    if question.room is not None:
-        _refuse_missing_kernels(plan, question.room.gpu.lacks)
-    device = (
-        []
-        if plan.device is None or question.room is None
-        else [(plan.device.budget_nbytes, question.room.budget_nbytes)]
-    )
-    for planned, granted in ((plan.budget_nbytes, question.host), *device):
-        if planned > granted:
+    if request.budget.device is not None:
+        _refuse_missing_kernels(plan, request.budget.device.gpu.lacks)
+    granted = request.budget.memory
+    for tier, planned in plan.budget.memory.items():
+        if planned > granted[tier]:
             raise SettingError(
-                f"the plan was made for {planned / 2**30:.2f} GiB of memory and {granted / 2**30:.2f} GiB are granted "
-                "now; make a new one, or grant as much"
+                f"the plan was made for {planned / GIB:.2f} GiB of memory and {granted[tier] / GIB:.2f} GiB are "
+                "granted now; make a new one, or grant as much"
             )
 
 
@@ -111,19 +115,6 @@ def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
     for family, reason in lacks.reasons.items():
         if wanted[family]:
             raise SettingError(f"the plan takes the GPU's kernels for {family}. {reason}. Make a new plan without them")
-
-
-def plan_from_json(content: Mapping[str, Any]) -> Plan:
-    """Raises TypeError or KeyError for what `Plan.as_dict` did not write."""
-    device = content["device"]
-    if device is not None:
-        device = DevicePlan(**{**device, "staging": _placement(device["staging"])})
-    lists = {name: tuple(content[name]) for name in ("kv_blocks", "parked_blocks", "notes")}
-    return Plan(**{**content, **lists, "placement": _placement(content["placement"]), "device": device})
-
-
-def _placement(content: Mapping[str, Any]) -> Placement:
-    return Placement(**{**content, "held_experts": tuple(content["held_experts"])})
 
 
 def _model(name: str, shape: ModelShape) -> dict[str, Any]:
@@ -141,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         if content["schema"] != SCHEMA or not content["fits"]:
             raise ValueError
-        plan_from_json(content["plan"])
+        Plan.from_json(content["plan"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise SettingError(f"{path} holds no plan ({SCHEMA}); `moedge plan MODEL --save FILE` writes one") from None
     found: dict[str, Any] = content

@@ -1,116 +1,107 @@
-"""Chooses precision, cache, passes and placement for a model, a job and a budget: the fastest by predicted time of all
-that the settings leave open, found by branch and bound. Torch-free."""
+"""Chooses precision, cache, passes and placement for a request: the plan with the shortest predicted time of all that
+the settings leave open, found by branch and bound. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...quant.kernels.gpu import interpreted
 from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
+from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import resident_nbytes
-from .candidate import Candidate, CostCache, Speed, WeightFootprint
-from .placement import DeviceRoom, Placement, plan_staging
-from .plan import Plan, Settings, Workload
-from .predict import Prediction
-from .search_space import GIB, MIB, SearchSpace, dtype_notes
-
-__all__ = ["Choice", "Plan", "Settings", "Speed", "budget_range", "choose", "make_plan"]
+from .candidate import Candidate, WeightFootprint
+from .cost_model import CostModel, Prediction
+from .memory_ledger import MemoryLedger
+from .placement import Placement, Plan, Workload, stage_for_device
+from .search_space import PlanRequest, SearchSpace, dtype_notes
 
 # A less lossy weight format is taken as long as it takes no more than this times as long as the fastest.
 WORTH = 1.5
-# What the same sum may differ by, added up in two ways.
+# Sums that are added up in two ways may differ by this factor.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The plan that was taken, what is expected of it, and what the best plan in every weight format would take."""
+class PlanResult:
+    """The plan that was taken, what is expected of it, and why: seconds of the best plan in every weight format."""
 
     plan: Plan
     prediction: Prediction
     seconds: Mapping[str, float]
+    request: PlanRequest = field(compare=False)
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """The planned bytes of every arena."""
+        return MemoryLedger.of(self.plan, self.request.shape)
 
 
-def make_plan(
-    shape: ModelShape, settings: Settings, host_budget: int, job: Workload, device: DeviceRoom | None = None
-) -> Plan:
-    """The plan within `host_budget` bytes, and a device's, where there is one, for a machine that nobody measured."""
-    return choose(shape, settings, host_budget, job, device, Speed()).plan
+def solve(request: PlanRequest) -> PlanResult:
+    """The best plan within the request's budget.
 
-
-def choose(
-    shape: ModelShape,
-    settings: Settings,
-    host_budget: int,
-    job: Workload,
-    device: DeviceRoom | None = None,
-    speed: Speed | None = None,
-    disk: int | None = None,
-    model: CostCache | None = None,
-) -> Choice:
-    """The best plan within `host_budget` bytes, and a device's, where there is one.
-
-    `disk` bytes bound a store of weights that stream from there; None is as much as it takes. `model` is what earlier
-    choices for this shape worked out.
-
-    Raises DoesNotFit, naming the smallest budget that works. Where the job's longest rows do not fit, the cache is as
-    large as it can be; `kv_tokens` says which rows fail.
+    Raises DoesNotFit, naming the smallest budget that works, and SettingError. Where the job's longest rows do not fit,
+    the cache is as large as it can be; `kv_tokens` says which rows fail.
     """
-    if device is not None and settings.compute == "int8":
-        raise SettingError("--compute int8 multiplies on the processor; give --gpu-mem 0 with it")
-    search = _Search(SearchSpace(shape, settings, job, device, model), host_budget, speed or Speed(), disk)
+    if request.budget.device is not None and request.settings.compute == "int8":
+        raise SettingError("--compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
+    search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction]] = {}
-    for quant in search.drafting.quants:
+    for quant in search.space.quants:
         if found := search.best(quant):
             best[quant] = found
-        if quant == search.drafting.quants[0] and found and search.holds_everything(found[0]):
+        if quant == search.space.quants[0] and found and search.holds_everything(found[0]):
             # The checkpoint's own precision, and nothing is short of memory.
             break
     if not best:
-        # A device's rest does not fit the host, or a store the disk.
+        # What a device does not hold does not fit the host, or a store the disk.
         raise search.refusal
     seconds = {quant: prediction.seconds for quant, (_, prediction) in best.items()}
     fastest = min(seconds.values())
     taken = next(quant for quant in best if seconds[quant] <= WORTH * fastest)
-    return Choice(*best[taken], seconds)
+    return PlanResult(*best[taken], seconds, request)
+
+
+def make_plan(shape: ModelShape, settings: Settings, budget: MemoryBudget, workload: Workload) -> Plan:
+    """The best plan for a machine that nobody measured. Raises as `solve` does."""
+    return solve(PlanRequest(costs=CostModel(shape), workload=workload, budget=budget, settings=settings)).plan
 
 
 def budget_range(
-    shape: ModelShape, settings: Settings, job: Workload, device: DeviceRoom | None = None
+    shape: ModelShape, settings: Settings, workload: Workload, device_budget: DeviceBudget | None = None
 ) -> tuple[int, int]:
     """The smallest budget of the tier that computes with which every row works, and that which holds all weights."""
-    drafting = SearchSpace(shape, settings, job, device)
-    draft = drafting.draft(drafting.smallest_quant)
-    return draft.smallest, draft.smallest_whole
+    budget = MemoryBudget(0, device_budget)
+    space = SearchSpace(PlanRequest(costs=CostModel(shape), workload=workload, budget=budget, settings=settings))
+    candidate = space.candidate(space.smallest_quant)
+    return candidate.smallest, candidate.smallest_whole
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A draft that fits, with its cache, and the seconds that it takes at least; `index` is its place in the search."""
+    """A candidate that fits, with its cache, the seconds that it takes at least, and its `index` in the search."""
 
     least_seconds: float
     index: int
-    draft: Candidate
+    candidate: Candidate
     cached: int
 
 
 class _Search:
-    """Of every number of tokens and of sequences in a pass; held shards take what these leave.
+    """Tries every number of tokens and of sequences in a pass; held shards take the bytes that these leave.
 
-    What a candidate takes at least is known before its shards are placed, so the search goes from the most promising
-    on, and ends where the next could not be faster than what was found.
+    What a candidate takes at least is known before its shards are placed, so the search begins with the most promising
+    one, and ends where the next could not be faster than what was found.
     """
 
-    def __init__(self, drafting: SearchSpace, host_budget: int, speed: Speed, disk: int | None) -> None:
-        self.drafting = drafting
-        self._disk = disk
-        self._host_budget = host_budget
-        self._speed = speed
-        self._budget = host_budget if drafting.device is None else drafting.device.budget_nbytes
-        self._longest = drafting.longest(self._budget)
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+        self._request = space.request
+        self._budget = space.request.budget
+        self._longest = space.longest()
         self.refusal = DoesNotFit("no plan was found")
 
     def best(self, quant: str) -> tuple[Plan, Prediction] | None:
@@ -120,125 +111,124 @@ class _Search:
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
-                told = self._speed.predict(each.draft, plan, self.drafting.job)
-                if best is None or (told.seconds, each.index) < best[:2]:
-                    best = told.seconds, each.index, plan, told
+                predicted = self._request.costs.predict(plan, self._request.workload)
+                if best is None or (predicted.seconds, each.index) < best[:2]:
+                    best = predicted.seconds, each.index, plan, predicted
         return best and best[2:]
 
     def holds_everything(self, plan: Plan) -> bool:
         """Whether all weights are where they compute, and every sequence that runs has its blocks."""
-        held = plan.placement.dense_ring + plan.placement.expert_ring == 0
-        return held and plan.kv_sequences >= plan.max_sequences
+        return plan.placement.ring_nbytes == 0 and plan.kv_sequences >= plan.max_sequences
 
     def _candidates(self, quant: str) -> Iterator[_Ranked]:
-        drafting, index = self.drafting, 0
-        for tokens in drafting.tokens():
-            for live in drafting.lives(tokens):
-                draft = self._draft(quant, tokens, live)
-                cached = self._cached(draft)
-                blocks = draft.cache.blocks(cached)
-                room = self._budget - draft.fixed - draft.cache.nbytes_of(blocks)
-                if room < draft.packed.streaming_nbytes:
+        costs, settings, index = self._request.costs, self._request.settings, 0
+        for tokens in self.space.tokens():
+            for live in self.space.sequences(tokens):
+                candidate = self._candidate(quant, tokens, live)
+                cached = self._cached(candidate)
+                blocks = candidate.cache.blocks(cached)
+                free = self._budget.computing_nbytes - candidate.fixed - candidate.cache.nbytes_of(blocks)
+                if free < candidate.weights.streaming_nbytes:
                     break
-                least = drafting.model.least_seconds(
-                    draft, drafting.settings.compute, blocks, room, drafting.job, self._speed
-                )
-                yield _Ranked(least, index, draft, cached)
+                least = costs.least_seconds(candidate, settings.compute, blocks, free, self._request.workload)
+                yield _Ranked(least, index, candidate, cached)
                 index += 1
 
-    def _has_disk(self, packed: WeightFootprint) -> bool:
-        store = packed.nbytes + resident_nbytes(packed.shape, packed.dtype)
-        if self._disk is None or store <= self._disk:
+    def _has_disk(self, weights: WeightFootprint) -> bool:
+        store, granted = weights.nbytes + resident_nbytes(weights.shape, weights.dtype), self._budget.disk_nbytes
+        if granted is None or store <= granted:
             return True
         self.refusal = DoesNotFit(
-            f"in {packed.quant} this model's weights do not fit the memory, and their store of {store / GIB:.2f} GiB "
-            f"does not fit --disk {self._disk / GIB:.2f} GiB; give --disk {-(-store // MIB)}MiB, or more memory"
+            f"in {weights.quant} this model's weights do not fit the memory, and their store of {store / GIB:.2f} GiB "
+            f"does not fit --disk {granted / GIB:.2f} GiB; give --disk {-(-store // MIB)}MiB, or more memory"
         )
         return False
 
-    def _draft(self, quant: str, tokens: int, live: int) -> Candidate:
-        """Nothing is gained by fewer bits of keys and values where all have room without them."""
-        drafting = self.drafting
-        if drafting.settings.kv == "auto":
-            native = drafting.draft(quant, self._longest, tokens, live, drafting.dtype)
-            if native.whole(min(drafting.most_live, tokens)) <= self._budget:
+    def _candidate(self, quant: str, tokens: int, live: int) -> Candidate:
+        """Fewer bits for keys and values gain nothing where the cache fits without them."""
+        space = self.space
+        if self._request.settings.kv == "auto":
+            native = space.candidate(quant, self._longest, tokens, live, space.dtype)
+            if native.whole(min(space.most_live, tokens)) <= self._budget.computing_nbytes:
                 return native
-        return drafting.draft(quant, self._longest, tokens, live)
+        return space.candidate(quant, self._longest, tokens, live)
 
-    def _plan(self, candidate: _Ranked) -> Plan | None:
-        """None, and why in `refusal`, where the host has no room for a device's rest, or the disk for a store."""
+    def _plan(self, ranked: _Ranked) -> Plan | None:
+        """None, and why in `refusal`, where the host cannot take what a device does not hold, or the disk a store."""
         try:
-            plan = self._placed(candidate.draft, candidate.cached)
+            plan = self._placed(ranked.candidate, ranked.cached)
         except DoesNotFit as refusal:
             self.refusal = refusal
             return None
-        return None if plan.streams and not self._has_disk(candidate.draft.packed) else plan
+        return None if plan.streams and not self._has_disk(ranked.candidate.weights) else plan
 
-    def _placed(self, draft: Candidate, cached: int) -> Plan:
-        """Raises DoesNotFit where the host has no room for a device's rest."""
-        placement = draft.place(self._budget, draft.cache.nbytes(cached))
-        assert placement is not None, "a candidate has room for the least that weights take"
-        plan = _finish(draft, self.drafting, placement, cached)
-        device = self.drafting.device
-        if device is None:
-            return replace(plan, budget_nbytes=self._host_budget, free_nbytes=self._host_budget - plan.used_nbytes)
-        shards = draft.packed.shards
-        staged = plan_staging(draft.packed.shape, shards, placement, device, self._host_budget, plan.dtype)
-        # Where every sequence has room at its longest, none is preempted.
-        waits = plan.kv_sequences < plan.max_sequences and staged.disk_nbytes == 0
-        parked = draft.cache.parked(plan.kv_blocks, staged.free_nbytes if waits else 0)
-        free = staged.free_nbytes - draft.cache.nbytes_of(parked)
-        return replace(plan, budget_nbytes=self._host_budget, device=staged, parked_blocks=parked, free_nbytes=free)
+    def _placed(self, candidate: Candidate, cached: int) -> Plan:
+        """Raises DoesNotFit where the host cannot take what a device does not hold."""
+        placement = candidate.place(self._budget.computing_nbytes, candidate.cache.nbytes(cached))
+        assert placement is not None, "a candidate leaves the least that weights take"
+        plan = self._finish(candidate, placement, cached)
+        if self._budget.device is None:
+            return replace(plan, free_nbytes=self._budget.host_nbytes - plan.used_nbytes)
+        weights = candidate.weights
+        staging = stage_for_device(weights.shape, weights.shards, placement, self._budget, plan.dtype)
+        # Where every sequence has its blocks at its longest, none is preempted.
+        waits = plan.kv_sequences < plan.max_sequences and staging.disk_nbytes == 0
+        parked = candidate.cache.parked(plan.kv_blocks, staging.free_nbytes if waits else 0)
+        free = staging.free_nbytes - candidate.cache.nbytes_of(parked)
+        return replace(plan, staging=staging, parked_blocks=parked, free_nbytes=free)
 
-    def _cached(self, draft: Candidate) -> int:
-        """Where all weights have room, blocks take what is left: nothing else could use it."""
-        least = self.drafting.cached(draft.live, draft.cache.longest)
-        if draft.whole(least) > self._budget:
+    def _cached(self, candidate: Candidate) -> int:
+        """Where all weights are held, blocks take what is left: nothing else could use it."""
+        budget = self._budget.computing_nbytes
+        least = self.space.cached(candidate.live, candidate.cache.longest)
+        if candidate.whole(least) > budget:
             return least
-        room = self._budget - draft.fixed - draft.packed.nbytes
-        return max(least, draft.cache.sequences_in(room, min(self.drafting.most_live, draft.tokens_per_pass)))
+        free = budget - candidate.fixed - candidate.weights.nbytes
+        most = min(self.space.most_live, candidate.tokens_per_pass)
+        return max(least, candidate.cache.sequences_in(free, most))
+
+    def _finish(self, candidate: Candidate, placement: Placement, cached: int) -> Plan:
+        weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
+        shape, settings = weights.shape, self._request.settings
+        needs = AttentionNeeds(frozenset(group.head_dim for group in shape.kv_groups), weights.gpu, interpreted())
+        attention = choose_attention(settings.attention, needs)
+        whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
+        return Plan(
+            dtype=self.space.dtype,
+            quant=weights.quant,
+            kv=specs[0].format,
+            attention=attention,
+            compute=settings.compute,
+            deterministic=settings.deterministic,
+            kv_block=specs[0].block,
+            kv_blocks=blocks,
+            kv_sequences=cached,
+            kv_tokens=min(whole, default=shape.context),
+            parked_blocks=(0,) * len(blocks),
+            tokens_per_pass=candidate.tokens_per_pass,
+            max_sequences=candidate.live,
+            placement=placement,
+            budget=self._budget,
+            process_nbytes=weights.process,
+            resident_nbytes=weights.resident,
+            weights_nbytes=weights.nbytes,
+            held_nbytes=placement.held_nbytes(weights.shards),
+            kv_nbytes=candidate.cache.nbytes(cached),
+            workspace_nbytes=weights.workspace,
+            activations_nbytes=candidate.activations,
+            slack_nbytes=candidate.slack,
+            grouped_experts=weights.grouped_experts,
+            stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
+            lacks=_lacks(weights, settings),
+            notes=dtype_notes(settings.dtype, shape.dtype, weights.gpu),
+        )
 
 
-def _finish(draft: Candidate, drafting: SearchSpace, placement: Placement, cached: int) -> Plan:
-    blocks, shape, settings = draft.cache.blocks(cached), drafting.shape, drafting.settings
-    heads = frozenset(group.head_dim for group in shape.kv_groups)
-    needs = AttentionNeeds(heads, draft.packed.gpu, interpreted())
-    attention = choose_attention(settings.attention, needs)
-    specs = draft.cache.specs
-    whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
-    return Plan(
-        dtype=drafting.dtype,
-        quant=draft.packed.quant,
-        kv=specs[0].format,
-        attention=attention,
-        kv_block=specs[0].block,
-        kv_blocks=blocks,
-        kv_sequences=cached,
-        kv_tokens=min(whole, default=shape.context),
-        parked_blocks=(0,) * len(blocks),
-        tokens_per_pass=draft.tokens_per_pass,
-        max_sequences=draft.live,
-        deterministic=settings.deterministic,
-        placement=placement,
-        budget_nbytes=0,
-        fixed_nbytes=draft.packed.resident,
-        weights_nbytes=draft.packed.nbytes,
-        held_nbytes=placement.held_nbytes(draft.packed.shards),
-        kv_nbytes=draft.cache.nbytes(cached),
-        scratch_nbytes=draft.scratch,
-        compute=settings.compute,
-        grouped_experts=draft.packed.grouped_experts,
-        stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
-        lacks=_lacks(draft.packed, settings),
-        notes=dtype_notes(settings.dtype, shape.dtype, draft.packed.gpu),
-    )
-
-
-def _lacks(packed: WeightFootprint, settings: Settings) -> dict[str, str]:
-    """Why torch computes what kernels of the device should, by family; what nobody wants of them is no lack."""
-    if packed.gpu is None:
+def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
+    """Why torch computes what kernels of the device should, by family; what nobody asks of them is no lack."""
+    if weights.gpu is None:
         return {}
     unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
-    if packed.shape.num_experts == 0:
+    if weights.shape.num_experts == 0:
         unwanted.add("experts")
-    return {family: reason for family, reason in packed.gpu.lacks.reasons.items() if family not in unwanted}
+    return {family: reason for family, reason in weights.gpu.lacks.reasons.items() if family not in unwanted}

@@ -6,32 +6,18 @@ A line is a function of the row, its completions, the model's name and the job's
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
-from .error_codes import ErrorCode
-from .row import BadRow, Endpoint, Row, RowError
+from ..sampling.params import FinishReason, TokenLogprob
+from .failure import ErrorCode, RowFailure
+from .row import Endpoint, Row
 
-
-class FinishReason(StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token and its natural log probability; `top` holds the alternatives, likeliest first.
-
-    `utf8` is None where the token's bytes are not known; alone they need not be whole characters.
-    """
-
-    text: str
-    logprob: float
-    utf8: bytes | None = None
-    top: tuple[TokenLogprob, ...] = ()
+# The text of a token id, and its bytes: None where they are not known; alone they need not be whole characters.
+TokenText = Callable[[int], tuple[str, bytes | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +44,30 @@ def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, int]
 
 # JSON has no -inf; OpenAI and vLLM write this for "practically never".
 MIN_LOGPROB = -9999.0
-# What a row gets though nothing is wrong with it.
+# What a row gets although nothing is wrong with it.
 _NOT_THE_ROWS = {ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
 
-def openai_answer(row: Row, completions: Sequence[Completion], model: str, created: int) -> dict[str, Any]:
+def openai_answer(
+    row: Row, completions: Sequence[Completion], model: str, created: int, token_text: TokenText
+) -> dict[str, Any]:
     chat = row.endpoint is Endpoint.CHAT
     body = {
         "id": ("chatcmpl-" if chat else "cmpl-") + _digest(row.id, b"body"),
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [_choice(row, index, completion) for index, completion in enumerate(completions)],
+        "choices": [_choice(row, index, completion, token_text) for index, completion in enumerate(completions)],
         "usage": usage(completions, row.num_samples),
     }
     return _line(row.id, 200, body)
 
 
-def openai_failure(row_id: str, error: RowError) -> dict[str, Any]:
+def openai_failure(failure: RowFailure) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
-    status_code, kind = (500, "server_error") if error.code in _NOT_THE_ROWS else (400, "invalid_request_error")
-    content = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    return _line(row_id, status_code, {"error": content})
+    status_code, kind = (500, "server_error") if failure.code in _NOT_THE_ROWS else (400, "invalid_request_error")
+    content = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
+    return _line(failure.id, status_code, {"error": content})
 
 
 def _line(row_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +79,7 @@ def _line(row_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _choice(row: Row, index: int, completion: Completion) -> dict[str, Any]:
+def _choice(row: Row, index: int, completion: Completion, token_text: TokenText) -> dict[str, Any]:
     chat = row.endpoint is Endpoint.CHAT
     choice: dict[str, Any] = {"index": index}
     if chat:
@@ -102,38 +90,38 @@ def _choice(row: Row, index: int, completion: Completion) -> dict[str, Any]:
     if completion.cut:
         choice["partial"] = completion.text
     shape = _chat_logprobs if chat else _completion_logprobs
-    choice["logprobs"] = None if completion.logprobs is None else shape(completion.logprobs)
+    choice["logprobs"] = None if completion.logprobs is None else shape(completion.logprobs, token_text)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     return choice
 
 
-def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    content = [_chat_token(token) | {"top_logprobs": [_chat_token(top) for top in token.top]} for token in tokens]
+def _chat_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        text, data = token_text(token_id)
+        utf8 = None if data is None else list(data)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": utf8}
+
+    content = [
+        shown(token.token_id, token.logprob) | {"top_logprobs": [shown(*top) for top in token.top]} for token in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    utf8 = None if token.utf8 is None else list(token.utf8)
-    return {"token": token.text, "logprob": max(token.logprob, MIN_LOGPROB), "bytes": utf8}
-
-
-def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token.text))
+def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
+    texts = [token_text(token.token_id)[0] for token in tokens]
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": texts,
         "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
-        "top_logprobs": [_by_text(token.top) for token in tokens],
-        "text_offset": offsets[:-1],
+        "top_logprobs": [_by_text(token.top, token_text) for token in tokens],
+        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
     }
 
 
-def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Of tokens that look alike the likeliest stays: it comes first, so it is written last."""
-    return {token.text: max(token.logprob, MIN_LOGPROB) for token in reversed(top)}
+def _by_text(top: Sequence[tuple[int, float]], token_text: TokenText) -> dict[str, float]:
+    """By the token's text; where several tokens have the same, the likeliest stays: it is first, so written last."""
+    return {token_text(token_id)[0]: max(logprob, MIN_LOGPROB) for token_id, logprob in reversed(top)}
 
 
 def _digest(row_id: str, purpose: bytes) -> str:
@@ -147,8 +135,8 @@ def short_answer(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
     return {"id": row.id} | answer | {"usage": usage(completions, row.num_samples)}
 
 
-def short_failure(row_id: str, error: RowError) -> dict[str, Any]:
-    return {"id": row_id, "error": {"code": error.code, "message": error.message, "param": error.param}}
+def short_failure(failure: RowFailure) -> dict[str, Any]:
+    return {"id": failure.id, "error": {"code": failure.code, "message": failure.message, "param": failure.param}}
 
 
 def _short_choice(row: Row, completion: Completion) -> dict[str, Any]:
@@ -162,8 +150,14 @@ def _short_choice(row: Row, completion: Completion) -> dict[str, Any]:
 
 
 class Answers:
-    def __init__(self, model: str, created: int) -> None:
-        """`model` is the name that answers carry, `created` the job's start in seconds since 1970."""
+    """Writes lines of output."""
+
+    def __init__(self, model: str, created: int, token_text: TokenText) -> None:
+        """`model` is the name that answers carry, `created` the job's start in seconds since 1970.
+
+        `token_text` is asked for the tokens of rows that want log probabilities.
+        """
+        self._token_text = token_text
         self._model = model
         self._created = created
 
@@ -174,10 +168,10 @@ class Answers:
             raise ValueError(f"row {row.id!r} has {wanted} choices, found {len(completions)} completions")
         if row.short:
             return _dump(short_answer(row, completions))
-        return _dump(openai_answer(row, completions, self._model, self._created))
+        return _dump(openai_answer(row, completions, self._model, self._created, self._token_text))
 
-    def failure(self, row: Row | BadRow, error: RowError) -> str:
-        return _dump((short_failure if row.short else openai_failure)(row.id, error))
+    def failure(self, failure: RowFailure) -> str:
+        return _dump((short_failure if failure.short else openai_failure)(failure))
 
 
 def _dump(answer: dict[str, Any]) -> str:

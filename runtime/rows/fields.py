@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..sampling.params import LIMITS, Limit
-from .error_codes import ErrorCode, RowFault
-from .prompts import messages, prompts
+from .failure import ErrorCode, InvalidRow
 from .response_format import response_format
 from .row import Endpoint
-from .validators import Check, Integer, Number, flag, stop_strings, text, token_ids
+from .validators import Check, Integer, Number, flag, messages, prompts, stop_strings, text, token_ids
 
 CHAT, COMPLETION, SHORT = Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.SHORT
 NUM_SAMPLES = Limit(1, 128)
@@ -110,7 +109,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
-    """The checked values of the fields that were given; null is not given. Raises `RowFault`."""
+    """The checked values of the fields that were given; null is not given. Raises `InvalidRow`."""
     given, checks = {}, _CHECKS[endpoint]
     for name, value in body.items():
         if value is None:
@@ -123,10 +122,10 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
     return given
 
 
-def unknown(name: str, known: tuple[str, ...]) -> RowFault:
+def unknown(name: str, known: tuple[str, ...]) -> InvalidRow:
     nearest = get_close_matches(name[:64], known, n=1)
     advice = f"did you mean {nearest[0]}?" if nearest else f"fields of your own start with {FREE_PREFIX}"
-    return RowFault(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
+    return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
 
 
 def _neutral(name: str, value: Any) -> bool:
@@ -134,11 +133,11 @@ def _neutral(name: str, value: Any) -> bool:
     return any(type(value) is type(same) and value == same for same in UNSUPPORTED.get(name, ()))
 
 
-def _refusal(name: str, endpoint: Endpoint) -> RowFault:
+def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:
     if name in FIELDS:
         message = f"{name} is no field of {endpoint.name.lower()} rows; remove it"
     elif name in UNSUPPORTED:
         message = f"{name} would change the answer and is not supported; remove it"
     else:
         return unknown(name, tuple(_CHECKS[endpoint]))
-    return RowFault(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
+    return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..settings.errors import InputUnreadable
-from .error_codes import ErrorCode, RowFault
+from .failure import ErrorCode, InvalidRow
 
 STDIN = "-"
 Stream = BufferedReader | gzip.GzipFile
@@ -46,13 +46,13 @@ def zipped(raw: BufferedReader) -> bool:
 def plain(raw: BufferedReader) -> Stream:
     """`raw` without its gzip layer and its byte order mark; gzip is told by its first bytes, not by a name.
 
-    Raises `RowFault` for UTF-16 and UTF-32: JSON text starts with two ASCII characters, so that a NUL among
+    Raises `InvalidRow` for UTF-16 and UTF-32: JSON text starts with two ASCII characters, so that a NUL among
     the first four bytes tells them without a mark as well (RFC 4627, section 3).
     """
     stream: Stream = gzip.GzipFile(fileobj=raw) if zipped(raw) else raw
     head = stream.peek(4)[:4]
     if head.startswith(_UTF16_BOMS) or b"\0" in head:
-        raise RowFault(ErrorCode.UNSUPPORTED_ENCODING, "the file looks like UTF-16 or UTF-32; save it as UTF-8")
+        raise InvalidRow(ErrorCode.UNSUPPORTED_ENCODING, "the file looks like UTF-16 or UTF-32; save it as UTF-8")
     if head.startswith(_UTF8_BOM):
         stream.read(len(_UTF8_BOM))
     return stream

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from io import BufferedReader
 
-from .error_codes import ErrorCode, Severity
+from .failure import ErrorCode, RowFailure, Severity
 from .input_file import Fingerprint, HashingReader, open_regular
-from .reader import RowPlaces, rows_from
-from .row import BadRow, Defaults, Endpoint, Row, RowError
+from .reader import RowIndex, rows_from
+from .row import Defaults, Endpoint, Row
 
 MAX_LISTED = 20
 # Read at once; each time costs two calls of Python.
@@ -25,7 +25,7 @@ class Problems:
     """How many rows have errors of one severity, and the first of them."""
 
     total: int
-    first: tuple[RowError, ...]
+    first: tuple[RowFailure, ...]
 
     def lines(self) -> Iterator[str]:
         yield from map(str, self.first)
@@ -37,7 +37,7 @@ class Problems:
 class Preflight:
     """`rows` counts runnable rows by endpoint (chat, completion, short); the three kinds of problems are apart
     because they decide differently: whole files, malformed lines, rows that merely get an error for an answer.
-    `bad_rows` are the indices of all rows with an error; `places` is where each row is, without its gzip layer.
+    `bad_rows` are the indices of all rows with an error; `index` is where each row is, without its gzip layer.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Preflight:
     line_problems: Problems
     row_problems: Problems
     bad_rows: Items[int] = ()
-    places: RowPlaces = field(default_factory=RowPlaces)
+    index: RowIndex = field(default_factory=RowIndex)
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +74,7 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
     tally = _Tally(max_listed)
     with open_regular(path) as file:
         hashing = HashingReader(file)
-        for row in rows_from(BufferedReader(hashing, _BUFFER_NBYTES), defaults, places=tally.places):
+        for row in rows_from(BufferedReader(hashing, _BUFFER_NBYTES), defaults, index=tally.index):
             tally.add(row)
         fingerprint = hashing.fingerprint()
         if hashing.changed():
@@ -95,23 +95,23 @@ def file_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
 class _Tally:
     def __init__(self, max_listed: int) -> None:
         self.num_rows = 0
-        self.places = RowPlaces()
+        self.index = RowIndex()
         self._max_listed = max_listed
         self._bad_rows = array("Q")
         self._rows: Counter[Endpoint] = Counter()
         self._codes: Counter[ErrorCode] = Counter()
-        self._first: dict[Severity, list[RowError]] = {severity: [] for severity in Severity}
+        self._first: dict[Severity, list[RowFailure]] = {severity: [] for severity in Severity}
 
-    def add(self, row: Row | BadRow) -> None:
+    def add(self, row: Row | RowFailure) -> None:
         self.num_rows += 1
-        if isinstance(row, BadRow):
-            self._note(row.error)
+        if isinstance(row, RowFailure):
+            self._note(row)
             self._bad_rows.append(row.index)
         else:
             self._rows[row.endpoint] += 1
 
     def refuse(self, code: ErrorCode, message: str) -> None:
-        self._note(RowError(code, message, None, 0))
+        self._note(RowFailure(code, message))
 
     def preflight(self, path: str, fingerprint: Fingerprint) -> Preflight:
         return Preflight(
@@ -122,14 +122,14 @@ class _Tally:
             line_problems=self._problems(Severity.LINE),
             row_problems=self._problems(Severity.ROW),
             bad_rows=self._bad_rows,
-            places=self.places,
+            index=self.index,
         )
 
-    def _note(self, error: RowError) -> None:
-        self._codes[error.code] += 1
-        listed = self._first[error.code.severity]
+    def _note(self, failure: RowFailure) -> None:
+        self._codes[failure.code] += 1
+        listed = self._first[failure.code.severity]
         if len(listed) < self._max_listed:
-            listed.append(error)
+            listed.append(failure)
 
     def _problems(self, severity: Severity) -> Problems:
         total = sum(count for code, count in self._codes.items() if code.severity is severity)

@@ -1,6 +1,6 @@
-"""A file of rows, streamed: every line that is not blank becomes a `Row` or a `BadRow`, never an exception.
+"""A file of rows, streamed: every line that is not blank becomes a `Row` or a `RowFailure`, never an exception.
 
-Knows which form a line is in; what the forms mean is in openai_rows.py and short_rows.py.
+Knows which form a line is in; what the forms mean is in row_formats.py.
 """
 
 from __future__ import annotations
@@ -10,17 +10,28 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import blake2b
 from io import BufferedReader
 from typing import Any, NamedTuple
 
 from ..settings.errors import InputChanged
-from .error_codes import ErrorCode, RowFault
+from .failure import ErrorCode, InvalidRow, RowFailure
 from .input_file import Stream, open_input, plain
 from .response_format import Schemas
-from .row import BadRow, Defaults, Endpoint, Row, RowError
-from .row_builder import Place, RowBuilder
-from .row_formats import UniqueIds, is_openai, is_short, line_id, openai_body, openai_id, short_body, short_id
+from .row import Defaults, Endpoint, Row
+from .row_formats import (
+    RowBuilder,
+    RowPosition,
+    UniqueIds,
+    is_openai,
+    is_short,
+    line_id,
+    openai_body,
+    openai_id,
+    short_body,
+    short_id,
+)
 from .strict_json import parse_again, parse_object
 
 MAX_LINE_NBYTES = 16 << 20
@@ -59,8 +70,11 @@ def _skip_to_end(stream: Stream, piece: bytes) -> int:
     return nbytes
 
 
-class RowPlaces:
-    """Rows count from 0, lines from 1; offsets are those of the text, behind its byte order mark."""
+class RowIndex:
+    """Where each row of a file is, and what its line was: 28 bytes a row.
+
+    Rows count from 0, lines from 1; offsets are those of the text, behind its byte order mark.
+    """
 
     def __init__(self) -> None:
         self._offsets = array("Q")
@@ -102,7 +116,7 @@ def _digest(content: bytes) -> int:
 _GZIP_DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)
 
 
-def read_rows(path: str | os.PathLike[str], defaults: Defaults) -> Iterator[Row | BadRow]:
+def read_rows(path: str | os.PathLike[str], defaults: Defaults) -> Iterator[Row | RowFailure]:
     """Rows of a .jsonl or .jsonl.gz file, or of standard input for "-".
 
     Holds one line and a digest per id. Raises `InputUnreadable` if there is no such file, MissingExtra if a row asks
@@ -116,24 +130,24 @@ def rows_from(
     raw: BufferedReader,
     defaults: Defaults,
     max_line_nbytes: int = MAX_LINE_NBYTES,
-    places: RowPlaces | None = None,
-) -> Iterator[Row | BadRow]:
-    """As `read_rows`; a file that is wrong as a whole ends with one `BadRow` whose line is 0.
+    index: RowIndex | None = None,
+) -> Iterator[Row | RowFailure]:
+    """As `read_rows`; a file that is wrong as a whole ends with one `RowFailure` whose line is 0.
 
-    `places` takes note of where each row was.
+    `index` notes where each row was.
     """
     parser = LineParser(defaults, max_line_nbytes)
     try:
         for line in read_lines(plain(raw), max_line_nbytes):
-            if places is not None:
-                places.add(line)
+            if index is not None:
+                index.add(line)
             yield parser.parse(line)
     except _GZIP_DAMAGE as error:
         yield parser.end_badly(
-            RowFault(ErrorCode.DAMAGED_GZIP, f"the gzip data is damaged or cut off ({error}); copy the file again")
+            RowFailure(ErrorCode.DAMAGED_GZIP, f"the gzip data is damaged or cut off ({error}); copy the file again")
         )
-    except RowFault as fault:
-        yield parser.end_badly(fault)
+    except InvalidRow as error:
+        yield parser.end_badly(error.failure)
 
 
 class LineParser:
@@ -148,35 +162,36 @@ class LineParser:
         # An unreadable line is answered in the form of the line before it.
         self._short = False
 
-    def parse(self, line: Line) -> Row | BadRow:
+    def parse(self, line: Line) -> Row | RowFailure:
         index, row_id = self._num_rows, line_id(line.number)
         self._num_rows += 1
         try:
             values = self._object(line)
             row_id = self._id(values, line.number)
             self._ids.add(row_id, line.number, "id" if self._short else "custom_id")
-            row = self._row(values, Place(index, line.number, row_id))
+            row = self._row(values, RowPosition(index, line.number, row_id))
             if row.schema is not None:
                 self._schemas.check(row.schema)
             return row
-        except RowFault as fault:
-            return self._bad(Place(index, line.number, row_id), fault)
+        except InvalidRow as error:
+            return self._located(error.failure, RowPosition(index, line.number, row_id))
 
     def again(self, content: bytes, index: int, number: int) -> Row:
         """The row of line `number`; neither JSON nor id nor schema is looked at twice."""
         values = parse_again(content)
-        return self._row(values, Place(index, number, self._id(values, number)))
+        return self._row(values, RowPosition(index, number, self._id(values, number)))
 
-    def end_badly(self, fault: RowFault) -> BadRow:
-        return self._bad(Place(self._num_rows, 0, line_id(0)), fault)
+    def end_badly(self, failure: RowFailure) -> RowFailure:
+        """The failure of the file as a whole, behind the rows that were read."""
+        return self._located(failure, RowPosition(self._num_rows, 0, line_id(0)))
 
-    def _row(self, values: dict[str, Any], place: Place) -> Row:
+    def _row(self, values: dict[str, Any], position: RowPosition) -> Row:
         endpoint, body = (Endpoint.SHORT, short_body(values)) if self._short else openai_body(values)
-        return self._builder.build(body, endpoint, place)
+        return self._builder.build(body, endpoint, position)
 
     def _object(self, line: Line) -> dict[str, Any]:
         if line.content is None:
-            raise RowFault(
+            raise InvalidRow(
                 ErrorCode.LINE_TOO_LONG, f"longer than {self._max_line_nbytes} bytes; split the prompt into rows"
             )
         return parse_object(line.content)
@@ -188,32 +203,31 @@ class LineParser:
         if is_short(values):
             self._short = True
             return short_id(values, number)
-        raise RowFault(
+        raise InvalidRow(
             ErrorCode.NOT_A_ROW,
             "an object with neither custom_id, method, url and body nor prompt or messages; see docs/rows.md",
         )
 
-    def _bad(self, place: Place, fault: RowFault) -> BadRow:
-        error = RowError(fault.code, fault.message, fault.param, place.line)
-        return BadRow(place.index, place.line, place.id, self._short, error)
+    def _located(self, failure: RowFailure, position: RowPosition) -> RowFailure:
+        return replace(failure, index=position.index, line=position.line, id=position.id, short=self._short)
 
 
 class RowFile:
-    """A seekable file that stands where its text begins, and whose rows were found at `places`."""
+    """A seekable file, at the position where its text begins, whose rows are where `index` says."""
 
-    def __init__(self, file: BufferedReader, places: RowPlaces, defaults: Defaults) -> None:
+    def __init__(self, file: BufferedReader, index: RowIndex, defaults: Defaults) -> None:
         self._file = file
-        self._places = places
+        self.index = index
         self._parser = LineParser(defaults)
         self._begin = file.tell()
 
     def row(self, index: int) -> Row:
         """A row without a fault. Raises InputChanged where its line is not what it was when the file was first read."""
-        offset, nbytes = self._places.span(index)
+        offset, nbytes = self.index.span(index)
         self._file.seek(self._begin + offset)
         content = self._file.read(nbytes)
-        number = self._places.line_number(index)
-        if not self._places.is_at(index, content):
+        number = self.index.line_number(index)
+        if not self.index.is_at(index, content):
             raise InputChanged(
                 f"line {number} of the input was changed while the job ran; put the file back as it was, "
                 "then start the same command again"

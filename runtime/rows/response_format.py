@@ -10,8 +10,9 @@ from hashlib import blake2b
 from typing import Any
 
 from ..sampling.grammar import ANY_OBJECT, SchemaError, compile_schema
-from .error_codes import ErrorCode, RowFault
-from .validators import shown, wrong_type, wrong_value
+from ..settings.errors import shown
+from .failure import ErrorCode, InvalidRow
+from .validators import wrong_type, wrong_value
 
 _KINDS = ("text", "json_object", "json_schema")
 # What OpenAI has beside the schema; none of it changes what may be written.
@@ -32,18 +33,18 @@ def response_format(value: Any, param: str) -> str | None:
     return ANY_OBJECT if kind == "json_object" else None
 
 
-def invalid_schema(error: SchemaError) -> RowFault:
-    return RowFault(ErrorCode.INVALID_JSON_SCHEMA, f"the JSON schema is refused: {error}", "response_format")
+def invalid_schema(error: SchemaError) -> InvalidRow:
+    return InvalidRow(ErrorCode.INVALID_JSON_SCHEMA, f"the JSON schema is refused: {error}", "response_format")
 
 
 class Schemas:
     """Which schemas of a file can be followed; each is compiled once, and 16 bytes of it are remembered."""
 
     def __init__(self) -> None:
-        self._verdicts: dict[bytes, RowFault | None] = {}
+        self._verdicts: dict[bytes, InvalidRow | None] = {}
 
     def check(self, schema: str) -> None:
-        """Raises `RowFault` for a schema that is refused, and MissingExtra where no schema can be followed."""
+        """Raises `InvalidRow` for a schema that is refused, and MissingExtra where no schema can be followed."""
         digest = blake2b(schema.encode(), digest_size=16).digest()
         if digest not in self._verdicts:
             if len(self._verdicts) >= _MAX_VERDICTS:
@@ -54,7 +55,7 @@ class Schemas:
             raise fault
 
 
-def _verdict(schema: str) -> RowFault | None:
+def _verdict(schema: str) -> InvalidRow | None:
     try:
         compile_schema(schema)
     except SchemaError as error:
@@ -71,7 +72,7 @@ def _schema(value: Any, param: str) -> str:
             raise wrong_type(value[name], f"{param}.{name}", "a string" if kind is str else "true or false")
     schema = value.get("schema")
     if schema is None:
-        raise RowFault(ErrorCode.MISSING_PARAMETER, f"{param}.schema is missing", f"{param}.schema")
+        raise InvalidRow(ErrorCode.MISSING_PARAMETER, f"{param}.schema is missing", f"{param}.schema")
     if not isinstance(schema, dict):
         raise wrong_type(schema, f"{param}.schema", "an object")
     return json.dumps(schema, separators=(",", ":"))
@@ -81,4 +82,4 @@ def _only(value: dict[str, Any], known: tuple[str, ...], param: str) -> None:
     for name in value:
         if name not in known:
             message = f"{shown(name)} of {param} is not a known field; known are {', '.join(known)}"
-            raise RowFault(ErrorCode.UNKNOWN_PARAMETER, message, f"{param}.{name[:64]}")
+            raise InvalidRow(ErrorCode.UNKNOWN_PARAMETER, message, f"{param}.{name[:64]}")

@@ -11,7 +11,7 @@ from enum import Enum
 from hashlib import blake2b
 
 from ..sampling.params import SamplingParams
-from .error_codes import ErrorCode
+from .failure import ErrorCode, RowFailure
 
 
 def row_seed(job_seed: int, row_id: str) -> int:
@@ -40,19 +40,18 @@ class Endpoint(Enum):
 class Message:
     role: str
     content: str
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text that is continued as it stands."""
+    """Text that is continued as it is."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids that are continued as they stand."""
+    """Token ids that are continued as they are."""
 
     token_ids: tuple[int, ...]
 
@@ -99,6 +98,10 @@ class Row:
     def short(self) -> bool:
         return self.endpoint is Endpoint.SHORT
 
+    def failure(self, code: ErrorCode, message: str, param: str | None = None) -> RowFailure:
+        """Of this row."""
+        return RowFailure(code, message, param, self.index, self.line, self.id, self.short)
+
     def choices(self) -> Iterator[tuple[int, SamplingParams]]:
         """The row's sequences in the order of its answer: all samples of a prompt, which is counted from 0, then the
         next prompt."""
@@ -107,28 +110,3 @@ class Row:
         for choice in range(1, len(self.prompts) * self.num_samples):
             seed = choice_seed(self.params.seed, choice)
             yield choice // self.num_samples, replace(self.params, seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class RowError:
-    """`param` is the field at fault, in the words of the row; `line` counts from 1, 0 is the whole file."""
-
-    code: ErrorCode
-    message: str
-    param: str | None
-    line: int
-
-    def __str__(self) -> str:
-        where = f"line {self.line}" if self.line else "file"
-        return f"{where}: {self.code}: {self.message}"
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that cannot be run; `short` is the form that its error is answered in."""
-
-    index: int
-    line: int
-    id: str
-    short: bool
-    error: RowError

@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import isinf
 from typing import Any, Never
 
-from .error_codes import ErrorCode, RowFault
+from .failure import ErrorCode, InvalidRow
 
 MAX_DEPTH = 64
 # The largest double has 309 digits; int() itself may be told to refuse anything above 640.
@@ -26,17 +26,17 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Raises `RowFault` for anything but one JSON object."""
+    """Raises `InvalidRow` for anything but one JSON object."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RowFault(
+        raise InvalidRow(
             ErrorCode.INVALID_UTF8, f"byte {error.start + 1} is not UTF-8 ({error.reason}); save the file as UTF-8"
         ) from None
     _check_depth(line)
     value = _decode(text)
     if not isinstance(value, dict):
-        raise RowFault(ErrorCode.INVALID_JSON_LINE, f"a JSON object is wanted, found a bare {text.lstrip()[:20]!a}")
+        raise InvalidRow(ErrorCode.INVALID_JSON_LINE, f"a JSON object is wanted, found a bare {text.lstrip()[:20]!a}")
     if b"\\u" in line and _SURROGATE_ESCAPE.search(line):
         _check_surrogates(value)
     return value
@@ -52,7 +52,7 @@ def _decode(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise RowFault(ErrorCode.INVALID_JSON_LINE, f"{error.msg} at column {error.colno}") from None
+        raise InvalidRow(ErrorCode.INVALID_JSON_LINE, f"{error.msg} at column {error.colno}") from None
 
 
 def _check_depth(line: bytes) -> None:
@@ -62,14 +62,14 @@ def _check_depth(line: bytes) -> None:
     unescaped = line.replace(b"\\\\", b"").replace(b'\\"', b"")
     brackets = _STRING.sub(b"", unescaped).translate(None, _NOT_BRACKETS)
     if any(depth > MAX_DEPTH for depth in accumulate(map(_NESTING.__getitem__, brackets))):
-        raise RowFault(ErrorCode.TOO_DEEP, f"nested deeper than {MAX_DEPTH} levels")
+        raise InvalidRow(ErrorCode.TOO_DEEP, f"nested deeper than {MAX_DEPTH} levels")
 
 
 def _check_surrogates(value: dict[str, Any]) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowFault(
+        raise InvalidRow(
             ErrorCode.LONE_SURROGATE,
             f"\\u{ord(error.object[error.start]):04x} is half of a character; write both halves or the character",
         ) from None
@@ -80,14 +80,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) == len(pairs):
         return unique
     key, times = Counter(key for key, _ in pairs).most_common(1)[0]
-    raise RowFault(ErrorCode.DUPLICATE_KEY, f"the key {key[:64]!a} is given {times} times; keep one of them")
+    raise InvalidRow(ErrorCode.DUPLICATE_KEY, f"the key {key[:64]!a} is given {times} times; keep one of them")
 
 
 def _finite(literal: str) -> float:
     _check_length(literal)
     value = float(literal)
     if isinf(value):
-        raise RowFault(ErrorCode.NON_FINITE_NUMBER, f"{literal[:32]} is too large for a 64-bit float")
+        raise InvalidRow(ErrorCode.NON_FINITE_NUMBER, f"{literal[:32]} is too large for a 64-bit float")
     return value
 
 
@@ -98,14 +98,14 @@ def _integer(literal: str) -> int:
 
 def _check_length(literal: str) -> None:
     if len(literal) > MAX_NUMBER_CHARS:
-        raise RowFault(
+        raise InvalidRow(
             ErrorCode.NUMBER_TOO_LONG,
             f"a number of {len(literal)} characters, at most {MAX_NUMBER_CHARS} are read",
         )
 
 
 def _refuse_constant(literal: str) -> Never:
-    raise RowFault(ErrorCode.NON_FINITE_NUMBER, f"{literal} is not JSON; leave the field out or give a number")
+    raise InvalidRow(ErrorCode.NON_FINITE_NUMBER, f"{literal} is not JSON; leave the field out or give a number")
 
 
 _DECODER = json.JSONDecoder(

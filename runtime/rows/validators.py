@@ -1,6 +1,6 @@
-"""What one value of a row may be: each check returns the value it accepts, in one type, or says what it wanted.
+"""What one value of a row may be: each check returns the value that it accepts, in one type, or says what it wanted.
 
-Knows no field by name and no row.
+Knows no field by name and no row. What a chat message may be is in text/messages.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..sampling.params import Limit
-from .error_codes import ErrorCode, RowFault
+from ..settings.errors import shown
+from ..text.messages import BadMessage, MessageFault, joined, read_messages
+from .failure import ErrorCode, InvalidRow
+from .row import ChatPrompt, Message, TextPrompt, TokenPrompt
 
 MAX_STOP = 16
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -76,23 +79,54 @@ def token_ids(value: Any, param: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def wrong_type(value: Any, param: str, wanted: str) -> RowFault:
-    return RowFault(ErrorCode.INVALID_TYPE, f"{param} must be {wanted}, found {shown(value)}", param)
+def wrong_type(value: Any, param: str, wanted: str) -> InvalidRow:
+    return InvalidRow(ErrorCode.INVALID_TYPE, f"{param} must be {wanted}, found {shown(value)}", param)
 
 
-def wrong_value(value: Any, param: str, wanted: str) -> RowFault:
-    return RowFault(ErrorCode.INVALID_VALUE, f"{param} must be {wanted}, found {shown(value)}", param)
-
-
-def shown(value: Any) -> str:
-    """A value in a message: short, on one line, and printable whatever it holds."""
-    if isinstance(value, list | tuple | dict):
-        kind = "an object" if isinstance(value, dict) else "a list"
-        return f"{kind} of {len(value)}"
-    if value is None or isinstance(value, bool):
-        return {None: "nothing", True: "true", False: "false"}[value]
-    return ascii(value[:60] if isinstance(value, str) else value)[:64]
+def wrong_value(value: Any, param: str, wanted: str) -> InvalidRow:
+    return InvalidRow(ErrorCode.INVALID_VALUE, f"{param} must be {wanted}, found {shown(value)}", param)
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()
+
+
+# How a row's error calls each thing that can be wrong with a message.
+_CODE_OF_MESSAGE = {
+    MessageFault.TYPE: ErrorCode.INVALID_TYPE,
+    MessageFault.VALUE: ErrorCode.INVALID_VALUE,
+    MessageFault.MISSING: ErrorCode.MISSING_PARAMETER,
+    MessageFault.UNKNOWN: ErrorCode.UNKNOWN_PARAMETER,
+    MessageFault.UNSUPPORTED: ErrorCode.UNSUPPORTED_PARAMETER,
+}
+
+
+def messages(value: Any, param: str) -> ChatPrompt:
+    """Text parts are joined by newlines, as vLLM joins them for templates that take strings."""
+    try:
+        read = read_messages(value, param)
+    except BadMessage as error:
+        raise InvalidRow(_CODE_OF_MESSAGE[error.fault], str(error), error.where) from None
+    return ChatPrompt(tuple(Message(each["role"], joined(each["content"])) for each in read))
+
+
+MAX_PROMPTS = 2048
+_WANTED = "a string, a list of token ids, or a list of several of either kind"
+
+
+def prompts(value: Any, param: str) -> tuple[TextPrompt | TokenPrompt, ...]:
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_PROMPTS:
+        raise wrong_value(several, param, f"at most {MAX_PROMPTS} prompts")
+    read = tuple(_prompt(item, param) for item in several)
+    if len({type(item) for item in read}) > 1:
+        raise wrong_type(value, param, _WANTED)
+    return read
+
+
+def _prompt(value: Any, param: str) -> TextPrompt | TokenPrompt:
+    if not isinstance(value, str | list):
+        raise wrong_type(value, param, _WANTED)
+    if not value:
+        raise wrong_value(value, param, "not empty: there is nothing to continue")
+    return TextPrompt(value) if isinstance(value, str) else TokenPrompt(token_ids(value, param))

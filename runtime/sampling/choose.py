@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .draw import NO_TOKEN, TokenLogprob
+from .draw import NO_TOKEN
+from .params import TokenLogprob
 
 _ID_BITS = 32
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .params import SamplingParams
+from .params import SamplingParams, TokenLogprob
 
 
 class TokenHistory:
@@ -78,20 +78,6 @@ class Draw:
     def is_argmax(self) -> bool:
         """Whether the row's token is the first largest logit, with nothing to compute before."""
         return self.params.greedy and not self.params.penalised
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural logarithms under softmax of the model's own logits: before penalties, temperature and filters.
-
-    `rank` is 1 for the most likely token. `top` holds the most likely tokens, best first, lower id first among
-    equals; tokens with a logit of -inf never appear, so it can be shorter than asked for.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)

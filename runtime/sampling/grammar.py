@@ -9,6 +9,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ...offload.errors import ExitCode, MoedgeError
 from ..settings.errors import MissingExtra
 from ..text.tokenizer import Tokenizer
 
@@ -29,8 +30,10 @@ _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": "[ ]", "coerce_on
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
-class SchemaError(ValueError):
+class SchemaError(MoedgeError, ValueError):
     """The schema is no JSON schema, asks for what a grammar cannot promise, or for more work than is granted."""
+
+    exit_code = ExitCode.INPUT
 
 
 def compile_schema(schema: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 
 
@@ -71,3 +72,25 @@ LIMITS = MappingProxyType(
         "logprobs": Limit(0, 20),
     }
 )
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; ERROR never reaches an answer, because its row fails."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms under softmax of the model's own logits: before penalties, temperature and filters.
+
+    `rank` is 1 for the most likely token. `top` holds the most likely tokens, best first, lower id first among
+    equals; tokens with a logit of -inf never appear, so it can be shorter than asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]

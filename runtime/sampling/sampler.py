@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .adjust import TokenMasks, forbid, penalise
 from .choose import Settings, choose, token_logprobs
-from .draw import NO_TOKEN, Draw, Sampled, TokenLogprob
+from .draw import NO_TOKEN, Draw, Sampled
+from .params import TokenLogprob
 from .random import uniform
 
 # Most bytes of temporaries that one logit of a tile has at a time: 55 on a CPU, where all rows need a full sort. The

@@ -1,44 +1,138 @@
-"""What a run may use of the machine, as the user said it and as bytes. Torch-free."""
+"""What a run may use of the machine: sizes as people write them, and the bytes that they come to. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ...offload.budget import auto_device, parse_size
+from ...offload.budget import auto_device, auto_host, parse_size
+from ...offload.machine.hardware import Hardware
 from ...offload.memory import host_available, host_total
+from ...quant.kernels.gpu import Gpu, Lacks
 from .errors import SettingError
+
+MIB = 1 << 20
+GIB = 1 << 30
+# torch, transformers and bitsandbytes imported, threads started, before any model.
+PROCESS_NBYTES = 576 * MIB
+# What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
+LIBRARIES_NBYTES = 256 * MIB
+# The most that a context takes, for plans that open no device (offload/device.py finds what it really takes).
+ASSUMED_CONTEXT_NBYTES = 640 * MIB
+WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried on this GPU; run `moedge doctor`"))
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """`nbytes` of a device's memory, of which the driver and libraries take `context_nbytes`.
+
+    `process_nbytes` is what the process has taken of host memory with CUDA loaded. Kernels are chosen by `gpu`; where
+    nothing is known of it, torch computes everything.
+    """
+
+    nbytes: int
+    context_nbytes: int
+    process_nbytes: int
+    gpu: Gpu = WITHOUT_KERNELS
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The bytes that a run may use of every tier.
+
+    `device` is None where the processor computes. `disk_nbytes` bounds the store of weights that stream from disk; None
+    is as much as the store takes.
+    """
+
+    host_nbytes: int
+    device: DeviceBudget | None = None
+    disk_nbytes: int | None = None
+
+    @property
+    def computing_nbytes(self) -> int:
+        """The budget of the tier that computes: the device's where there is one, else the host's."""
+        return self.host_nbytes if self.device is None else self.device.nbytes
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory by tier, the fastest tier first."""
+        device = {} if self.device is None else {"device": self.device.nbytes}
+        return device | {"host": self.host_nbytes}
+
+    def with_tier(self, tier: str, nbytes: int) -> MemoryBudget:
+        """The same with another budget of "host" or "device" memory."""
+        if tier == "host" or self.device is None:
+            return replace(self, host_nbytes=nbytes)
+        return replace(self, device=replace(self.device, nbytes=nbytes))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> MemoryBudget:
+        """The inverse of `dataclasses.asdict`. Raises TypeError or KeyError for anything else."""
+        device = content["device"]
+        if device is not None:
+            capability, processors, lacks = device["gpu"]
+            device = DeviceBudget(**{**device, "gpu": Gpu(tuple(capability), processors, Lacks(*lacks))})
+        return cls(**{**content, "device": device})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Sizes as people write them; `disk` bounds all stores together, `disk_dir` is where they lie."""
+    """Sizes as people write them; `disk` bounds all stores together, `disk_dir` is the folder of the stores."""
 
     ram: str = "auto"
     disk: str = "auto"
     disk_dir: Path | None = None
     gpu_mem: str = "auto"
 
+    def expected(
+        self, hardware: Hardware, tried: Mapping[str, str] | None = None, *, elsewhere: bool = False
+    ) -> MemoryBudget:
+        """What they would come to on `hardware`, whose device is not opened: its context is taken to be large.
+
+        `tried` says why kernels of its GPU do not run, by family; None where they were never tried.
+        `elsewhere` means another machine than this one, all of whose memory counts as available. Raises SettingError,
+        BadSize.
+        """
+        ram = hardware.ram_nbytes
+        host = parse_size(self.ram, ram, ram, auto_host) if elsewhere else self.host_nbytes()
+        return MemoryBudget(host, self._expected_device(hardware, tried), self.disk_nbytes())
+
     def host_nbytes(self) -> int:
-        """Raises BadSize."""
+        """Bytes of this machine's memory. Raises BadSize."""
         return parse_size(self.ram, host_total(), host_available())
+
+    def disk_nbytes(self) -> int | None:
+        """None for auto: what the store needs, minus a reserve. Raises BadSize."""
+        return None if self.disk == "auto" else parse_size(self.disk, 0, 0)
 
     @property
     def wants_device(self) -> bool:
         return self.gpu_mem.strip() != "0"
 
-    def device_nbytes(self, total: int, available: int) -> int:
-        """Of a device of `total` bytes. Raises BadSize."""
-        return parse_size(self.gpu_mem, total, available, auto_device)
+    def _expected_device(self, hardware: Hardware, tried: Mapping[str, str] | None) -> DeviceBudget | None:
+        """The budget of the first GPU."""
+        if not self.wants_device:
+            return None
+        if not hardware.gpus:
+            self.without_device()
+            return None
+        first = hardware.gpus[0]
+        nbytes = parse_size(self.gpu_mem, first.nbytes, first.nbytes, auto_device)
+        gpu = WITHOUT_KERNELS._replace(processors=max(1, first.processors))
+        if first.capability:
+            major, minor = first.capability.split(".")
+            gpu = gpu._replace(capability=(int(major), int(minor)))
+        if tried is not None:
+            gpu = gpu._replace(lacks=Lacks(*(tried.get(family, "") for family in Lacks._fields)))
+        context, process = ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
+        return DeviceBudget(nbytes, context, process, gpu)
 
     def without_device(self) -> None:
         """Raises SettingError where a device was asked for: this machine has none."""
-        if self.wants_device and not self.gpu_mem.strip().lower().startswith("auto"):
+        if not self.gpu_mem.strip().lower().startswith("auto"):
             raise SettingError(
                 f"--gpu-mem {self.gpu_mem} was asked for and CUDA finds no device here; "
                 "give --gpu-mem 0 to compute on the processor, or look at `nvidia-smi`"
             )
-
-    def disk_nbytes(self) -> int | None:
-        """None for auto: what the store needs, less a reserve."""
-        return None if self.disk == "auto" else parse_size(self.disk, 0, 0)

@@ -2,78 +2,155 @@
 
 from __future__ import annotations
 
+from typing import Any
 
-class UnsupportedModel(Exception):
+from ...offload.errors import ExitCode, MoedgeError
+
+
+class UnsupportedModel(MoedgeError):
     """The checkpoint is one that moedge cannot run (yet), or one that it must not touch."""
 
+    exit_code = ExitCode.MODEL
 
-class SettingError(Exception):
+
+class SettingError(MoedgeError):
     """A requested setting cannot be applied to this model or machine."""
 
+    exit_code = ExitCode.DOES_NOT_FIT
 
-class DoesNotFit(Exception):
+
+class DoesNotFit(MoedgeError):
     """The model or the job needs more memory than it was given."""
 
-
-class MemoryGaveOut(Exception):
-    """Memory gave out in spite of the plan, and there is nothing left to give up for it."""
+    exit_code = ExitCode.DOES_NOT_FIT
 
 
-class ModelNotFound(Exception):
+class MemoryGaveOut(MoedgeError):
+    """Memory gave out in spite of the plan, and no fallback is left."""
+
+    exit_code = ExitCode.GAVE_OUT
+
+
+class ModelNotFound(MoedgeError):
     """There is no checkpoint under that name, here or on the hub."""
 
+    exit_code = ExitCode.MODEL
 
-class MissingExtra(Exception):
+
+class MissingExtra(MoedgeError):
     """A package of an optional extra is needed and not installed."""
 
+    exit_code = ExitCode.ENVIRONMENT
 
-class InputUnreadable(Exception):
+
+class TokenizerError(MoedgeError, ValueError):
+    """The model folder has no tokenizer that moedge can use faithfully: nothing can run."""
+
+    exit_code = ExitCode.MODEL
+
+
+class PromptError(MoedgeError, ValueError):
+    """The text or the messages of one prompt cannot be turned into token ids; other prompts are not affected."""
+
+    exit_code = ExitCode.INPUT
+
+
+class TemplateError(PromptError):
+    """The chat template raised, ran too long, wrote too much or took its process down."""
+
+
+class InputUnreadable(MoedgeError):
     """The input is missing, no regular file, or not permitted."""
 
+    exit_code = ExitCode.INPUT
 
-class OutputRefused(Exception):
+
+class InputRefused(MoedgeError):
+    """A line of the input is malformed and the job is strict; the message is the report of the check."""
+
+    exit_code = ExitCode.INPUT
+
+
+class InputChanged(MoedgeError):
+    """The input is not what it was when the job began."""
+
+    exit_code = ExitCode.INPUT
+
+
+class OutputRefused(MoedgeError):
     """OUT cannot be written where it is asked for."""
+
+    exit_code = ExitCode.USAGE
 
 
 class OutputExists(OutputRefused):
-    """OUT or its error file is there already; neither is ever overwritten."""
+    """OUT or its error file exists; neither is ever overwritten."""
 
 
-class InputRefused(Exception):
-    """A line of the input is malformed and the job is strict; the message is the pre-flight's report."""
-
-
-class InputChanged(Exception):
-    """The input is not what it was when the job began."""
-
-
-class JobMismatch(Exception):
-    """The job that this output belongs to was begun with something else, which would change answers."""
-
-
-class JobInUse(Exception):
-    """Another process works on the job."""
-
-
-class JobNotFound(Exception):
-    """There is no job of that name."""
-
-
-class BadLimit(Exception):
+class BadLimit(MoedgeError):
     """A limit of a run that cannot be understood."""
 
-
-class ExportFailed(Exception):
-    """The disk refused an output file; nothing that was answered is lost."""
+    exit_code = ExitCode.USAGE
 
 
-class BadJournal(Exception):
+class JobMismatch(MoedgeError):
+    """The job that this output belongs to was started with other settings, which would change answers."""
+
+    exit_code = ExitCode.USAGE
+
+
+class JobNotFound(MoedgeError):
+    """There is no job of that name."""
+
+    exit_code = ExitCode.USAGE
+
+
+class JobInUse(MoedgeError):
+    """Another process works on the job."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class BadJournal(MoedgeError):
     """The journal is damaged where it had been safely on disk, or is none."""
 
+    exit_code = ExitCode.GAVE_OUT
 
-class OtherVersion(Exception):
+
+class OtherVersion(MoedgeError):
     """The journal was written by a moedge whose format this one does not know."""
 
+    exit_code = ExitCode.ENVIRONMENT
 
-class JournalFailed(Exception):
-    """The disk refused to keep the journal; what it had confirmed before is safe, and the job can go on later."""
+
+class JournalFailed(MoedgeError):
+    """The disk refused to keep the journal; what it had confirmed before is safe, and the job can be resumed later."""
+
+    exit_code = ExitCode.GAVE_OUT
+
+
+class ExportFailed(MoedgeError):
+    """The disk refused an output file; no answer is lost."""
+
+    exit_code = ExitCode.GAVE_OUT
+
+
+class Stalled(MoedgeError):
+    """Nothing was computed and no byte moved for too long; no confirmed answer is lost."""
+
+    exit_code = ExitCode.STOPPED
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, on one line, and printable whatever it holds."""
+    if isinstance(value, list | tuple | dict):
+        kind = "an object" if isinstance(value, dict) else "a list"
+        return f"{kind} of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    return ascii(value[:60] if isinstance(value, str) else value)[:64]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `1,234 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -10,11 +10,12 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described, uncollected
 from ...offload.errors import BadCheckpoint
+from ...quant.formats.format import DTYPES
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
 from .read import Tensors, by_layer, expert_index, model_shape
 
-_FLOATS = {"BF16", "F16", "F32", "F64"}
+_FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _MOST_TOLD = 10

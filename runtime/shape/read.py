@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...offload.checkpoint.header import TensorEntry
+from ...quant.formats.format import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
@@ -17,7 +18,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
 _ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
 _DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|output_linear)(\.weight)?$")
-_BITS_OF = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+_OPTION_OF = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
 
 
 def is_router(name: str) -> bool:
@@ -160,9 +161,9 @@ def _dtype(entries: Iterable[TensorEntry]) -> str:
     for entry in entries:
         nbytes[entry.dtype] += entry.nbytes
     dtype = max(nbytes, key=lambda name: nbytes[name])
-    if dtype not in _BITS_OF:
-        raise UnsupportedModel(f"weights are {dtype}, wanted one of {', '.join(_BITS_OF)}")
-    return _BITS_OF[dtype]
+    if dtype not in _OPTION_OF:
+        raise UnsupportedModel(f"weights are {dtype}, wanted one of {', '.join(_OPTION_OF)}")
+    return _OPTION_OF[dtype]
 
 
 def _ranges(layers: Iterable[int]) -> str:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...quant.format import FormatError, Layout, get_format
+from ...quant.formats.format import OPTION_DTYPES, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from .model_shape import LayerShape, Matrix, ModelShape
 
 # The formats that `auto` considers, from exact to smallest.
 FORMATS = ("none", "int8", "int4", "nf4")
-FLOAT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-ITEM_NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FLOAT_NAMES = {name: each.name for name, each in OPTION_DTYPES.items()}
+ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 
 
 def layout_for(shape: tuple[int, int], format_name: str, dtype: str) -> Layout:

@@ -15,8 +15,8 @@ from ...offload.checkpoint.header import TensorEntry
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec
-from ..plan.plan import Settings
 from ..settings.errors import ModelNotFound
+from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape, shape_from_json

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ...offload.checkpoint.checkpoint import SINGLE, read_header, read_index
 from ...offload.checkpoint.folder_file import blob_id, open_inside, read_inside
-from ..plan.plan import Settings
 from ..settings.errors import SettingError
+from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape

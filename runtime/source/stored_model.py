@@ -18,6 +18,7 @@ from ...offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
 from ...offload.store.shard_file import TensorSpec
 from ...offload.store.store import Store
 from ...offload.store.writer import LayerFile, StoreWriter
+from ...quant.tensor import SAFETENSORS_DTYPES
 from ..settings.errors import UnsupportedModel
 from ..shape.shards import LayerShards
 
@@ -27,8 +28,7 @@ SMALL_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 FILE_PREFIX = "file:"
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class StoreSink:
@@ -96,7 +96,7 @@ def read_resident(store: Store, model: PreTrainedModel) -> None:
             f"{store.folder} and the model differ in resident parameters {different}; prepare it again"
         )
     for name, tensor in stored.items():
-        value = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype])
+        value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
         store.read_into(tensor.place, _view(value), check=True)
         path, _, attribute = name.rpartition(".")
         is_parameter = isinstance(wanted[name], nn.Parameter)

@@ -6,10 +6,10 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Any
 
+from ..settings.errors import TemplateError
 from .control_tokens import ControlTokens, Marks, Piece, Span
-from .errors import TemplateError
 from .limits import check_text
-from .messages import Message, conversation, has_parts, joined_parts, texts, with_texts
+from .messages import Message, has_parts, joined_parts, read_messages, texts, with_texts
 from .template import TemplateRenderer
 
 _PROBE = "a word no template has: Zvqxj"
@@ -30,7 +30,8 @@ class ChatTemplate:
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """The prompt for the next answer, cut where text imitates control tokens. Raises `PromptError`."""
-        chat = conversation(messages)
+        chat = read_messages(messages)
+        check_text("".join(texts(chat)), "the conversation")
         if has_parts(chat) and not self._accepts_parts():
             chat = joined_parts(chat)
         contents = texts(chat)

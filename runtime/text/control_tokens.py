@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, models
 
-from .errors import PromptError, TokenizerError
+from ..settings.errors import PromptError, TokenizerError
 from .limits import bounded_encoding
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from .errors import TokenizerError
+from ..settings.errors import TokenizerError
 from .token_bytes import ByteFallback, ByteLevel, Vocabulary
 
 # Each step here works on single tokens until Fuse joins them; then a space may be stripped from the beginning.

@@ -5,8 +5,8 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
+from ..settings.errors import PromptError, TokenizerError
 from .control_tokens import Piece, PlainText
-from .errors import PromptError, TokenizerError
 from .limits import bounded_encoding
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from .errors import TokenizerError
+from ..settings.errors import TokenizerError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MAX_JSON_NBYTES = 4 << 20

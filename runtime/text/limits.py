@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
-from .errors import PromptError, TokenizerError
+from ..settings.errors import PromptError, TokenizerError
 
 MAX_TEXT_NBYTES = 16 << 20
 _OUTPUT_FACTOR = 8

@@ -10,8 +10,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
+from ..settings.errors import TemplateError
 from .child import Child, pack, unpack
-from .errors import TemplateError
 from .limits import output_limit
 
 RENDER_LIMIT_S = 2.0

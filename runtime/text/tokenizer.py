@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from ..settings.errors import PromptError
 from .chat import ChatTemplate
 from .control_tokens import ControlTokens, Marks
 from .detokenizer import decoding
 from .encoder import Encoder
-from .errors import PromptError
 from .folder import TokenizerFolder, read_folder
 from .limits import check_text
 from .messages import Message

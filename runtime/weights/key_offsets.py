@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from ...offload.atomic_file import write_atomically
 from ...offload.errors import BadStore
-from ...offload.store.durable import write_file
 from ..attention.dense import KeyMeans
 from ..engine.batch import pack
 from ..engine.sequence import Sequence
@@ -80,7 +80,7 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
 def keep(store: Path, offsets: KeyOffsets) -> None:
     """Writes them into a store's folder."""
     tensors = {f"layers.{index}": layer for index, layer in enumerate(offsets.layers)}
-    write_file(store / FILE, save(tensors))
+    write_atomically(store / FILE, save(tensors))
 
 
 def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:

@@ -19,8 +19,7 @@ from ...offload.stream.lane import Lane, Ring, Shard
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import ShardStream
-from ..plan.placement import Placement
-from ..plan.plan import Plan
+from ..plan.placement import Placement, Plan
 from .memory import DENSE, ShardKey, WeightMemory
 
 
@@ -42,8 +41,8 @@ class Lanes:
         may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
         with ExitStack() as opened:
             opened.callback(self.close)
-            if memory.device and plan.device:
-                self._pins = _Pins(memory, plan.device.staging, dense, experts)
+            if memory.device and plan.staging:
+                self._pins = _Pins(memory, plan.staging.placement, dense, experts)
             self.dense = self._open(dense, plan.placement.dense_ring, 0)
             self.experts = self._open(may_come, plan.placement.expert_ring, 1)
             opened.pop_all()

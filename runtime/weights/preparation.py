@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
-from ...quant.format import FormatError
+from ...quant.formats.format import FormatError
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.tensor import pack_into
 from ..model.assembly import LayerAssembly
 from ..model.loading import CheckpointLoader, refuse_nonfinite
-from ..plan.candidate import PROCESS_NBYTES, SLACK_NBYTES
-from ..plan.search_space import MIB
+from ..plan.candidate import SLACK_NBYTES
+from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes

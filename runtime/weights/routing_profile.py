@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from ...moe.affinity import Affinity
-from ...offload.store.durable import TEMPORARY_SUFFIX, write_file
+from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
 
 FILE = "note-routing.safetensors"
 VERSION = "1"
@@ -60,7 +60,7 @@ def merge(store: Path, seen: Profile) -> None:
         with suppress(FileNotFoundError):
             # Of a process that was killed here; we have the lock, so it is nobody's.
             os.unlink(store / f".{FILE}{TEMPORARY_SUFFIX}")
-        write_file(store / FILE, save(merged, {"version": VERSION}))
+        write_atomically(store / FILE, save(merged, {"version": VERSION}))
 
 
 def _aged(before: Profile, name: str) -> torch.Tensor | float:

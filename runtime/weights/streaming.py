@@ -13,7 +13,7 @@ from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.store.store import Store
 from ...offload.stream.stream import Arrival
 from ..model.assembly import LayerAssembly
-from ..plan.plan import Plan
+from ..plan.placement import Plan
 from .experts import ModelExperts
 from .lanes import Lanes, place_of
 from .memory import HEAD, ShardKey, WeightMemory

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.plan.plan import Workload
+from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import Settings, budget_range
 from moedge.runtime.source.model_source import open_source
 

@@ -54,19 +54,19 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     tmp_path: Path,
 ) -> None:
     """The budget is a few blocks more than the short rows need: everything else is a constant here."""
-    from moedge.runtime.jobs import batch_run
-    from moedge.runtime.plan.plan import Workload
+    from moedge.runtime.jobs import job as states
+    from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import budget_range
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
-    plan_job = batch_run.plan_job
+    plan_job = states.plan_job
 
     def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: Workload, *rest: Any) -> Any:
         short = Workload(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
         return plan_job(source, settings, budgets, budget_range(source.shape, settings, short)[0], room, job)
 
-    monkeypatch.setattr(batch_run, "plan_job", tight)
-    monkeypatch.setattr(batch_run, "rehearse", lambda *arguments: None)
+    monkeypatch.setattr(states, "plan_job", tight)
+    monkeypatch.setattr(states, "rehearse", lambda *arguments: None)
     out = tmp_path / "out.jsonl"
     options = ("-o", out, "--max-sequences", 1, "--quant", "none", "--disk-dir", tmp_path / "stores")
     code = cli("batch", checkpoint("llama"), rows_file(tmp_path / "in.jsonl", rows), *options)

@@ -163,8 +163,8 @@ import sys, threading
 from dataclasses import replace
 from moedge.cli.main import main
 from moedge.offload.stream.reader_lane import DirectFile
-from moedge.runtime.jobs import batch_run
-from moedge.runtime.jobs.batch_run import BatchRun
+from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs.job import Running
 from moedge.runtime.jobs.stop import StallGuard
 from moedge.runtime.plan.placement import minimum
 from moedge.runtime.shape.shards import model_shards
@@ -172,7 +172,7 @@ from moedge.runtime.shape.shards import model_shards
 def broken(): raise OSError(5, "Input/output error")
 def stuck(): threading.Event().wait()
 
-spoil, read, passes, dying = globals()[sys.argv.pop(1)], DirectFile.read, BatchRun.passes, []
+spoil, read, passes, dying = globals()[sys.argv.pop(1)], DirectFile.read, Running.passes, []
 
 def dying_read(*arguments):
     if dying:
@@ -185,14 +185,14 @@ def three_passes_and_more(run):
             dying.append(True)
         yield
 
-def streaming(source, *arguments, plan_job=batch_run.plan_job):
+def streaming(source, *arguments, plan_job=states.plan_job):
     planned = plan_job(source, *arguments)
     shards = model_shards(source.shape, planned.plan.quant, planned.plan.dtype)
     plan = replace(planned.plan, placement=minimum(shards))
     return replace(planned, choice=replace(planned.choice, plan=plan))
 
-batch_run.plan_job = streaming
-DirectFile.read, BatchRun.passes = dying_read, three_passes_and_more
+states.plan_job = streaming
+DirectFile.read, Running.passes = dying_read, three_passes_and_more
 StallGuard.__init__.__defaults__ = (0.5, *StallGuard.__init__.__defaults__[1:])
 main()
 """

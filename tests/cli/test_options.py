@@ -69,8 +69,8 @@ def test_prepare_makes_what_was_typed(
 
 
 RESUME: dict[str, tuple[str | None, Callable[[Any], object], object]] = {
-    "--failed": (None, lambda request: request.go_on.failed, True),
-    "--accept-drift": ("versions", lambda request: request.go_on.drift, ("versions",)),
+    "--failed": (None, lambda request: request.resume.failed, True),
+    "--accept-drift": ("versions", lambda request: request.resume.drift, ("versions",)),
     "--ram": ("3GiB", lambda request: request.budgets.ram, "3GiB"),
     "--gpu-mem": ("0", lambda request: request.budgets.gpu_mem, "0"),
     "--disk": ("5GiB", lambda request: request.budgets.disk, "5GiB"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.loading import memory_tiers as tiers
+from moedge.offload import device as devices
 
 EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")
 
@@ -27,7 +27,7 @@ def batch(
 
     def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
         out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
-        monkeypatch.setattr(tiers, "find_device", lambda: fake and fake.device)
+        monkeypatch.setattr(devices, "find_device", lambda: fake and fake.device)
         arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
         monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
@@ -48,7 +48,7 @@ def test_a_job_on_a_device_answers_as_on_the_processor(batch: Callable[..., Any]
     assert (code, answers) == (0, wanted)
     device = summary["memory"]["device"]
     assert 0 < device["peak"] <= device["budget"] == 540 << 20
-    assert summary["plan"]["device"]["budget_nbytes"] == 540 << 20
+    assert summary["plan"]["budget"]["device"]["nbytes"] == 540 << 20
 
 
 def test_too_little_device_memory_names_what_would_do_and_that_works(

@@ -15,14 +15,14 @@ from moedge.runtime.weights import lanes
 def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     """Runs a plan on the fake device; its tokens are those of a run on the processor."""
     wanted = case.run(case.plan(None), temperature=temperature)
-    fake.device.limit(plan.device.budget_nbytes - plan.device.context_nbytes)
+    fake.device.limit(plan.budget.device.nbytes - plan.budget.device.context_nbytes)
     with fake:
         ran = case.run(plan, fake.device, temperature)
     assert ran.tokens == wanted.tokens
     assert ran.to_device == ran.passes * (plan.weights_nbytes - plan.held_nbytes)
-    assert ran.from_disk == ran.passes * plan.device.disk_nbytes
+    assert ran.from_disk == ran.passes * plan.staging.disk_nbytes
     assert fake.nbytes_copied >= ran.to_device
-    assert fake.device.peak <= plan.device.budget_nbytes
+    assert fake.device.peak <= plan.budget.device.nbytes
     return ran
 
 
@@ -53,7 +53,7 @@ def test_disk_host_and_device_work_as_three_tiers(
     plan = tiny.three_tiers(fake.device)
     ran = check(tiny, fake, plan)
     assert 0 < ran.from_disk < ran.to_device
-    assert (sum(plan.device.staging.held_experts) > 0) == (ring_experts == 4)
+    assert (sum(plan.staging.placement.held_experts) > 0) == (ring_experts == 4)
 
 
 @pytest.mark.parametrize("limit", [0, 16 << 20])
@@ -62,7 +62,7 @@ def test_what_cannot_be_pinned_goes_through_a_ring(limit: int, case: Any, fakes:
     fake = fakes.FakeDevice(pin_limit=limit)
     tiny = case("mixtral")
     plan = tiny.plan(fake.device, 0.0)
-    assert plan.device.staged_nbytes + plan.device.staging.expert_ring > 0
+    assert plan.staging.staged_nbytes + plan.staging.placement.expert_ring > 0
     ran = check(tiny, fake, plan)
     assert ran.from_disk == 0
     # Every byte that was not pinned crossed the link through a ring: with a limit of 0 that is all.

@@ -18,7 +18,7 @@ from moedge.quant.kernels import upload as uploads
 from moedge.quant.kernels.upload import RING_NBYTES, UploadRing, open_ring, upload
 from moedge.runtime.kv.parking import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.loading import memory_tiers as tiers
+from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import LIBRARIES_NBYTES
 from moedge.runtime.settings.budgets import Budgets

@@ -31,7 +31,7 @@ def test_tokens_do_not_depend_on_where_weights_lie(family: str, quant: str, case
     assert all(run.tokens == runs[0].tokens for run in runs)
     for plan, run in zip(plans, runs, strict=True):
         assert run.to_device == run.passes * (plan.weights_nbytes - plan.held_nbytes)
-        assert run.from_disk == run.passes * plan.device.disk_nbytes
+        assert run.from_disk == run.passes * plan.staging.disk_nbytes
     assert runs[0].to_device == 0 < runs[1].to_device
     assert runs[3].from_disk > 0
 

@@ -22,14 +22,14 @@ from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.jobs import batch_run
 from moedge.runtime.loading import engine_loader as load
-from moedge.runtime.loading import memory_tiers as tiers
+from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.kernel_trial import KernelNeeds
 from moedge.runtime.plan.candidate import CostCache, Speed
-from moedge.runtime.plan.placement import DeviceRoom
-from moedge.runtime.plan.plan import Settings, Workload
+from moedge.runtime.plan.placement import DeviceRoom, Workload
 from moedge.runtime.plan.plan_file import document, load_plan, plan_from_json, refuse_other_budgets
 from moedge.runtime.plan.what_if import PlanRequest
 from moedge.runtime.settings.errors import SettingError
+from moedge.runtime.settings.settings import Settings
 
 AMPERE, TURING = (8, 6), (7, 5)
 KERNELS = {

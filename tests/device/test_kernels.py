@@ -24,11 +24,11 @@ def run(tiny: Any, fake: Any, share: float, **changed: Any) -> Any:
     """Tokens on a fake device that kernels are for, and the plan."""
     tiny = short(tiny, **changed)
     plan = tiny.plan(fake.device, share)
-    fake.device.limit(plan.device.budget_nbytes - plan.device.context_nbytes)
+    fake.device.limit(plan.budget.device.nbytes - plan.budget.device.context_nbytes)
     with fake:
         # What is launched to warm kernels up is no sign that a pass used them.
         ran = tiny.run(plan, fake.device, loaded_now=fake.launched.clear)
-    assert fake.device.peak <= plan.device.budget_nbytes
+    assert fake.device.peak <= plan.budget.device.nbytes
     # Key offsets take a pass of their own.
     passes = ran.passes + (plan.kv in ("int8", "int4", "int8/int4"))
     assert ran.to_device == passes * (plan.weights_nbytes - plan.held_nbytes)

@@ -15,11 +15,12 @@ import torch
 from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.engine import oom_retry as replay
 from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.loading.oom_fallback import load_conceding
-from moedge.runtime.plan.degrade import Fallback, FallbackPolicy
-from moedge.runtime.plan.placement import DeviceRoom
-from moedge.runtime.plan.plan import Plan
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.fallback import Fallback, FallbackPolicy
+from moedge.runtime.plan.placement import Plan
+from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
 
 ALL = ExpertOptions(Mode.ALL)
@@ -73,15 +74,17 @@ def run(
 ) -> Ended:
     """Allocations of passes count, or those of `loading`."""
     refusals = Refusals(fake, refused)
-    room = DeviceRoom(plan.device.budget_nbytes, fake.device.context_nbytes, 0) if plan.device else None
-    concessions = FallbackPolicy(case.source.shape, plan, case.job, room)
+    granted = DeviceBudget(plan.budget.device.nbytes, fake.device.context_nbytes, 0) if plan.staging else None
+    budget = MemoryBudget(plan.budget.host_nbytes, granted)
+    request = PlanRequest(costs=CostModel(case.source.shape), workload=case.job, budget=budget)
+    concessions = FallbackPolicy(plan, request)
 
     def load(lesser: Plan) -> LoadedEngine:
         store = case.store if lesser.streams else None
         with refusals.counted(loading):
             return load_engine(case.source, lesser, store, fake.device, experts)
 
-    with fake, closing(load_conceding(load, concessions)) as loaded:
+    with fake, closing(load_with_fallback(load, concessions)) as loaded:
         sequences = [Sequence(ids, case.params(index, 0.0)) for index, ids in enumerate(case.prompts)]
         for sequence in sequences:
             loaded.engine.add(sequence)
@@ -128,7 +131,7 @@ def test_m6_a_pass_that_fails_again_and_again_is_halved_until_it_fits(case: Any,
 
 def test_m6_where_nothing_is_left_the_refusal_names_the_smallest_budget(case: Any, fakes: ModuleType) -> None:
     tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
-    with pytest.raises(MemoryGaveOut, match=r"nothing is left .* --gpu-mem \d+MiB.*goes on"):
+    with pytest.raises(MemoryGaveOut, match=r"nothing is left .* --gpu-mem \d+MiB.*resumes it"):
         run(tiny, fake, tiny.plan(fake.device, 0.0), refused=lambda _: True)
 
 

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 
 from moedge.quant.kernels.gpu import Gpu, Lacks
-from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, WITHOUT_KERNELS, DeviceRoom, device_ring
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, budget_range, make_plan
+from moedge.runtime.plan.placement import LOADING_NBYTES, MIN_RING_EXPERTS, Workload, device_ring
+from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.settings.budgets import WITHOUT_KERNELS, DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
 
 JOB = Workload(64, 200)
-ROOM = DeviceRoom(0, 100 << 20, 300 << 20)
+ROOM = DeviceBudget(0, 100 << 20, 300 << 20)
 AMPLE = 1 << 40
 
 
@@ -23,15 +24,15 @@ def test_every_budget_from_the_smallest_on_is_kept_and_every_shard_is_somewhere(
     settings = replace(tiny.settings, max_sequences=64, tokens_per_pass=128)
     smallest, whole = budget_range(tiny.source.shape, settings, JOB, ROOM)
     with pytest.raises(DoesNotFit, match="the smallest that works is --gpu-mem"):
-        make_plan(tiny.source.shape, settings, AMPLE, JOB, replace(ROOM, budget_nbytes=smallest - 1))
+        make_plan(tiny.source.shape, settings, MemoryBudget(AMPLE, replace(ROOM, nbytes=smallest - 1)), JOB)
     for budget in range(smallest, whole + (1 << 20), max(1, (whole - smallest) // 40)):
-        room = replace(ROOM, budget_nbytes=budget)
-        plan = make_plan(tiny.source.shape, settings, AMPLE, JOB, room)
+        room = replace(ROOM, nbytes=budget)
+        plan = make_plan(tiny.source.shape, settings, MemoryBudget(AMPLE, room), JOB)
         rings = plan.placement.dense_ring + plan.placement.expert_ring
         assert ROOM.context_nbytes + plan.held_nbytes + rings + plan.kv_nbytes + plan.scratch_nbytes <= budget
-        assert plan.device is not None
-        assert plan.held_nbytes + plan.device.staged_nbytes == plan.weights_nbytes
-        assert plan.device.disk_nbytes == 0
+        assert plan.staging is not None
+        assert plan.held_nbytes + plan.staging.staged_nbytes == plan.weights_nbytes
+        assert plan.staging.disk_nbytes == 0
         assert not plan.streams
 
 
@@ -39,16 +40,16 @@ def test_host_memory_that_is_too_little_to_stream_is_refused_with_what_would_do(
     tiny = case("qwen3_moe")
     shape = tiny.source.shape
     smallest, _ = budget_range(shape, tiny.settings, JOB, ROOM)
-    room = replace(ROOM, budget_nbytes=smallest)
-    least = make_plan(shape, tiny.settings, AMPLE, JOB, room).placement
+    room = replace(ROOM, nbytes=smallest)
+    least = make_plan(shape, tiny.settings, MemoryBudget(AMPLE, room), JOB).placement
     fixed = ROOM.process_nbytes + LOADING_NBYTES + resident_nbytes(shape, "fp32")
     rings = least.dense_ring + least.expert_ring
     with pytest.raises(DoesNotFit, match="the smallest that works is --ram"):
-        make_plan(shape, tiny.settings, fixed + rings - 1, JOB, room)
-    plan = make_plan(shape, tiny.settings, fixed + rings, JOB, room)
-    assert plan.device is not None
+        make_plan(shape, tiny.settings, MemoryBudget(fixed + rings - 1, room), JOB)
+    plan = make_plan(shape, tiny.settings, MemoryBudget(fixed + rings, room), JOB)
+    assert plan.staging is not None
     assert plan.streams
-    assert plan.held_nbytes + plan.device.staged_nbytes + plan.device.disk_nbytes == plan.weights_nbytes
+    assert plan.held_nbytes + plan.staging.staged_nbytes + plan.staging.disk_nbytes == plan.weights_nbytes
 
 
 def test_a_device_s_ring_takes_a_layer_of_experts_but_no_more_than_an_eighth(case: Any) -> None:
@@ -79,9 +80,10 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
     gpu: Gpu, quant: str, attention: str, grouped: bool, case: Any
 ) -> None:
     # Prompts that take more than what torch's attention takes for decoding.
-    shape, settings = case("qwen3_moe").source.shape, Settings("bf16", quant, "int8", tokens_per_pass=65536)
+    shape = case("qwen3_moe").source.shape
+    settings = Settings(dtype="bf16", quant=quant, kv="int8", tokens_per_pass=65536)
     plans = [
-        make_plan(shape, settings, AMPLE, JOB, replace(ROOM, budget_nbytes=1 << 32, gpu=each))
+        make_plan(shape, settings, MemoryBudget(AMPLE, replace(ROOM, nbytes=1 << 32, gpu=each)), JOB)
         for each in (gpu, WITHOUT_KERNELS)
     ]
     assert (plans[0].attention, plans[0].grouped_experts) == (attention, grouped)
@@ -93,18 +95,18 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
 
 def test_preempted_sequences_are_parked_in_what_host_memory_has_left(case: Any) -> None:
     shape = case("qwen3_moe").source.shape
-    settings = Settings("fp32", "none", "fp32", tokens_per_pass=64, max_sequences=64)
+    settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=64, max_sequences=64)
     # Most rows are short, so more of them run together than have room at their longest.
     job = Workload(64, 200, 10, 64 * 10, 64 * 20)
     smallest, whole = budget_range(shape, settings, job, ROOM)
-    tight = replace(ROOM, budget_nbytes=(smallest + whole) // 2)
-    ample = replace(ROOM, budget_nbytes=whole + (1 << 32))
-    assert sum(make_plan(shape, settings, AMPLE, job, ample).parked_blocks) == 0, "nobody is preempted"
-    plan = make_plan(shape, settings, AMPLE, job, tight)
+    tight = replace(ROOM, nbytes=(smallest + whole) // 2)
+    ample = replace(ROOM, nbytes=whole + (1 << 32))
+    assert sum(make_plan(shape, settings, MemoryBudget(AMPLE, ample), job).parked_blocks) == 0, "nobody is preempted"
+    plan = make_plan(shape, settings, MemoryBudget(AMPLE, tight), job)
     assert plan.kv_sequences < plan.max_sequences
     assert plan.parked_blocks == plan.kv_blocks
-    assert plan.device is not None
-    staged = AMPLE - plan.device.free_nbytes
-    room = make_plan(shape, settings, staged + plan.kv_nbytes // 2, job, tight)
+    assert plan.staging is not None
+    staged = AMPLE - plan.staging.free_nbytes
+    room = make_plan(shape, settings, MemoryBudget(staged + plan.kv_nbytes // 2, tight), job)
     assert 0 < sum(room.parked_blocks) <= sum(plan.kv_blocks) // 2
-    assert sum(make_plan(shape, settings, staged, job, tight).parked_blocks) == 0
+    assert sum(make_plan(shape, settings, MemoryBudget(staged, tight), job).parked_blocks) == 0

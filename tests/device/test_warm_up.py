@@ -12,7 +12,7 @@ from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.tuning import TILE_ROWS
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
-from moedge.runtime.plan.plan import Workload
+from moedge.runtime.plan.placement import Workload
 
 AMPERE = (8, 6)
 

@@ -14,10 +14,11 @@ from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.placement import LIBRARIES_NBYTES, LOADING_NBYTES, DeviceRoom
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
+from moedge.runtime.plan.placement import LOADING_NBYTES, Plan, Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, DeviceBudget, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
 from moedge.runtime.source.model_source import ModelSource
 
@@ -60,22 +61,22 @@ class Case:
     def plan(self, device: Device | None, share: float = 1.0, ram: int = AMPLE) -> Plan:
         """With `share` of the way from the smallest budget on the device to the one that holds everything."""
         if device is None:
-            return make_plan(self.source.shape, self.settings, ram, self.job)
-        # As runtime/loading/memory_tiers.py counts, which finds libraries loaded.
-        room = DeviceRoom(0, device.context_nbytes + LIBRARIES_NBYTES, 0, gpu_of(device))
+            return make_plan(self.source.shape, self.settings, MemoryBudget(ram), self.job)
+        # As runtime/loading/machine_memory.py counts, which finds libraries loaded.
+        room = DeviceBudget(0, device.context_nbytes + LIBRARIES_NBYTES, 0, gpu_of(device))
         smallest, whole = budget_range(self.source.shape, self.settings, self.job, room)
         # More than holds everything with a single sequence: else a plan may stream a little for another one.
         whole += 64 << 20 if share == 1.0 else 0
-        room = replace(room, budget_nbytes=smallest + int(share * (whole - smallest)))
-        return make_plan(self.source.shape, self.settings, ram, self.job, room)
+        room = replace(room, nbytes=smallest + int(share * (whole - smallest)))
+        return make_plan(self.source.shape, self.settings, MemoryBudget(ram, room), self.job)
 
     def three_tiers(self, device: Device) -> Plan:
         """The least that is held on the device, and host memory for two thirds of what streams."""
         plan, shape, dtype = self.plan(device, 0.0), self.source.shape, self.settings.dtype
-        assert plan.device is not None
-        rings = plan.device.staging.dense_ring + plan.device.staging.expert_ring
+        assert plan.staging is not None
+        rings = plan.staging.placement.dense_ring + plan.staging.placement.expert_ring
         fixed = LOADING_NBYTES + resident_nbytes(shape, dtype) + rings
-        return self.plan(device, 0.0, fixed + plan.device.staged_nbytes * 2 // 3)
+        return self.plan(device, 0.0, fixed + plan.staging.staged_nbytes * 2 // 3)
 
     def held(self, device: Device | None, share: float, on_disk: bool = True) -> Plan:
         """The smallest rings, and `share` of all experts held; the rest on disk, or staged in host memory.
@@ -87,11 +88,11 @@ class Case:
         held = spread(counts, round(share * sum(counts)))
         ring = 0 if held == tuple(counts) else plan.placement.expert_ring
         plan = replace(plan, placement=replace(plan.placement, held_experts=held, expert_ring=ring))
-        if plan.device is None:
+        if plan.staging is None:
             return plan
         staged = tuple(mine + (count - mine) // 2 for mine, count in zip(held, counts, strict=True))
-        staging = replace(plan.device.staging, held_experts=staged if on_disk else tuple(counts), expert_ring=ring)
-        return replace(plan, device=replace(plan.device, staging=staging, disk_nbytes=int(on_disk)))
+        staging = replace(plan.staging.placement, held_experts=staged if on_disk else tuple(counts), expert_ring=ring)
+        return replace(plan, staging=replace(plan.staging, placement=staging, disk_nbytes=int(on_disk)))
 
     @property
     def smallest(self) -> int:
@@ -142,4 +143,4 @@ def gpu_of(device: Device) -> Gpu:
 
 
 def exact(quant: str) -> Settings:
-    return Settings("fp32", quant, "fp32", tokens_per_pass=64, max_sequences=3, deterministic=True)
+    return Settings(dtype="fp32", quant=quant, kv="fp32", tokens_per_pass=64, max_sequences=3, deterministic=True)

@@ -1,47 +1,57 @@
-"""The house stands: imports run downhill, every package is listed, no file or function outgrows its room."""
+"""The house stands: imports run downhill, nothing runs in circles, no folder, file or function outgrows its room."""
 
 import ast
+import collections
 import statistics
+import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from import_graph import ImportGraph, circles
+
 ROOT = Path(__file__).parents[2]
 FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4}
+# The floors inside runtime, from the ground up: a folder imports folders of lower lines only, or its own.
+RUNTIME = [
+    {"settings", "text"},
+    {"shape", "sampling"},
+    {"kv", "rows"},
+    {"engine", "jobs.journal", "attention.kernels"},
+    {"attention"},
+    {"model", "plan"},
+    {"weights", "source"},
+    {"loading"},
+    {"calibration"},
+    {"jobs", "doctor"},
+    {"api"},
+]
+MAX_FILES = 16
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 60, 8
 MAX_PARAMETERS = 8
+GRAPH = ImportGraph(ROOT, tuple(FLOORS))
 
 
-def sources() -> list[Path]:
-    return sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+def floor_of(folder: str) -> tuple[int, int]:
+    """(floor of the house, floor inside runtime); raises KeyError for a folder that has none."""
+    top, _, inner = folder.partition(".")
+    if top != "runtime" or not inner:
+        return FLOORS[top], 0
+    floors = {name: number for number, names in enumerate(RUNTIME, 1) for name in names}
+    return FLOORS[top], floors[inner]
 
 
-def imported_folders(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """(line, top folder) of every import of our own, type-only ones included."""
-    parts = path.relative_to(root).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = parts[: len(parts) - node.level + 1]
-            target = (*base, *(node.module or "").split("."))
-            yield from ((node.lineno, name) for name in [target[0] or node.names[0].name])
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "moedge":
-            yield node.lineno, (node.module or "").split(".")[1]
-        elif isinstance(node, ast.Import):
-            yield from (
-                (node.lineno, name.name.split(".")[1]) for name in node.names if name.name.startswith("moedge.")
-            )
-
-
-def uphill(paths: list[Path], root: Path) -> list[str]:
+def uphill(graph: ImportGraph) -> list[str]:
     breaches = []
-    for path in paths:
-        own = path.relative_to(root).parts[0]
-        for line, other in imported_folders(path, root):
-            if other != own and FLOORS[other] >= FLOORS[own]:
-                breaches.append(f"{path.relative_to(root)}:{line} imports {other}")
+    for folder, imported in sorted(graph.folders.items()):
+        for other in sorted(imported):
+            same_top = folder.split(".")[0] == other.split(".")[0]
+            inside = same_top and folder.split(".")[0] != "runtime"
+            if not inside and floor_of(other) >= floor_of(folder):
+                breaches.append(f"{folder} imports {other}")
     return breaches
 
 
@@ -49,30 +59,67 @@ def listed_packages(pyproject: Path) -> set[str]:
     return set(tomllib.loads(pyproject.read_text())["tool"]["setuptools"]["packages"])
 
 
-def packages_on_disk(root: Path) -> set[str]:
-    found = (path.parent.relative_to(root).parts for floor in FLOORS for path in (root / floor).rglob("__init__.py"))
-    return {".".join(("moedge", *parts)) for parts in found}
-
-
 def test_imports_run_downhill() -> None:
-    assert uphill(sources(), ROOT) == []
+    assert uphill(GRAPH) == []
+
+
+def test_no_files_and_no_folders_import_in_circles() -> None:
+    assert circles(GRAPH.files) == []
+    assert circles(GRAPH.folders) == []
+
+
+def make_house(root: Path, files: dict[str, str]) -> ImportGraph:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(text)
+    for floor in FLOORS:
+        (root / floor).mkdir(exist_ok=True)
+        (root / floor / "__init__.py").touch()
+    return ImportGraph(root, tuple(FLOORS))
 
 
 def test_an_uphill_import_is_seen(tmp_path: Path) -> None:
-    for floor in FLOORS:
-        (tmp_path / floor).mkdir()
-    bad = tmp_path / "quant" / "bad.py"
-    bad.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..runtime.engine import Engine\n")
-    sibling = tmp_path / "offload" / "bad.py"
-    sibling.write_text("from ..quant import format\n")
-    assert uphill([bad, sibling], tmp_path) == ["quant/bad.py:3 imports runtime", "offload/bad.py:1 imports quant"]
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..runtime.engine.engine import Engine\n"
+    files = {"runtime/engine/engine.py": "Engine = 1\n", "runtime/kv/cache.py": "from ..engine import engine\n"}
+    house = make_house(tmp_path, {"quant/bad.py": typed, "offload/bad.py": "from ..quant import bad\n", **files})
+    assert uphill(house) == [
+        "offload imports quant",
+        "quant imports runtime.engine",
+        "runtime.kv imports runtime.engine",
+    ]
+
+
+def test_circles_of_files_and_of_folders_are_seen(tmp_path: Path) -> None:
+    files = {"moe/a.py": "from . import b\n", "moe/b.py": "def f():\n    from .a import x\n"}
+    folders = {
+        "quant/c.py": "from .kernels.d import e\n",
+        "quant/kernels/d.py": "from moedge.quant.f import g\n",
+        "quant/f.py": "",
+    }
+    house = make_house(tmp_path, files | folders)
+    assert circles(house.files) == [{"moe.a", "moe.b"}]
+    assert circles(house.folders) == [{"quant", "quant.kernels"}]
+
+
+def test_every_folder_of_runtime_has_a_floor_and_none_of_its_files_is_loose() -> None:
+    folders = {folder.removeprefix("runtime.") for folder in GRAPH.folders if folder.startswith("runtime.")}
+    assert folders == set().union(*RUNTIME)
+    assert [path.name for path in (ROOT / "runtime").glob("*.py")] == ["__init__.py"]
 
 
 def test_every_package_is_listed() -> None:
-    assert listed_packages(ROOT / "pyproject.toml") == packages_on_disk(ROOT) | {"moedge.demo", "moedge.demo.model"}
+    on_disk = {f"moedge.{module}" for module, path in GRAPH.paths.items() if path.name == "__init__.py"}
+    assert listed_packages(ROOT / "pyproject.toml") == on_disk | {"moedge.demo", "moedge.demo.model"}
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_folder_holds_too_many_files() -> None:
+    counts = collections.Counter(map(GRAPH.folder, GRAPH.paths))
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+@pytest.mark.parametrize("path", GRAPH.paths.values(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= MAX_FILE_LINES
@@ -84,12 +131,11 @@ def test_files_and_functions_stay_small(path: Path) -> None:
                 assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS + 1, node.name
 
 
-def test_the_typical_file_and_function_are_short() -> None:
-    files = [path.read_text() for path in sources()]
+def test_the_typical_function_is_short() -> None:
     functions = [
         (node.end_lineno or 0) - node.lineno + 1
-        for text in files
-        for node in ast.walk(ast.parse(text))
+        for path in GRAPH.paths.values()
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
     ]
     assert statistics.median(functions) <= MEDIAN_FUNCTION_LINES
@@ -97,7 +143,7 @@ def test_the_typical_file_and_function_are_short() -> None:
 
 def test_source_uses_relative_imports() -> None:
     """Absolute ones would import a module twice when Python runs in the repository's root."""
-    for path in sources():
+    for path in GRAPH.paths.values():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 assert (node.module or "").split(".")[0] not in {"moedge", *FLOORS}, f"{path}:{node.lineno}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedge.quant.format import get_format
+from moedge.quant.formats.format import get_format
 from moedge.quant.formats.nf4 import LEVELS
 from moedge.quant.kernels.gates import ACTIVATIONS
 from moedge.quant.kernels.launch import Launch

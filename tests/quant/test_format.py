@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.quant.format import ALIGNMENT, FORMATS, WEIGHT_DTYPES, FormatError, Layout, end_of, get_format
+from moedge.quant.formats.format import ALIGNMENT, FORMATS, WEIGHT_DTYPES, FormatError, Layout, end_of, get_format
 from moedge.quant.scratch import STRIP_WEIGHTS, TILE, scratch_nbytes, scratch_planes, strip_rows
 
 SHAPES = st.tuples(st.integers(1, 5000), st.integers(1, 80).map(lambda blocks: blocks * 64))
@@ -85,6 +85,6 @@ def test_a_plain_product_in_the_matrix_own_dtype_needs_no_scratch() -> None:
 
 
 def test_sizes_are_known_without_torch() -> None:
-    code = "import sys, moedge.quant.format, moedge.quant.scratch; print('torch' in sys.modules)"
+    code = "import sys, moedge.quant.formats.format, moedge.quant.scratch; print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"

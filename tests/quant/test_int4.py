@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from packing_error import relative_error
 from torch import Tensor
 
-from moedge.quant.format import FormatError, get_format
 from moedge.quant.formats import int4
+from moedge.quant.formats.format import FormatError, get_format
 from moedge.quant.tensor import pack
 
 needs_kernel = pytest.mark.skipif(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from moedge.quant.format import ALIGNMENT, FormatError
+from moedge.quant.formats.format import ALIGNMENT, FormatError
 from moedge.quant.kv.format import KV_FORMATS, KVFormat, RecordLayout
 
 # (layers, KV heads, head size) and KiB per token in bf16, int8, int4: docs/quality.md.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moedge.quant import scratch
-from moedge.quant.format import ALIGNMENT, FORMATS, FormatError
 from moedge.quant.formats import int8
+from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError
 from moedge.quant.matmul.matmul import FEW_ROWS, Matmul
 from moedge.quant.matmul.parallel import FEW_NUMBERS, ParallelMatmul
 from moedge.quant.matmul.thread_pool import torch_threads

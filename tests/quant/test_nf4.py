@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moedge.quant import tensor as chunks
-from moedge.quant.format import FormatError
 from moedge.quant.formats import bitsandbytes_kernels, nf4
+from moedge.quant.formats.format import FormatError
 from moedge.quant.tensor import PackedTensor, pack
 
 bitsandbytes_kernels.load()

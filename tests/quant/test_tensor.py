@@ -3,7 +3,7 @@ import torch
 from packing_error import relative_error
 from torch import Tensor
 
-from moedge.quant.format import ALIGNMENT, FORMATS, FormatError, get_format
+from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError, get_format
 from moedge.quant.tensor import PackedTensor, pack, pack_into
 
 NAMES = sorted(FORMATS)

@@ -17,9 +17,11 @@ from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Plan, Settings, make_plan
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 SHARED, NEW_TOKENS, SAMPLES = 70, 12, 2
@@ -76,8 +78,15 @@ def rows() -> list[Sequence]:
 
 
 def plan_for(source: ModelSource, kv: str, variant: Variant) -> Plan:
-    settings = Settings("fp32", "none", kv, variant.tokens_per_pass, variant.max_sequences, deterministic=True)
-    plan = make_plan(source.shape, settings, 4 << 30, Workload(len(TAILS) + SAMPLES, LONGEST))
+    settings = Settings(
+        dtype="fp32",
+        quant="none",
+        kv=kv,
+        tokens_per_pass=variant.tokens_per_pass,
+        max_sequences=variant.max_sequences,
+        deterministic=True,
+    )
+    plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(len(TAILS) + SAMPLES, LONGEST))
     specs = [KVSpec(group, kv, variant.block) for group in source.shape.kv_groups]
     blocks = [spec.blocks_for(LONGEST) * (len(TAILS) + SAMPLES) for spec in specs]
     if variant.spare is not None:

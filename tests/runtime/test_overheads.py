@@ -10,8 +10,10 @@ from moedge.moe.expected_rows import expected_union
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.calibration.overheads import KINDS as MEASURED
 from moedge.runtime.calibration.overheads import LEAST_S, Timed, solve, streaming, timed_passes
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 SHAPE = plain_model()
@@ -46,7 +48,7 @@ def test_a_cost_that_noise_made_negative_is_none() -> None:
 
 
 def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
-    plan = make_plan(SHAPE, Settings(quant="none"), 64 << 30, Workload(4, 64))
+    plan = make_plan(SHAPE, Settings(quant="none"), MemoryBudget(64 << 30), Workload(4, 64))
     place = streaming(SHAPE, plan).placement
     assert not plan.streams
     assert place.held_dense == len(SHAPE.layers)
@@ -58,7 +60,7 @@ def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
 def test_every_prompt_is_computed_each_time() -> None:
     """The cache would find prompts that it has seen: passes of prompts would have hardly a token."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
-        plan = make_plan(source.shape, Settings(quant="none"), 2 << 30, Workload(64, 128))
+        plan = make_plan(source.shape, Settings(quant="none"), MemoryBudget(2 << 30), Workload(64, 128))
         passes = list(timed_passes(source, plan, None))
     assert max(one.tokens for one in passes) == max(count * length for count, length in MEASURED)
     assert {one.tokens for one in passes if one.tokens == one.sequences} == {count for count, _ in MEASURED}

@@ -8,7 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.planner import Settings, Workload, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 # What judges formats is judged itself.
@@ -29,11 +32,13 @@ def token_ids() -> list[int]:
 def test_perplexity_is_that_of_transformers(tokens_per_pass: int, token_ids: list[int]) -> None:
     assert len(token_ids) == WINDOW
     model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32).eval()
-    settings = Settings("fp32", "none", "fp32", tokens_per_pass=tokens_per_pass, max_sequences=1)
+    settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=tokens_per_pass, max_sequences=1)
     following = torch.tensor(token_ids[1:])[:, None]
     with torch.inference_mode(), open_source(str(DEMO / "model")) as source:
         wanted = model(torch.tensor([token_ids])).logits[0, :-1].double().log_softmax(-1).gather(1, following)
-        engine = load_engine(source, make_plan(source.shape, settings, 4 << 30, Workload(1, WINDOW))).engine
+        engine = load_engine(
+            source, make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(1, WINDOW))
+        ).engine
         found = torch.cat(list(predict(engine, token_ids)))[:-1].gather(1, following)
     assert torch.allclose(found, wanted, atol=1e-4)
     assert abs(float((wanted.mean() - found.mean()).exp()) - 1) < 1e-3

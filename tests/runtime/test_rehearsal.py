@@ -14,9 +14,10 @@ from tiny_families import build_model, build_tokenizer
 from moedge.moe.popularity import Popularity
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
-from moedge.runtime.plan.plan import Settings, Workload
+from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.errors import SettingError
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids
 

@@ -9,9 +9,11 @@ import pytest
 from moedge.offload.memory import host_resident
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 MIB = 1 << 20
@@ -25,7 +27,7 @@ def test_m8_a_long_run_holds_no_more_memory_and_no_more_blocks_than_a_short_one(
 ) -> None:
     settings = Settings(tokens_per_pass=512, max_sequences=LIVE)
     with open_source(str(checkpoint("qwen3_moe"))) as source:
-        plan = make_plan(source.shape, settings, 4 << 30, Workload(LIVE, 16))
+        plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(LIVE, 16))
         with closing(load_engine(source, plan, None, None)) as loaded:
             engine, resident = loaded.engine, {}
             for finished in range(LIVE, ROWS + 1, LIVE):

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ....offload.store.durable import TEMPORARY_SUFFIX, write_file
+from ....offload.atomic_file import write_atomically
 from ...settings.errors import BadJournal, JournalFailed
 from .committer import Ballast, Committer, Mark
-from .record import VERSION, Done, Kind, chained, encode, encode_done, frame
-from .state import Ending, replay
+from .record import VERSION, Done, JournalScan, Kind, chained, encode, encode_done, frame
+from .state import Ending, JobState, replay
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -27,21 +27,21 @@ class Journal:
         self._ballast = Ballast(ballast)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self.num_torn_nbytes = self._recover()
+            self.state, scan = self._recover()
             # What a killed process had written need not be on disk yet; nothing counts before it is.
             os.fdatasync(self._descriptor)
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._committer = Committer(self._descriptor, self._mark())
+        self.num_torn_nbytes = scan.torn_nbytes
+        self._end, self._crc = scan.end, scan.crc
         self._full: OSError | None = None
+        self._committer = Committer(self._descriptor, self._mark())
 
     @classmethod
     def create(cls, path: Path, opened: Mapping[str, Any], ballast: Path | None = None) -> Self:
         """A new journal with its first record, which needs `num_rows`; it is on disk when this returns."""
-        # What a killed creation left; the caller has the job's lock.
-        path.with_name(f".{path.name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
-        write_file(path, frame(encode(Kind.OPEN, 0, {"version": VERSION, **opened}), 0))
+        write_atomically(path, frame(encode(Kind.OPEN, 0, {"version": VERSION, **opened}), 0))
         return cls(path, ballast)
 
     @property
@@ -99,20 +99,20 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _recover(self) -> int:
+    def _recover(self) -> tuple[JobState, JournalScan]:
+        """What the journal holds; a torn end is cut off."""
         # After an fsync that failed, memory may hold pages that the disk does not: read what the disk has.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         with open(self._descriptor, "rb", closefd=False) as file:
-            self.state, scan = replay(file)
-        if scan.corrupt or not self.state.opened:
+            state, scan = replay(file)
+        if scan.corrupt or not state.opened:
             raise BadJournal(
                 f"{self._path} is damaged at byte {scan.end}, where it had been safely on disk; "
                 "`moedge jobs repair` keeps every answer that is whole and has the others computed again"
             )
         if scan.torn_nbytes:
             os.ftruncate(self._descriptor, scan.end)
-        self._end, self._crc = scan.end, scan.crc
-        return scan.torn_nbytes
+        return state, scan
 
     def _append_as(self, kind: Kind, **content: Any) -> None:
         payload = encode(kind, self._committer.synced.end, content)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ....offload.store.durable import TEMPORARY_SUFFIX, NewFile, rename
+from ....offload.atomic_file import AtomicFile, rename
 from ...settings.errors import BadJournal
 from .record import decode_done, frame, printed_crc, salvage
 
@@ -30,7 +30,7 @@ def repair(path: Path) -> Repaired:
     with path.open("rb") as file:
         lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
         last = _last_answers(file)
-        new = _new_file(path)
+        new = AtomicFile(path)
         try:
             _write(new, _kept(file, last))
             damaged = path.with_suffix(".damaged")
@@ -62,20 +62,15 @@ def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:
             yield payload
 
 
-def _write(new: NewFile, payloads: Iterator[bytes]) -> None:
-    offset = crc = 0
+def _write(new: AtomicFile, payloads: Iterator[bytes]) -> None:
+    crc = 0
     for payload in payloads:
         # Offsets of the old file mean nothing in the new one, which is on disk as a whole.
         line = frame(_unsynced(payload), crc)
-        new.write_at(offset, memoryview(line))
-        offset, crc = offset + len(line), printed_crc(line) or 0
+        new.write(line)
+        crc = printed_crc(line) or 0
 
 
 def _unsynced(payload: bytes) -> bytes:
     head, _, rest = payload.partition(b'"synced":')
     return head + b'"synced":0' + rest.lstrip(b"0123456789")
-
-
-def _new_file(path: Path) -> NewFile:
-    path.with_name(f".{path.name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
-    return NewFile(path)

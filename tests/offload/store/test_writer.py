@@ -251,7 +251,7 @@ def test_pages_are_flushed_and_dropped_while_a_large_file_is_written(
     monkeypatch.setattr(
         os, "posix_fadvise", lambda *a: calls.append("drop" if a[3] == os.POSIX_FADV_DONTNEED else "") or advise(*a)
     )
-    monkeypatch.setattr("moedge.offload.store.durable._FLUSH_NBYTES", 8 * NBYTES)
+    monkeypatch.setattr("moedge.offload.atomic_file._FLUSH_NBYTES", 8 * NBYTES)
     with StoreWriter(tmp_path, {}, "") as writer, writer.layer(0, 0, 32, NBYTES) as layer:
         calls.clear()
         for expert in range(32):

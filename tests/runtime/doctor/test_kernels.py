@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moedge.offload.device import find_device
-from moedge.quant.format import FORMATS
 from moedge.quant.formats import bitsandbytes_kernels
+from moedge.quant.formats.format import FORMATS
 from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.matmul.parallel import ParallelMatmul

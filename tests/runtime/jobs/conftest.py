@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import rows_from
-from moedge.runtime.rows.row import BadRow, Defaults, Row
+from moedge.runtime.rows.row import Defaults, Row
 
-Rows = list[Row | BadRow]
+Rows = list[Row | RowFailure]
 
 
 def read_bytes(data: bytes, max_line_nbytes: int = 1 << 16, **defaults: Any) -> Rows:
@@ -22,7 +23,7 @@ def read_bytes(data: bytes, max_line_nbytes: int = 1 << 16, **defaults: Any) -> 
     return list(rows_from(stream, Defaults(**defaults), max_line_nbytes))
 
 
-def read_object(value: Any, **defaults: Any) -> Row | BadRow:
+def read_object(value: Any, **defaults: Any) -> Row | RowFailure:
     (row,) = read_bytes(json.dumps(value).encode(), **defaults)
     return row
 
@@ -37,7 +38,7 @@ def read() -> Callable[..., Rows]:
 def chat() -> Callable[..., Any]:
     """`chat(temperature=1)` is the row of a batch line for the chat endpoint with these fields."""
 
-    def make(**body: Any) -> Row | BadRow:
+    def make(**body: Any) -> Row | RowFailure:
         body = {"messages": [{"role": "user", "content": "Hi"}], **body}
         return read_object({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
 
@@ -48,7 +49,7 @@ def chat() -> Callable[..., Any]:
 def complete() -> Callable[..., Any]:
     """As `chat`, for the completions endpoint."""
 
-    def make(**body: Any) -> Row | BadRow:
+    def make(**body: Any) -> Row | RowFailure:
         body = {"prompt": "Once", **body}
         return read_object({"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body})
 
@@ -59,7 +60,7 @@ def complete() -> Callable[..., Any]:
 def short() -> Callable[..., Any]:
     """`short(prompt="a", n=2)` is the row of a short line with these fields."""
 
-    def make(**line: Any) -> Row | BadRow:
+    def make(**line: Any) -> Row | RowFailure:
         return read_object(line)
 
     return make

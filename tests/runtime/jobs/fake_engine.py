@@ -15,8 +15,9 @@ from typing import Any
 
 from moedge.runtime.engine.metrics import Metrics
 from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.jobs import batch_run, identity
-from moedge.runtime.jobs.batch_run import BatchRun
+from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import request as requests
+from moedge.runtime.jobs.job import Checked, Ended
 from moedge.runtime.jobs.report import summarise_rows
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.shape.model_shape import KVGroup
@@ -52,6 +53,9 @@ class FakeTokenizer:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode("\n".join(f"{each['role']}:{each['content']}" for each in messages))
 
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        return chr(token_id), bytes([token_id])
+
     def stream(self, stops: Any) -> FakeText:
         return FakeText()
 
@@ -76,6 +80,9 @@ class FakeEngine:
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
+
+    def start_counting(self) -> None:
+        self.metrics = Metrics()
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.extend([sequence, *sequence.forks])
@@ -120,36 +127,35 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
         chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
         chosen["deterministic"] = settings.deterministic
         plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
-        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, binds="compute")
-        choice, machine = SimpleNamespace(seconds={}), SimpleNamespace(profile=None)
-        return SimpleNamespace(plan=plan, prediction=told, choice=choice, machine=machine, remember=lambda *_: None)
+        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
+        request = SimpleNamespace(profile=None, costs=SimpleNamespace(rates=SimpleNamespace(measured=False)))
+        return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
 
     def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
-        return SimpleNamespace(engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets)
+        ledger = SimpleNamespace(over_budget=[])
+        return SimpleNamespace(
+            engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
+        )
 
-    setattr(batch_run, "open_source", open_source)
-    setattr(batch_run, "plan_job", plan_job)
-    setattr(batch_run, "load_engine", load_engine)
-    setattr(batch_run, "load_conceding", lambda load, concessions: load(concessions.plan))
-    setattr(batch_run, "FallbackPolicy", lambda shape, plan, *_: SimpleNamespace(plan=plan, made=[]))
-    setattr(batch_run, "Tokenizer", FakeTokenizer)
-    setattr(batch_run, "rehearse", lambda *_: None)
-    setattr(batch_run, "store_for", lambda *_: None)
-    setattr(batch_run, "summarise", lambda source, plan, loaded, counts, *_: summarise_rows(counts))
-    setattr(identity, "_model", lambda source: "fake")
+    setattr(states, "open_source", open_source)
+    setattr(states, "plan_job", plan_job)
+    setattr(states, "load_engine", load_engine)
+    setattr(states, "load_with_fallback", lambda load, policy: load(policy.plan))
+    setattr(states, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, made=[]))
+    setattr(states, "remember", lambda *_: None)
+    setattr(states, "Tokenizer", FakeTokenizer)
+    setattr(states, "rehearse", lambda *_: None)
+    setattr(states, "store_for", lambda *_: None)
+    setattr(states, "summarise", lambda source, plan, loaded, counts, *_: summarise_rows(counts))
+    setattr(requests, "_model", lambda source: "fake")
 
 
-def run(request: BatchRequest) -> BatchRun:
+def run(request: BatchRequest) -> Ended:
     """The whole job, or as much of it as its limits allow."""
-    with BatchRun(request) as job:
-        if not job.finished:
-            job.measure()
-            job.plan()
-            job.load()
-            for _ in job.passes():
-                pass
-        if job.stopped_because is None:
-            job.finish()
-        else:
-            job.stop(job.stopped_because)
-    return job
+    with Checked.open(request) as checked:
+        if checked.finished:
+            return checked.publish()
+        running = checked.measure().plan().load().run()
+        for _ in running.passes():
+            pass
+        return running.end()

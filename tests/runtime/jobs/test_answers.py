@@ -11,22 +11,25 @@ from hypothesis import strategies as st
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
-from moedge.runtime.rows.answer_formats import Answers, Completion, FinishReason, TokenLogprob
-from moedge.runtime.rows.error_codes import ErrorCode
-from moedge.runtime.rows.row import BadRow, RowError
+from moedge.runtime.rows.answer_formats import Answers, Completion
+from moedge.runtime.rows.failure import ErrorCode, RowFailure
+from moedge.runtime.sampling.params import FinishReason, TokenLogprob
 
 Make = Callable[..., Any]
-ANSWERS = Answers("some/model", 1_750_000_000)
+TOKENS = (("ab", b"ab"), ("c", None), ("c", b"c"), ("d", None), ("\u2028", b"\xe2\x80\xa8"), ("\ufffd", b"\xe2"))
+ANSWERS = Answers("some/model", 1_750_000_000, TOKENS.__getitem__)
 
-texts, negatives = st.text(max_size=3), st.floats(max_value=0, allow_nan=False)
-tokens = st.builds(TokenLogprob, texts, negatives, st.none() | st.binary(max_size=4))
-ranked = st.builds(TokenLogprob, texts, negatives, st.none(), st.lists(tokens, max_size=2).map(tuple))
+negatives = st.floats(max_value=0, allow_nan=False)
+ids = st.integers(0, len(TOKENS) - 1)
+ranked = st.builds(
+    TokenLogprob, ids, negatives, st.integers(0, 9), st.lists(st.tuples(ids, negatives), max_size=2).map(tuple)
+)
 logprobs = st.none() | st.lists(ranked, max_size=3).map(tuple)
 completions = st.builds(
     Completion,
     st.text(),
     st.lists(st.integers(0, 9), max_size=4).map(tuple),
-    st.sampled_from(FinishReason),
+    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
     st.integers(1, 99),
     logprobs,
 )
@@ -83,13 +86,8 @@ def test_a_prompt_is_counted_once_however_many_samples_it_has(complete: Make) ->
 
 
 def test_logprobs_have_openais_two_shapes(chat: Make, complete: Make) -> None:
-    top = (
-        TokenLogprob("ab", -0.5, b"ab"),
-        TokenLogprob("c", -1.0),
-        TokenLogprob("c", -3.0),
-        TokenLogprob("d", -math.inf),
-    )
-    done = completion(logprobs=(TokenLogprob("ab", -0.5, b"ab", top), TokenLogprob("c", -2.0)))
+    top = ((0, -0.5), (1, -1.0), (2, -3.0), (3, -math.inf))
+    done = completion(logprobs=(TokenLogprob(0, -0.5, 1, top), TokenLogprob(1, -2.0, 2, ())))
     (chat_choice,) = body_of(ANSWERS.answer(chat(logprobs=True, top_logprobs=4), [done]))["choices"]
     first, second = chat_choice["logprobs"]["content"]
     assert (first["token"], first["bytes"], second["bytes"], second["top_logprobs"]) == ("ab", [97, 98], None, [])
@@ -105,7 +103,7 @@ def test_logprobs_have_openais_two_shapes(chat: Make, complete: Make) -> None:
 
 def test_i3_nan_never_reaches_the_output(chat: Make) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        ANSWERS.answer(chat(logprobs=True), [completion(logprobs=(TokenLogprob("a", math.nan),))])
+        ANSWERS.answer(chat(logprobs=True), [completion(logprobs=(TokenLogprob(0, math.nan, 1, ()),))])
 
 
 def test_i6_line_separators_and_control_characters_survive_as_escapes(chat: Make) -> None:
@@ -118,11 +116,11 @@ def test_i6_line_separators_and_control_characters_survive_as_escapes(chat: Make
 
 def test_a_failed_row_is_reported_as_openai_does(chat: Make) -> None:
     row = chat(tools=[1])
-    assert isinstance(row, BadRow)
-    line = json.loads(ANSWERS.failure(row, row.error))
+    assert isinstance(row, RowFailure)
+    line = json.loads(ANSWERS.failure(row))
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("c", None, 400)
     assert line["response"]["body"]["error"] == {
-        "message": row.error.message,
+        "message": row.message,
         "type": "invalid_request_error",
         "param": "tools",
         "code": "unsupported_parameter",
@@ -141,16 +139,18 @@ def test_short_rows_are_answered_on_one_level(short: Make) -> None:
     ]
     assert "text" not in two
     bad = short(id="3", prompt="a", top_p=2)
-    assert json.loads(ANSWERS.failure(bad, bad.error)) == {
+    assert json.loads(ANSWERS.failure(bad)) == {
         "id": "3",
-        "error": {"code": "invalid_value", "message": bad.error.message, "param": "top_p"},
+        "error": {"code": "invalid_value", "message": bad.message, "param": "top_p"},
     }
 
 
 @given(completions)
 def test_the_same_row_is_answered_with_the_same_bytes_by_any_run(chat: Make, short: Make, done: Completion) -> None:
     for row in (chat(), short(prompt="a")):
-        assert ANSWERS.answer(row, [done]) == Answers("some/model", 1_750_000_000).answer(row, [done])
+        assert ANSWERS.answer(row, [done]) == Answers("some/model", 1_750_000_000, TOKENS.__getitem__).answer(
+            row, [done]
+        )
 
 
 def test_different_rows_have_different_ids_of_three_kinds(read: Make) -> None:
@@ -183,5 +183,5 @@ def test_a_row_that_fails_while_running_is_not_blamed_for_the_models_fault(
     chat: Make, code: ErrorCode, status: int, kind: str
 ) -> None:
     row = chat()
-    response = json.loads(ANSWERS.failure(row, RowError(code, "why", None, row.line)))["response"]
+    response = json.loads(ANSWERS.failure(row.failure(code, "why")))["response"]
     assert (response["status_code"], response["body"]["error"]["type"]) == (status, kind)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.jobs.encode import context_error
-from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.failure import ErrorCode, Severity
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 100])

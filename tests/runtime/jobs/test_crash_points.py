@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from moedge.offload.atomic_file import AtomicFile
 from moedge.runtime.jobs.journal import committer as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.state import read_state
-from moedge.runtime.jobs.outputs import NewFile
 from moedge.runtime.settings.errors import BadJournal, ExportFailed, JournalFailed, OutputExists, OutputRefused
 
 NUM_ROWS = 12
@@ -126,12 +126,12 @@ def skip_fdatasync(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_unsynced(patch: pytest.MonkeyPatch) -> None:
-    def publish(self: NewFile) -> None:
+    def publish(self: AtomicFile) -> None:
         self.flush()
-        self._file.close()
+        self._close()
         os.replace(self.hidden, self.path)
 
-    patch.setattr(NewFile, "publish", publish)
+    patch.setattr(AtomicFile, "publish", publish)
 
 
 @pytest.mark.parametrize("broken", [skip_fdatasync, publish_unsynced])

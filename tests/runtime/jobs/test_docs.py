@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moedge.runtime.rows.answer_formats import Answers, Completion, FinishReason
-from moedge.runtime.rows.error_codes import ErrorCode
+from moedge.runtime.rows.answer_formats import Answers, Completion
+from moedge.runtime.rows.failure import ErrorCode, RowFailure
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.rows.row import BadRow, Defaults, Endpoint, Row
+from moedge.runtime.rows.row import Defaults, Endpoint, Row
+from moedge.runtime.sampling.params import FinishReason
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rows.md").read_text()
 
@@ -83,9 +84,9 @@ def test_the_example_answers_are_what_is_written(read: Callable[..., list[Any]])
         Completion(text, (1, 2, 3), reason, 9)
         for text, reason in (("Hi!", FinishReason.STOP), ("Hey", FinishReason.LENGTH))
     ]
-    answers = Answers("\u2026", 1_750_000_000)
+    answers = Answers("\u2026", 1_750_000_000, lambda token_id: ("", None))
     found = [
-        answers.failure(row, row.error) if isinstance(row, BadRow) else answers.answer(row, done[: row.num_samples])
+        answers.failure(row) if isinstance(row, RowFailure) else answers.answer(row, done[: row.num_samples])
         for row in read(b"\n".join(json.dumps(line).encode() for line in lines))
     ]
     shortened = [re.sub(r"[0-9a-f]{32}", r"\\u2026", line) for line in found]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.rows.row import BadRow, Row
+from moedge.runtime.rows.row import Row
 from moedge.runtime.sampling.params import SamplingParams
 
 Make = Callable[..., Any]
@@ -41,7 +41,7 @@ def test_i11_numbers_are_accepted_up_to_their_limits_and_no_further(short: Make,
             0 if value == -1 and name == "top_k" else value
         )
     for value in (below, above):
-        error = short(prompt="a", **{name: value}).error
+        error = short(prompt="a", **{name: value})
         assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, name)
         assert f"{name} must be " in error.message
 
@@ -49,13 +49,13 @@ def test_i11_numbers_are_accepted_up_to_their_limits_and_no_further(short: Make,
 @pytest.mark.parametrize("name", EDGES)
 @pytest.mark.parametrize("value", ["1", True, [1], {}, "NaN"])
 def test_i11_a_number_is_nothing_else(short: Make, name: str, value: Any) -> None:
-    error = short(prompt="a", **{name: value}).error
+    error = short(prompt="a", **{name: value})
     assert (error.code, error.param) == (ErrorCode.INVALID_TYPE, name)
 
 
 @pytest.mark.parametrize("value", [1, [], {}, True])
 def test_i11_the_model_is_a_string_and_kept(chat: Make, value: Any) -> None:
-    assert chat(model=value).error.code is ErrorCode.INVALID_TYPE
+    assert chat(model=value).code is ErrorCode.INVALID_TYPE
     assert chat(model="some/model").model == "some/model"
 
 
@@ -63,16 +63,16 @@ def test_whole_numbers_may_be_written_as_floats(short: Make) -> None:
     row = short(prompt="a", n=2.0, max_tokens=7.0, seed=3.0)
     assert (row.num_samples, row.params.max_tokens, row.params.seed) == (2, 7, 3)
     assert all(type(value) is int for value in (row.num_samples, row.params.max_tokens, row.params.seed))
-    assert short(prompt="a", n=1.5).error.code is ErrorCode.INVALID_TYPE
+    assert short(prompt="a", n=1.5).code is ErrorCode.INVALID_TYPE
 
 
 def test_i11_temperature_nan_is_a_malformed_line(short: Make) -> None:
-    assert short(prompt="a", temperature=math.nan).error.code is ErrorCode.NON_FINITE_NUMBER
+    assert short(prompt="a", temperature=math.nan).code is ErrorCode.NON_FINITE_NUMBER
 
 
 @pytest.mark.parametrize("value", [["a"] * 17, [""], "", ["a", 1], 3, {"a": 1}])
 def test_i11_stop_is_a_string_or_up_to_sixteen(short: Make, value: Any) -> None:
-    assert short(prompt="a", stop=value).error.param == "stop"
+    assert short(prompt="a", stop=value).param == "stop"
     assert short(prompt="a", stop=["a"] * 16).params.stop == ("a",) * 16
     assert short(prompt="a", stop=[]).params.stop == ()
 
@@ -80,7 +80,7 @@ def test_i11_stop_is_a_string_or_up_to_sixteen(short: Make, value: Any) -> None:
 @pytest.mark.parametrize("name", ["ignore_eos", "return_token_ids"])
 @pytest.mark.parametrize("value", [1, 0, "true", []])
 def test_i11_a_flag_is_true_or_false(short: Make, name: str, value: Any) -> None:
-    assert short(prompt="a", **{name: value}).error.code is ErrorCode.INVALID_TYPE
+    assert short(prompt="a", **{name: value}).code is ErrorCode.INVALID_TYPE
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), st.none()))
@@ -98,7 +98,7 @@ def test_fields_that_cannot_change_the_answer_change_nothing(chat: Make, name: s
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_fields_that_would_change_the_answer_are_refused_by_name(chat: Make, complete: Make, name: str) -> None:
     for make in (chat, complete):
-        error = make(**{name: {"unlike": "any"}}).error
+        error = make(**{name: {"unlike": "any"}})
         assert (error.code, error.param, error.code.severity) == (ErrorCode.UNSUPPORTED_PARAMETER, name, Severity.ROW)
         assert name in error.message
         for value in UNSUPPORTED[name]:
@@ -106,8 +106,8 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(chat: Make, com
 
 
 def test_a_neutral_value_is_compared_with_its_type(chat: Make) -> None:
-    assert isinstance(chat(stream=0), BadRow)
-    assert isinstance(chat(best_of=True), BadRow)
+    assert isinstance(chat(stream=0), RowFailure)
+    assert isinstance(chat(best_of=True), RowFailure)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_a_neutral_value_is_compared_with_its_type(chat: Make) -> None:
     [("temprature", "temperature"), ("max_token", "max_tokens"), ("topp", "top_p"), ("stops", "stop")],
 )
 def test_i11_an_unknown_field_names_the_nearest_known_one(chat: Make, name: str, meant: str) -> None:
-    error = chat(**{name: 1}).error
+    error = chat(**{name: 1})
     assert error.code is ErrorCode.UNKNOWN_PARAMETER
     assert error.message.endswith(f"did you mean {meant}?")
 
 
 def test_a_hostile_name_stays_short_and_printable_in_the_message(chat: Make) -> None:
-    error = chat(**{"\x1b[31m\u202e" * 1000: 1}).error
+    error = chat(**{"\x1b[31m\u202e" * 1000: 1})
     assert error.message.isprintable()
     assert error.message.isascii()
     assert len(error.message) < 500
@@ -129,7 +129,7 @@ def test_a_hostile_name_stays_short_and_printable_in_the_message(chat: Make) -> 
 
 def test_a_known_field_of_another_form_is_unsupported_not_unknown(complete: Make) -> None:
     for name in ("messages", "top_logprobs", "max_completion_tokens"):
-        assert complete(**{name: 1}).error.code is ErrorCode.UNSUPPORTED_PARAMETER
+        assert complete(**{name: 1}).code is ErrorCode.UNSUPPORTED_PARAMETER
 
 
 def test_every_sampling_parameter_can_be_given_by_a_row() -> None:

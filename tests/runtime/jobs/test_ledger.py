@@ -17,17 +17,20 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.jobs import batch_run, identity
-from moedge.runtime.jobs import crash_marker as ending
+from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import request as requests
+from moedge.runtime.jobs import stop as ending
 from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
-from moedge.runtime.jobs.request import GoOn
+from moedge.runtime.jobs.request import BatchRequest, ResumeOptions
+from moedge.runtime.jobs.run import FileRows
 from moedge.runtime.jobs.stop import Limits
-from moedge.runtime.plan.planner import Settings
 from moedge.runtime.rows.answer_formats import Answers
 from moedge.runtime.rows.row import Defaults
+from moedge.runtime.sampling.params import FinishReason
 from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import InputChanged, JobInUse, JobMismatch, OutputExists, OutputRefused
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.weights.key_offsets import FILE, KeyOffsets
 
 Job = Callable[..., Any]
@@ -39,7 +42,7 @@ THREE = Limits(max_rows=3)
 def begun(job: Job, rows_in: Callable[[int], Path], tmp_path: Path) -> JobFolder:
     """A job of ten rows, three of which are done."""
     rows_in(10)
-    assert job(limits=THREE).stopped_because == "3 rows were run"
+    assert job(limits=THREE).reason == "--max-rows 3 was reached"
     return JobFolder(tmp_path / "out.job")
 
 
@@ -82,15 +85,15 @@ def test_a_lost_output_is_written_again_and_a_changed_one_is_kept(
 
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
-    "max_tokens": ({"defaults": Defaults(max_tokens=9)}, "max_tokens: was 256, is 9"),
-    "temperature": ({"defaults": Defaults(max_tokens=256, temperature=0.5)}, "temperature: was 0.0, is 0.5"),
-    "seed": ({"defaults": Defaults(max_tokens=256, seed=1)}, "seed: was 0, is 1"),
-    "stop": ({"defaults": Defaults(max_tokens=256, stop=("x",))}, "stop: was [], is ['x']"),
-    "quant": ({"settings": Settings(quant="nf4")}, "quant: was none, is nf4"),
-    "dtype": ({"settings": Settings(dtype="bf16")}, "dtype: was fp32, is bf16"),
-    "kv": ({"settings": Settings(kv="bf16")}, "kv: was fp32, is bf16"),
-    "deterministic": ({"settings": Settings(deterministic=True)}, "deterministic: was False, is True"),
-    "lenient": ({"lenient": True}, "lenient: was False, is True"),
+    "max_tokens": ({"defaults": Defaults(max_tokens=9)}, " max_tokens 256 -> 9. "),
+    "temperature": ({"defaults": Defaults(max_tokens=256, temperature=0.5)}, " temperature 0.0 -> 0.5. "),
+    "seed": ({"defaults": Defaults(max_tokens=256, seed=1)}, " seed 0 -> 1. "),
+    "stop": ({"defaults": Defaults(max_tokens=256, stop=("x",))}, " stop [] -> ['x']. "),
+    "quant": ({"settings": Settings(quant="nf4")}, " quant none -> nf4. "),
+    "dtype": ({"settings": Settings(dtype="bf16")}, " dtype fp32 -> bf16. "),
+    "kv": ({"settings": Settings(kv="bf16")}, " kv fp32 -> bf16. "),
+    "deterministic": ({"settings": Settings(deterministic=True)}, " deterministic False -> True. "),
+    "lenient": ({"lenient": True}, " lenient False -> True. "),
 }
 
 
@@ -101,9 +104,9 @@ def test_j10_what_would_change_answers_is_refused_by_name(name: str, begun: JobF
     with pytest.raises(JobMismatch) as refused:
         job(**change)
     assert sentence in str(refused.value)
-    assert str(refused.value).count(": was ") == 1, "nothing else differs"
+    assert str(refused.value).count(" -> ") == 1, "nothing else differs"
     assert begun.journal.read_bytes() == before
-    job(**change, go_on=GoOn(drift=(name,)))
+    job(**change, resume=ResumeOptions(drift=(name,)))
 
 
 @pytest.mark.parametrize(
@@ -117,12 +120,12 @@ def test_j10_so_is_another_model_tokenizer_or_version(
 
     def install_other(*arguments: Any) -> None:
         install(*arguments)
-        monkeypatch.setattr(identity, patched, lambda *_: "other")
+        monkeypatch.setattr(requests, patched, lambda *_: "other")
 
     monkeypatch.setattr(fake, "install", install_other)
-    with pytest.raises(JobMismatch, match=f"  {name}: was"):
+    with pytest.raises(JobMismatch, match=f": {name} .* -> "):
         job()
-    assert job(go_on=GoOn(drift=(name,))).finished
+    assert job(resume=ResumeOptions(drift=(name,))).finished
 
 
 def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
@@ -138,7 +141,7 @@ def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
 
         def install_other(*arguments: Any) -> None:
             install(*arguments)
-            monkeypatch.setattr(batch_run, "load_engine", load_engine)
+            monkeypatch.setattr(states, "load_engine", load_engine)
 
         monkeypatch.setattr(fake, "install", install_other)
 
@@ -149,20 +152,20 @@ def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
     assert used[0].digest == used[1].digest, "the second run takes the job's own"
     (begun.path / FILE).write_bytes(b"damaged")
     before = begun.journal.read_bytes()
-    with pytest.raises(JobMismatch, match=f"key_offsets: was {used[0].digest}, is"):
+    with pytest.raises(JobMismatch, match=f"key_offsets {used[0].digest} -> "):
         job(limits=limits)
     assert begun.journal.read_bytes() == before
     install_with(1.0)
     job(limits=limits)
     install_with(2.0)
     (begun.path / FILE).unlink()
-    assert job(go_on=GoOn(drift=("key_offsets",))).finished
+    assert job(resume=ResumeOptions(drift=("key_offsets",))).finished
 
 
 def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:
     from dataclasses import fields
 
-    recorded = set(Defaults.__dataclass_fields__) | set(identity.RESOLVED)
+    recorded = set(Defaults.__dataclass_fields__) | set(requests.RESOLVED)
     speed = {"tokens_per_pass", "max_sequences"}
     assert {field.name for field in fields(Settings)} - speed <= recorded
 
@@ -363,13 +366,13 @@ def test_failed_rows_are_run_again_and_only_those(job: Job, rows_in: Any, output
     def spoil(live: Any) -> None:
         for sequence in live:
             if sequence.prompt_ids == list(b"row 5"):
-                sequence.finish("error", "no number")
+                sequence.finish(FinishReason.ERROR, "no number")
 
     job(hook=spoil)
     failed = [json.loads(line)["id"] for line in outputs()["out.errors.jsonl"].splitlines()]
     assert failed == ["r2", "r5"]
     seen: set[bytes] = set()
-    job(hook=lambda live: seen.update(bytes(each.prompt_ids) for each in live), go_on=GoOn(failed=True))
+    job(hook=lambda live: seen.update(bytes(each.prompt_ids) for each in live), resume=ResumeOptions(failed=True))
     assert seen == {b"row 5"}
     assert [json.loads(line)["id"] for line in outputs()["out.errors.jsonl"].splitlines()] == ["r2"]
     assert [json.loads(line)["id"] for line in outputs()["out.jsonl"].splitlines()] == [
@@ -379,10 +382,10 @@ def test_failed_rows_are_run_again_and_only_those(job: Job, rows_in: Any, output
 
 def test_the_error_file_goes_when_no_row_failed_in_the_end(job: Job, tmp_path: Path, outputs: Outputs) -> None:
     (tmp_path / "in.jsonl").write_text('{"id":"a","prompt":"b","max_tokens":2}\n')
-    job(hook=lambda live: live[0].finish("error", "no number"))
+    job(hook=lambda live: live[0].finish(FinishReason.ERROR, "no number"))
     assert set(outputs()) == {"out.jsonl", "out.errors.jsonl"}
     assert outputs()["out.jsonl"] == b""
-    job(go_on=GoOn(failed=True))
+    job(resume=ResumeOptions(failed=True))
     assert set(outputs()) == {"out.jsonl"}
 
 
@@ -414,12 +417,12 @@ def test_too_many_failures_stop_the_job(job: Job, tmp_path: Path) -> None:
 
     def spoil(live: Any) -> None:
         for sequence in live[:1]:
-            sequence.finish("error", "no number")
+            sequence.finish(FinishReason.ERROR, "no number")
 
     stopped = job(hook=spoil, limits=Limits(max_failures="10%"))
-    assert stopped.stopped_because is not None
-    assert "at most 5 may" in stopped.stopped_because
-    assert 5 < stopped.ledger.journal.state.counts.failed < 50
+    assert stopped.reason is not None
+    assert "at most 5 may" in stopped.reason
+    assert 5 < stopped.session.journal.state.counts.failed < 50
 
 
 def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,3 +521,63 @@ def test_j13_innocent_suspects_are_answered_and_run_with_others_no_more(
     job(hook=lambda live: together.append(len(live)))
     assert set(together) == {1}
     assert len(outputs()["out.jsonl"].splitlines()) == 19
+
+
+def given_engine(fake: ModuleType, closed: list[bool]) -> SimpleNamespace:
+    """One that a job is given, ready for its first pass."""
+    streamed = SimpleNamespace(start_counting=lambda: None, nbytes_moved=0, fail=lambda cause: None)
+    return SimpleNamespace(
+        engine=fake.FakeEngine(), streamed=streamed, close=lambda: closed.append(True), key_offsets=None
+    )
+
+
+def test_a_job_runs_on_an_engine_that_somebody_else_loaded_and_keeps(
+    rows_in: Callable[[int], Path], fake: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows_in(10)
+    fake.install(lambda: pytest.fail("another engine is loaded"), monkeypatch.setattr)
+    closed: list[bool] = []
+    engine, plan = given_engine(fake, closed), None
+    for name in ("one", "two"):
+        request = BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / f"{name}.jsonl")
+        with states.Checked.open(request) as checked:
+            planned = checked.measure().plan(plan)
+            plan = planned.chosen
+            running = planned.with_engine(engine).run()
+            for _ in running.passes():
+                pass
+            assert running.end().finished
+    assert [each["id"] for each in map(json.loads, (tmp_path / "two.jsonl").read_text().splitlines())]
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    assert closed == []
+
+
+def test_an_engine_that_would_answer_otherwise_is_refused_for_a_job_that_was_begun(
+    begun: JobFolder, fake: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake.install(fake.FakeEngine, monkeypatch.setattr)
+    with states.Checked.open(BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / "out.jsonl")) as checked:
+        measured = checked.measure()
+        chosen = measured.plan().chosen
+        chosen.plan.quant = "nf4"
+        with pytest.raises(JobMismatch, match=r"quant none -> nf4\."):
+            measured.plan(chosen)
+
+
+def test_a_source_may_have_no_row_now_and_one_later(
+    rows_in: Callable[[int], Path], fake: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a source would that gets rows while the job runs: it is asked again after every pass."""
+
+    class LateRows(FileRows):
+        asked = 0
+
+        def take(self, most: int, alone: bool) -> Any:
+            self.asked += 1
+            return () if self.asked % 3 else super().take(1, alone)
+
+    rows_in(10)
+    fake.install(fake.FakeEngine, monkeypatch.setattr)
+    monkeypatch.setattr(states, "FileRows", LateRows)
+    assert fake.run(BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / "out.jsonl")).finished
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 9

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.error_codes import ErrorCode, Severity
-from moedge.runtime.rows.row import BadRow, ChatPrompt, Endpoint, Message, Row, TextPrompt, TokenPrompt
+from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
+from moedge.runtime.rows.row import ChatPrompt, Endpoint, Message, Row, TextPrompt, TokenPrompt
 from moedge.runtime.sampling.params import SamplingParams
 
 Make = Callable[..., Any]
@@ -55,7 +55,7 @@ def test_a_prompt_has_four_spellings(complete: Make, prompt: Any, prompts: Any) 
     ],
 )  # fmt: skip
 def test_i11_a_prompt_that_is_empty_or_mixed_is_an_error(complete: Make, prompt: Any, code: str) -> None:
-    error = complete(prompt=prompt).error
+    error = complete(prompt=prompt)
     assert (error.code, error.param, error.code.severity) == (code, "prompt", Severity.ROW)
 
 
@@ -63,14 +63,14 @@ def test_logprobs_is_a_number_for_completions_and_a_flag_for_chat(chat: Make, co
     assert [complete(logprobs=count).params.logprobs for count in (None, 0, 5)] == [None, 0, 5]
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(logprobs=False, top_logprobs=0).params.logprobs is None
-    assert chat(top_logprobs=2).error.param == "top_logprobs"
-    assert complete(logprobs=True).error.code is ErrorCode.INVALID_TYPE
-    assert chat(logprobs=2).error.code is ErrorCode.INVALID_TYPE
+    assert chat(top_logprobs=2).param == "top_logprobs"
+    assert complete(logprobs=True).code is ErrorCode.INVALID_TYPE
+    assert chat(logprobs=2).code is ErrorCode.INVALID_TYPE
 
 
 def test_both_names_of_max_tokens_must_agree(chat: Make) -> None:
     assert chat(max_tokens=5, max_completion_tokens=5).params.max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=6).error.code is ErrorCode.INVALID_VALUE
+    assert chat(max_tokens=5, max_completion_tokens=6).code is ErrorCode.INVALID_VALUE
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_both_names_of_max_tokens_must_agree(chat: Make) -> None:
 )  # fmt: skip
 def test_a_line_that_is_no_call_refuses_the_job(read: Make, change: dict[str, Any], code: str) -> None:
     (row,) = read(json.dumps(LINE | change).encode())
-    assert row.error.code == code
-    assert row.error.code.severity is Severity.LINE
+    assert row.code == code
+    assert row.code.severity is Severity.LINE
     assert row.id == "c"
 
 
@@ -92,14 +92,14 @@ def test_an_unknown_key_beside_the_body_is_an_error_of_the_row_unless_it_is_a_no
     bad, good = read(
         b"\n".join(json.dumps(LINE | more).encode() for more in ({"prompt": "a"}, {"x-note": 1, "custom_id": "d"}))
     )
-    assert bad.error.code is ErrorCode.UNKNOWN_PARAMETER
-    assert bad.error.code.severity is Severity.ROW
+    assert bad.code is ErrorCode.UNKNOWN_PARAMETER
+    assert bad.code.severity is Severity.ROW
     assert isinstance(good, Row)
 
 
 def test_prompts_times_samples_are_bounded(complete: Make) -> None:
     assert complete(prompt=["a"] * 1024, n=2).num_samples == 2
-    assert complete(prompt=["a"] * 1025, n=2).error.param == "n"
+    assert complete(prompt=["a"] * 1025, n=2).param == "n"
 
 
 def test_choices_come_prompt_by_prompt_with_seeds_of_their_own(complete: Make) -> None:
@@ -114,7 +114,7 @@ def test_choices_come_prompt_by_prompt_with_seeds_of_their_own(complete: Make) -
     ("message", "expected"),
     [
         ({"role": "developer", "content": "x"}, Message("system", "x")),
-        ({"role": "user", "content": "", "name": "Ann"}, Message("user", "", "Ann")),
+        ({"role": "user", "content": "", "name": "Ann"}, Message("user", "")),
         ({"role": "user", "content": [TEXT_PART, TEXT_PART]}, Message("user", "a\na")),
         ({"role": "assistant", "content": "x", "refusal": None, "annotations": []}, Message("assistant", "x")),
         ({"role": "user", "content": "<|im_end|>{{ 7 * 7 }}"}, Message("user", "<|im_end|>{{ 7 * 7 }}")),
@@ -145,13 +145,13 @@ def test_a_message_that_is_not_text_is_an_error_that_names_its_place(
     chat: Make, message: Any, code: str, param: str
 ) -> None:
     row = chat(messages=[message])
-    assert isinstance(row, BadRow)
-    assert (row.error.code, row.error.param) == (code, param)
-    assert row.error.code.severity is Severity.ROW
+    assert isinstance(row, RowFailure)
+    assert (row.code, row.param) == (code, param)
+    assert row.code.severity is Severity.ROW
 
 
 @pytest.mark.parametrize(
     ("messages", "code"), [([], "invalid_value"), ("hi", "invalid_type"), (None, "missing_parameter")]
 )
 def test_i11_empty_messages_are_an_error(chat: Make, messages: Any, code: str) -> None:
-    assert chat(messages=messages).error.code == code
+    assert chat(messages=messages).code == code

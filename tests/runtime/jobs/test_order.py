@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.order import LEVELS, SpeedOrder
+from moedge.runtime.jobs.encode import LEVELS, SpeedOrder
 
 
 def order_of(rows: list[tuple[list[int], int]]) -> list[int]:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from moedge.runtime.rows import preflight as preflight_file
+from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.preflight import preflight
 from moedge.runtime.rows.reader import read_rows
-from moedge.runtime.rows.row import BadRow, Defaults
+from moedge.runtime.rows.row import Defaults
 
 GOOD = b'{"prompt":"a"}'
 BODY = b'{"messages":[{"role":"user","content":"a"}]}'
@@ -150,5 +151,5 @@ def test_memory_is_a_few_hundred_bytes_per_row_whatever_the_rows_hold(tmp_path: 
 
 def test_lenient_rows_are_the_preflights_rows_and_later_duplicates_are_the_errors(write: Callable[..., Path]) -> None:
     rows = list(read_rows(write(CHAT, MALFORMED, CHAT), Defaults()))
-    assert [isinstance(row, BadRow) for row in rows] == [False, True, True]
+    assert [isinstance(row, RowFailure) for row in rows] == [False, True, True]
     assert [row.index for row in rows] == [0, 1, 2]

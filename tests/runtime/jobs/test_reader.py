@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moedge.runtime.rows.answer_formats import Answers
-from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
 from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
-from moedge.runtime.rows.row import BadRow, Row
+from moedge.runtime.rows.row import Row
 
-Read = Callable[..., list[Row | BadRow]]
+Read = Callable[..., list[Row | RowFailure]]
 WHOLE_FILE = {ErrorCode.UNSUPPORTED_ENCODING, ErrorCode.DAMAGED_GZIP}
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -50,13 +50,13 @@ def not_blank(data: bytes) -> int:
 def test_any_bytes_give_one_row_or_error_per_line_that_can_be_answered(read: Read, data: bytes) -> None:
     rows = read(data)
     assert [row.index for row in rows] == list(range(len(rows)))
-    if not any(isinstance(row, BadRow) and row.error.code in WHOLE_FILE for row in rows):
+    if not any(isinstance(row, RowFailure) and row.code in WHOLE_FILE for row in rows):
         assert len(rows) == not_blank(data)
-    answers = Answers("m", 0)
+    answers = Answers("m", 0, lambda token_id: ("", None))
     for row in rows:
-        if isinstance(row, BadRow):
-            assert row.error.message.isprintable()
-            line = answers.failure(row, row.error)
+        if isinstance(row, RowFailure):
+            assert row.message.isprintable()
+            line = answers.failure(row)
             assert line.isascii()
             json.loads(line)
 
@@ -81,24 +81,24 @@ def test_i9_the_later_of_two_equal_ids_is_the_error_and_names_the_first(read: Re
     assert isinstance(first, Row)
     assert isinstance(other, Row)
     for row in (later, form):
-        assert isinstance(row, BadRow)
+        assert isinstance(row, RowFailure)
         assert row.id == "a"
-        assert row.error.code is ErrorCode.DUPLICATE_ID
-        assert "line 1" in row.error.message
+        assert row.code is ErrorCode.DUPLICATE_ID
+        assert "line 1" in row.message
 
 
 def test_i9_a_given_id_may_not_take_the_name_of_an_unnamed_line(read: Read) -> None:
     _, later = read(_lines({"prompt": "a"}, {"id": "line-1", "prompt": "b"}))
-    assert isinstance(later, BadRow)
-    assert later.error.code is ErrorCode.DUPLICATE_ID
+    assert isinstance(later, RowFailure)
+    assert later.code is ErrorCode.DUPLICATE_ID
 
 
 @pytest.mark.parametrize("custom_id", [7, 1.5, True, [], {}, "", "x" * 513, "x" * 60_000])
 def test_i9_what_is_no_id_refuses_the_job(read: Read, custom_id: object) -> None:
     (row,) = read(_lines(_batch(custom_id)))
-    assert isinstance(row, BadRow)
-    assert row.error.code is ErrorCode.INVALID_ID
-    assert row.error.code.severity is Severity.LINE
+    assert isinstance(row, RowFailure)
+    assert row.code is ErrorCode.INVALID_ID
+    assert row.code.severity is Severity.LINE
     assert row.id == "line-1"
 
 
@@ -112,11 +112,11 @@ def test_i9_distinct_ids_stay_distinct_and_equal_ones_are_all_found(read: Read, 
 def test_a_bad_row_keeps_its_id_and_its_form_for_the_answer(read: Read) -> None:
     lines = _lines({"id": "s", "prompt": "a", "tools": [1]}, _batch("b") | {"url": "/v1/embeddings"})
     short, batch, unreadable = read(lines + b"\n{")
-    assert isinstance(short, BadRow)
-    assert (short.id, short.short, short.error.param) == ("s", True, "tools")
-    assert isinstance(batch, BadRow)
-    assert (batch.id, batch.short, batch.error.code) == ("b", False, ErrorCode.UNKNOWN_URL)
-    assert isinstance(unreadable, BadRow)
+    assert isinstance(short, RowFailure)
+    assert (short.id, short.short, short.param) == ("s", True, "tools")
+    assert isinstance(batch, RowFailure)
+    assert (batch.id, batch.short, batch.code) == ("b", False, ErrorCode.UNKNOWN_URL)
+    assert isinstance(unreadable, RowFailure)
     assert (unreadable.id, unreadable.short) == ("line-3", False)
 
 
@@ -132,5 +132,5 @@ def test_a_too_long_line_is_an_error_between_two_good_ones(read: Read) -> None:
     good, bad, also_good = read(data, max_line_nbytes=100)
     assert isinstance(good, Row)
     assert isinstance(also_good, Row)
-    assert isinstance(bad, BadRow)
-    assert bad.error.code is ErrorCode.LINE_TOO_LONG
+    assert isinstance(bad, RowFailure)
+    assert bad.code is ErrorCode.LINE_TOO_LONG

@@ -9,10 +9,11 @@ import pytest
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
-from moedge.runtime.rows.answer_formats import Answers, Completion, FinishReason
-from moedge.runtime.rows.error_codes import ErrorCode, Severity
-from moedge.runtime.rows.row import BadRow, Row
+from moedge.runtime.rows.answer_formats import Answers, Completion
+from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
+from moedge.runtime.rows.row import Row
 from moedge.runtime.sampling.grammar import ANY_OBJECT
+from moedge.runtime.sampling.params import FinishReason
 from moedge.runtime.settings.errors import MissingExtra
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -54,16 +55,16 @@ def test_any_object_and_plain_text(chat: Make) -> None:
 )
 def test_what_cannot_be_kept_is_an_error_of_its_row(chat: Make, value: Any, code: ErrorCode, param: str) -> None:
     row = chat(response_format=value)
-    assert isinstance(row, BadRow)
-    assert (row.error.code, row.error.param) == (code, param)
-    assert row.error.code.severity is Severity.ROW
+    assert isinstance(row, RowFailure)
+    assert (row.code, row.param) == (code, param)
+    assert row.code.severity is Severity.ROW
 
 
 @pytest.mark.parametrize("other", [{"stop": "}"}, {"stop_token_ids": [5]}, {"ignore_eos": True}])
 def test_nothing_else_may_end_json(chat: Make, other: dict[str, Any]) -> None:
     row = chat(response_format={"type": "json_object"}, **other)
-    assert isinstance(row, BadRow)
-    assert (row.error.code, row.error.param) == (ErrorCode.INVALID_VALUE, next(iter(other)))
+    assert isinstance(row, RowFailure)
+    assert (row.code, row.param) == (ErrorCode.INVALID_VALUE, next(iter(other)))
 
 
 def test_a_file_of_one_schema_compiles_it_once(read: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,9 @@ def test_json_that_was_cut_is_never_content(chat: Make, complete: Make, short: M
     cut = Completion('{"a": 1', (1, 2), FinishReason.LENGTH, 3, cut=True)
     form = {"type": "json_object"}
     rows = chat(response_format=form), complete(response_format=form), short(prompt="a", response_format=form)
-    chatted, completed, brief = (json.loads(Answers("m", 0).answer(row, [cut])) for row in rows)
+    chatted, completed, brief = (
+        json.loads(Answers("m", 0, lambda token_id: ("", None)).answer(row, [cut])) for row in rows
+    )
     choice = ChatCompletion.model_validate(chatted["response"]["body"]).choices[0]
     assert (choice.message.content, choice.finish_reason) == (None, "length")
     text = OpenAICompletion.model_validate(completed["response"]["body"]).choices[0]

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.runtime.jobs.folder import JobFolder, regular_input, seekable
-from moedge.runtime.rows.reader import RowFile, RowPlaces, rows_from
-from moedge.runtime.rows.row import BadRow, Defaults, Row
+from moedge.runtime.rows.failure import RowFailure
+from moedge.runtime.rows.reader import RowFile, RowIndex, rows_from
+from moedge.runtime.rows.row import Defaults, Row
 from moedge.runtime.settings.errors import InputChanged, InputUnreadable
 
 LINES = st.sampled_from([
@@ -23,14 +24,14 @@ LINES = st.sampled_from([
 ])  # fmt: skip
 
 
-Rows = list[Row | BadRow]
+Rows = list[Row | RowFailure]
 
 
-def read_at_places(path: Path, folder: JobFolder) -> tuple[RowFile, RowPlaces, Rows]:
+def read_at_places(path: Path, folder: JobFolder) -> tuple[RowFile, RowIndex, Rows]:
     """The file as a job reads it a second time, where its rows are, and what they were the first time."""
-    places = RowPlaces()
+    places = RowIndex()
     with path.open("rb") as file:
-        rows = list(rows_from(file, Defaults(), places=places))
+        rows = list(rows_from(file, Defaults(), index=places))
     return RowFile(seekable(path, folder), places, Defaults()), places, rows
 
 
@@ -64,10 +65,10 @@ def test_equal_lines_have_equal_digests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [b"a\nc\n", b"a", b"a\n", b"ab", b"\na\nb\n", b"", b"a\r\nb\r\n"])
 def test_a_line_that_is_not_what_it_was_when_the_file_was_first_read_is_not_used(tmp_path: Path, change: bytes) -> None:
-    path, places = tmp_path / "in.jsonl", RowPlaces()
+    path, places = tmp_path / "in.jsonl", RowIndex()
     path.write_bytes(b'{"prompt":"a"}\n{"prompt":"b"}\n')
     with path.open("rb") as file:
-        assert len(list(rows_from(file, Defaults(), places=places))) == 2
+        assert len(list(rows_from(file, Defaults(), index=places))) == 2
     path.write_bytes(change.replace(b"a", b'{"prompt":"a"}').replace(b"b", b'{"prompt":"b"}'))
     with seekable(path, JobFolder(tmp_path)) as again:
         rows = RowFile(again, places, Defaults())

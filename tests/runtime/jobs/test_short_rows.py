@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.error_codes import ErrorCode, Severity
+from moedge.runtime.rows.failure import ErrorCode, Severity
 from moedge.runtime.rows.row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
 
 Make = Callable[..., Any]
@@ -27,7 +27,7 @@ def test_sampling_fields_have_the_names_of_the_batch_form(short: Make) -> None:
 def test_a_whole_number_is_an_id(short: Make) -> None:
     assert short(id=17, prompt="a").id == "17"
     for value in (True, 1.0, [], ""):
-        assert short(id=value, prompt="a").error.code is ErrorCode.INVALID_ID
+        assert short(id=value, prompt="a").code is ErrorCode.INVALID_ID
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_a_whole_number_is_an_id(short: Make) -> None:
 def test_what_a_short_row_cannot_say_is_an_error_of_the_row(
     short: Make, line: dict[str, Any], code: str, param: str
 ) -> None:
-    error = short(**line).error
+    error = short(**line)
     assert (error.code, error.param, error.code.severity) == (code, param, Severity.ROW)
 
 
 @pytest.mark.parametrize("line", [{}, {"id": "a"}, {"text": "a"}, {"custom_id": "a", "prompt": "b"}])
 def test_a_line_of_neither_form_refuses_the_job(short: Make, line: dict[str, Any]) -> None:
-    error = short(**line).error
+    error = short(**line)
     assert error.code is ErrorCode.NOT_A_ROW
     assert error.code.severity is Severity.LINE

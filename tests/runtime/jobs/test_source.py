@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.rows.error_codes import ErrorCode
+from moedge.runtime.rows.failure import ErrorCode, RowFailure
 from moedge.runtime.rows.preflight import preflight
 from moedge.runtime.rows.reader import read_rows
-from moedge.runtime.rows.row import BadRow, Defaults, Row
+from moedge.runtime.rows.row import Defaults, Row
 from moedge.runtime.settings.errors import InputUnreadable
 
 TEXT = '{"prompt":"caf\u00e9"}\r\n\r\n{"prompt":"b"}\n'
 
 
-def ids(rows: list[Row | BadRow]) -> list[str]:
+def ids(rows: list[Row | RowFailure]) -> list[str]:
     assert all(isinstance(row, Row) for row in rows)
     return [row.id for row in rows]
 
@@ -43,14 +43,14 @@ def test_utf8_is_read_with_and_without_mark_and_compression_whatever_its_name(
 def test_i6_utf16_and_utf32_are_refused_as_a_file(read: Callable[..., list[Any]], encoding: str, zipped: bool) -> None:
     data = TEXT.encode(encoding)
     (bad,) = read(gzip.compress(data) if zipped else data)
-    assert bad.error.code is ErrorCode.UNSUPPORTED_ENCODING
-    assert str(bad.error).startswith("file: unsupported_encoding: ")
+    assert bad.code is ErrorCode.UNSUPPORTED_ENCODING
+    assert str(bad).startswith("file: unsupported_encoding: ")
 
 
 def test_a_mark_is_text_anywhere_but_at_the_start(read: Callable[..., list[Any]]) -> None:
     good, bad = read(b'\n{"prompt":"\xef\xbb\xbf"}\n\xef\xbb\xbf{"prompt":"a"}')
     assert good.prompts[0].text == "\ufeff"
-    assert bad.error.code is ErrorCode.INVALID_JSON_LINE
+    assert bad.code is ErrorCode.INVALID_JSON_LINE
 
 
 @pytest.mark.parametrize("damage", ["cut", "header only", "flipped", "tail"])
@@ -61,8 +61,8 @@ def test_damaged_gzip_ends_with_one_error_for_the_file(read: Callable[..., list[
         whole[len(whole) // 2] ^= 0xFF
     data = {"cut": whole[: len(whole) // 2], "header only": whole[:5], "tail": whole + b"junk"}.get(damage, whole)
     *_, last = read(bytes(data))
-    assert last.error.code is ErrorCode.DAMAGED_GZIP
-    assert last.error.line == 0
+    assert last.code is ErrorCode.DAMAGED_GZIP
+    assert last.line == 0
 
 
 def test_gzip_of_several_members_is_one_file(read: Callable[..., list[Any]]) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from moedge.offload.errors import ExitCode
 from moedge.offload.stream.lane import StreamBroken
-from moedge.runtime.jobs.stop import STALLED_EXIT_CODE, Stalled, StallGuard
+from moedge.runtime.jobs.stop import StallGuard
+from moedge.runtime.settings.errors import Stalled
 
 
 class Weights:
@@ -52,7 +54,7 @@ def test_a_pass_that_no_exception_reaches_ends_with_the_process(
     guard = StallGuard(lambda: 0, None, tmp_path / "stacks", 0.05, end_process)
     with pytest.raises(Stalled), guard:
         released.wait()
-    assert ended == [STALLED_EXIT_CODE]
+    assert ended == [ExitCode.STOPPED]
     assert "released.wait()" not in capfd.readouterr().out
     assert "test_a_pass_that_no_exception_reaches" in (tmp_path / "stacks").read_text()
 

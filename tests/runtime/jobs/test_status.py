@@ -10,8 +10,8 @@ import pytest
 from openai.types import Batch
 
 from moedge.runtime.jobs.folder import JobFolder, JobLock
-from moedge.runtime.jobs.request import GoOn, resumed
-from moedge.runtime.jobs.status import JobStatus, Standing, cancel, export_now, find_job, jobs, repair_journal
+from moedge.runtime.jobs.request import ResumeOptions, resumed
+from moedge.runtime.jobs.status import JobPhase, JobStatus, cancel, export_now, find_job, jobs, repair_journal
 from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.settings.errors import BadJournal, JobMismatch, JobNotFound, OutputExists
@@ -48,23 +48,23 @@ def test_the_batch_object_is_one_to_openais_own_types(folder: JobFolder, job: Jo
 
 
 def test_a_job_stands_where_its_last_process_left_it(folder: JobFolder, job: Job, tmp_path: Path) -> None:
-    assert status(folder).standing is Standing.STOPPED
-    assert status(folder).reason == "3 rows were run"
+    assert status(folder).phase is JobPhase.STOPPED
+    assert status(folder).reason == "--max-rows 3 was reached"
     lock = JobLock(folder)
-    assert status(folder).standing is Standing.RUNNING
+    assert status(folder).phase is JobPhase.RUNNING
     assert cancel(folder) == "it stops after the pass that is running"
-    assert status(folder).standing is Standing.CANCELLING
+    assert status(folder).phase is JobPhase.CANCELLING
     lock.close()
     stopped = job(hook=lambda live: folder.cancel.touch())
-    assert stopped.stopped_because == "it was cancelled"
-    assert status(folder).standing is Standing.CANCELLED
+    assert stopped.reason == "it was cancelled"
+    assert status(folder).phase is JobPhase.CANCELLED
     with pytest.raises(JobMismatch, match="was cancelled; `moedge jobs resume"):
         job()
     with pytest.raises(OSError, match="broken by hand"):
-        job(hook=break_by_hand, go_on=GoOn(cancelled=True))
-    assert status(folder).standing is Standing.INTERRUPTED
+        job(hook=break_by_hand, resume=ResumeOptions(cancelled=True))
+    assert status(folder).phase is JobPhase.INTERRUPTED
     assert job().finished
-    assert status(folder).standing is Standing.FINISHED
+    assert status(folder).phase is JobPhase.FINISHED
     assert cancel(folder) == "it is finished; nothing was cancelled"
 
 
@@ -102,7 +102,7 @@ def test_what_is_finished_can_be_taken_while_the_job_runs(folder: JobFolder, job
 
 def test_a_resumed_request_is_the_one_that_began_the_job(folder: JobFolder, job: Job, tmp_path: Path) -> None:
     opened = status(folder).state.opened
-    request = resumed(opened, folder.input, Budgets(ram="5GiB"), Limits(), GoOn())
+    request = resumed(opened, folder.input, Budgets(ram="5GiB"), Limits(), ResumeOptions())
     assert request.input == tmp_path / "in.jsonl"
     assert request.budgets == Budgets(ram="5GiB")
     assert json.loads(json.dumps(request.as_json())) == opened["request"]

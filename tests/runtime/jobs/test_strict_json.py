@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.rows.error_codes import ErrorCode, RowFault
+from moedge.runtime.rows.failure import ErrorCode, InvalidRow
 from moedge.runtime.rows.strict_json import MAX_DEPTH, MAX_NUMBER_CHARS, parse_object
 
 json_values = st.recursive(
@@ -22,11 +22,11 @@ json_objects = st.dictionaries(st.text(), json_values, max_size=5)
 
 
 def code_of(line: bytes) -> ErrorCode:
-    with pytest.raises(RowFault) as caught:
+    with pytest.raises(InvalidRow) as caught:
         parse_object(line)
-    assert len(caught.value.message) < 1_000
-    assert caught.value.message.isprintable()
-    return caught.value.code
+    assert len(caught.value.failure.message) < 1_000
+    assert caught.value.failure.message.isprintable()
+    return caught.value.failure.code
 
 
 @given(json_objects, st.booleans())
@@ -49,7 +49,7 @@ def test_i1_damaged_lines_get_the_verdict_of_the_reference_parser(line: bytes, d
         return
     try:
         found = parse_object(line)
-    except RowFault:
+    except InvalidRow:
         assert code_of(line) in STRICTER
     else:
         assert found == expected

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moedge.quant.format import Plane
+from moedge.quant.formats.format import Plane
 from moedge.runtime.kv.allocator import NO_BLOCK, BlockAllocator, root_hash
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import BlockMemory

@@ -9,9 +9,11 @@ import pytest
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 
 LENGTH, SEQUENCES, TOKENS_PER_PASS = 400, 2, 64
@@ -21,9 +23,9 @@ LENGTH, SEQUENCES, TOKENS_PER_PASS = 400, 2, 64
 def test_windowed_layers_hold_the_window_and_their_pool_is_smaller(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    settings = Settings("fp32", "none", "fp32", TOKENS_PER_PASS, SEQUENCES)
+    settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=TOKENS_PER_PASS, max_sequences=SEQUENCES)
     with open_source(str(checkpoint(family))) as source:
-        plan = make_plan(source.shape, settings, 4 << 30, Workload(SEQUENCES, LENGTH))
+        plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(SEQUENCES, LENGTH))
         groups = source.shape.kv_groups
         (full,) = (index for index, group in enumerate(groups) if group.window is None)
         (windowed,) = (index for index, group in enumerate(groups) if group.window is not None)

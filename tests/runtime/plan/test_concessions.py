@@ -8,23 +8,30 @@ import pytest
 from known_shapes import plain_model
 
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.degrade import FallbackPolicy
-from moedge.runtime.plan.placement import MIN_RING_EXPERTS, DeviceRoom
-from moedge.runtime.plan.plan import Plan, Settings, Workload
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.fallback import FallbackPolicy
+from moedge.runtime.plan.placement import MIN_RING_EXPERTS, Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
+from moedge.runtime.settings.settings import Settings
 
-RING = "experts on their way"
+RING = "experts in flight"
 GIB, MIB = 1 << 30, 1 << 20
 SHAPE = plain_model(window=128)
 # Most rows are short, so that more run together than have room at their longest, and some are parked.
 JOB = Workload(512, 600, 20, 512 * 30, 512 * 100)
 SETTINGS = Settings(max_sequences=512, tokens_per_pass=1024)
-ROOM = DeviceRoom(3 * GIB, 100 * MIB, 300 * MIB)
+ROOM = DeviceBudget(3 * GIB, 100 * MIB, 300 * MIB)
 
 
-def given_up(plan: Plan, room: DeviceRoom | None) -> tuple[list[Plan], FallbackPolicy, str]:
-    concessions, plans = FallbackPolicy(SHAPE, plan, JOB, room), [plan]
+def request(device: DeviceBudget | None) -> PlanRequest:
+    return PlanRequest(costs=CostModel(SHAPE), workload=JOB, budget=MemoryBudget(0, device), settings=SETTINGS)
+
+
+def given_up(plan: Plan, room: DeviceBudget | None) -> tuple[list[Plan], FallbackPolicy, str]:
+    concessions, plans = FallbackPolicy(plan, request(room)), [plan]
     while True:
         try:
             concessions.before_passes("no memory")
@@ -34,8 +41,8 @@ def given_up(plan: Plan, room: DeviceRoom | None) -> tuple[list[Plan], FallbackP
 
 
 @pytest.mark.parametrize("room", [None, ROOM], ids=["host", "device"])
-def test_the_order_is_prefetch_depth_then_sequences_then_parked_blocks(room: DeviceRoom | None) -> None:
-    plan = make_plan(SHAPE, SETTINGS, 3 * GIB if room is None else 40 * GIB, JOB, room)
+def test_the_order_is_prefetch_depth_then_sequences_then_parked_blocks(room: DeviceBudget | None) -> None:
+    plan = make_plan(SHAPE, SETTINGS, MemoryBudget(3 * GIB if room is None else 40 * GIB, room), JOB)
     plans, concessions, refusal = given_up(plan, room)
     kinds = [each.what for each in concessions.made]
     order = [RING, "sequences"] + (["parked blocks"] if room else [])
@@ -53,8 +60,8 @@ def test_the_order_is_prefetch_depth_then_sequences_then_parked_blocks(room: Dev
 
 
 @pytest.mark.parametrize("room", [None, ROOM], ids=["host", "device"])
-def test_every_plan_that_is_left_accounts_for_its_bytes_and_takes_the_longest_row(room: DeviceRoom | None) -> None:
-    plan = make_plan(SHAPE, SETTINGS, 3 * GIB if room is None else 40 * GIB, JOB, room)
+def test_every_plan_that_is_left_accounts_for_its_bytes_and_takes_the_longest_row(room: DeviceBudget | None) -> None:
+    plan = make_plan(SHAPE, SETTINGS, MemoryBudget(3 * GIB if room is None else 40 * GIB, room), JOB)
     plans, concessions, _ = given_up(plan, room)
     specs = [KVSpec(group, plan.kv, plan.kv_block) for group in SHAPE.kv_groups]
     for (before, after), made in zip(pairwise(plans), concessions.made, strict=True):
@@ -68,8 +75,8 @@ def test_every_plan_that_is_left_accounts_for_its_bytes_and_takes_the_longest_ro
 
 
 def test_in_a_pass_the_ring_and_the_cache_stay() -> None:
-    plan = make_plan(SHAPE, SETTINGS, 40 * GIB, JOB, ROOM)
-    concessions, tokens = FallbackPolicy(SHAPE, plan, JOB, ROOM), 700
+    plan = make_plan(SHAPE, SETTINGS, MemoryBudget(40 * GIB, ROOM), JOB)
+    concessions, tokens = FallbackPolicy(plan, request(ROOM)), 700
     while tokens > 1:
         concessions.in_pass("no memory", tokens)
         tokens //= 2

@@ -41,7 +41,7 @@ def test_a_file_that_is_cut_or_edited_counts_as_empty_and_a_failed_write_leaves_
     keep(RUN, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 11)]
-    wrong += [whole.replace(b"runs/1", b"runs/2"), whole.replace(b"1.4", b"NaN"), whole.replace(b"1.4", b"0"), b"[]"]
+    wrong += [whole.replace(b"runs/2", b"runs/3"), whole.replace(b"1.4", b"NaN"), whole.replace(b"1.4", b"0"), b"[]"]
     wrong += [whole.replace(b'"box"', b"3"), whole.replace(b'"at"', b'"then"')]
     for content in wrong:
         path.write_bytes(content)

@@ -8,10 +8,12 @@ from known_shapes import plain_model
 
 from moedge.runtime.kv.group import GroupCache
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.plan.cache_size import CacheSize, choose_block, largest
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Plan, Settings, budget_range, make_plan
+from moedge.runtime.plan.candidate import CacheSize, choose_block, largest
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape
 
 GIB = 1 << 30
@@ -24,14 +26,14 @@ def test_rows_that_the_plan_says_fit_do_and_longer_ones_do_not(
 ) -> None:
     shape, job = plain_model(window=window), Workload(40, longest, min(shortest, longest))
     try:
-        plan = make_plan(shape, Settings(), int(gigabytes * 0.25 * GIB), job)
+        plan = make_plan(shape, Settings(), MemoryBudget(int(gigabytes * 0.25 * GIB)), job)
     except DoesNotFit:
         assert budget_range(shape, Settings(), replace(job, longest=job.least))[0] > gigabytes * 0.25 * GIB
         return
     assert plan.kv_tokens >= job.least
     fits = [_fits(shape, plan, tokens) for tokens in (job.least, plan.kv_tokens, plan.kv_tokens + 1)]
     assert fits == [True, True, False]
-    assert plan.used_nbytes <= plan.budget_nbytes
+    assert plan.used_nbytes <= plan.budget.host_nbytes
 
 
 def _fits(shape: ModelShape, plan: Plan, tokens: int) -> bool:

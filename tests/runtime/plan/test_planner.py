@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_shapes import known_shape, plain_model
+from known_shapes import choose, known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan import candidate as drafts
-from moedge.runtime.plan.candidate import CostCache
-from moedge.runtime.plan.placement import DeviceRoom
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import WORTH, Choice, Settings, Speed, budget_range, choose
-from moedge.runtime.plan.rates import Rates
+from moedge.runtime.plan.cost_model import CostModel, Rates
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import WORTH, PlanResult, budget_range, solve
+from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
 
@@ -29,7 +30,6 @@ FAST = Rates(
     },
     measured=True,
 )  # fmt: skip
-SPEED = Speed(FAST)
 
 
 @st.composite
@@ -74,14 +74,14 @@ def jobs(draw: st.DrawFn) -> Workload:
     return Workload(rows, prompt + output, prompt + output, rows * prompt, rows * output)
 
 
-ROOM = DeviceRoom(0, 100 * MIB, 300 * MIB)
+ROOM = DeviceBudget(0, 100 * MIB, 300 * MIB)
 AMPLE = 1 << 40
 
 
-def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budget: int) -> Choice:
+def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budget: int) -> PlanResult:
     if tier == "host":
-        return choose(shape, wanted, budget, job, None, SPEED)
-    return choose(shape, wanted, AMPLE, job, replace(ROOM, budget_nbytes=budget), SPEED)
+        return choose(shape, wanted, MemoryBudget(budget), job, FAST)
+    return choose(shape, wanted, MemoryBudget(AMPLE, replace(ROOM, nbytes=budget)), job, FAST)
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
@@ -115,7 +115,7 @@ def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slowe
 
     def seconds(disk: int) -> float | None:
         try:
-            choice = choose(shape, wanted, host, job, None, SPEED, disk)
+            choice = choose(shape, wanted, MemoryBudget(host, None, disk), job, FAST)
         except DoesNotFit as refused:
             refusal = str(refused)
         else:
@@ -140,14 +140,14 @@ def test_the_disk_fits_exactly_from_its_minimum_on_and_more_of_it_is_never_slowe
 def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken() -> None:
     shape, job = plain_model(), Workload(1000, 256, 256, 128_000, 128_000)
     for budget in range(2 * GIB, 10 * GIB, GIB):
-        choice = choose(shape, Settings(), budget, job, None, SPEED)
+        choice = choose(shape, Settings(), MemoryBudget(budget), job, FAST)
         fastest = min(choice.seconds.values())
         lossless_first = list(choice.seconds)
         worth = [quant for quant in lossless_first if choice.seconds[quant] <= WORTH * fastest]
         assert choice.plan.quant == worth[0]
-    whole = choose(shape, Settings(), 64 * GIB, job, None, SPEED)
+    whole = choose(shape, Settings(), MemoryBudget(64 * GIB), job, FAST)
     assert (whole.plan.quant, list(whole.seconds)) == ("none", ["none"]), "all fits: no other format is considered"
-    assert choose(shape, Settings(), 2 * GIB, job, None, SPEED).plan.quant != "none"
+    assert choose(shape, Settings(), MemoryBudget(2 * GIB), job, FAST).plan.quant != "none"
 
 
 @pytest.mark.parametrize(
@@ -164,36 +164,39 @@ def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken
 )
 def test_what_the_user_sets_is_a_fixed_point(changed: dict[str, object], kept: tuple[str, object]) -> None:
     job = Workload(300, 300, 300, 30_000, 60_000)
-    plan = choose(plain_model(), Settings(**changed), 3 * GIB, job, None, SPEED).plan  # type: ignore[arg-type]
+    plan = choose(plain_model(), Settings(**changed), MemoryBudget(3 * GIB), job, FAST).plan  # type: ignore[arg-type]
     assert getattr(plan, kept[0]) == kept[1]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 60])
 def test_no_more_sequences_than_the_user_allows(limit: int) -> None:
     job = Workload(300, 300, 300, 30_000, 60_000)
-    assert choose(plain_model(), Settings(max_sequences=limit), 8 * GIB, job, None, SPEED).plan.max_sequences <= limit
+    assert (
+        choose(plain_model(), Settings(max_sequences=limit), MemoryBudget(8 * GIB), job, FAST).plan.max_sequences
+        <= limit
+    )
 
 
 @pytest.mark.parametrize("name", ["tokens_per_pass", "max_sequences"])
 def test_nonsense_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match=name.replace("_", "-")):
-        choose(plain_model(), Settings(**{name: 0}), 64 * GIB, Workload(1, 10))  # type: ignore[arg-type]
+        choose(plain_model(), Settings(**{name: 0}), MemoryBudget(64 * GIB), Workload(1, 10))  # type: ignore[arg-type]
 
 
 def test_memory_is_used_where_it_helps() -> None:
     """At most a tenth of a budget is idle as long as some weights stream."""
     job = Workload(2000, 256, 256, 256_000, 256_000)
     for budget in range(2 * GIB, 8 * GIB, GIB // 2):
-        plan = choose(plain_model(), Settings(quant="none"), budget, job, None, SPEED).plan
+        plan = choose(plain_model(), Settings(quant="none"), MemoryBudget(budget), job, FAST).plan
         assert plan.streams
         assert plan.used_nbytes >= 0.9 * budget
 
 
 @contextmanager
 def bound(changed: Callable[[float], float]) -> Iterator[None]:
-    least = CostCache.least_seconds
+    least = CostModel.least_seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CostCache, "least_seconds", lambda *arguments: changed(least(*arguments)))
+        patch.setattr(CostModel, "least_seconds", lambda *arguments: changed(least(*arguments)))
         yield
 
 
@@ -207,10 +210,10 @@ def test_the_choice_is_that_of_the_exhaustive_search(
     smallest, whole = budget_range(shape, wanted, job, room)
     budget = smallest + int(share * (whole - smallest))
 
-    def answer() -> Choice:
+    def answer() -> PlanResult:
         if room is None:
-            return choose(shape, wanted, budget, job, None, SPEED)
-        return choose(shape, wanted, AMPLE, job, replace(room, budget_nbytes=budget), SPEED)
+            return choose(shape, wanted, MemoryBudget(budget), job, FAST)
+        return choose(shape, wanted, MemoryBudget(AMPLE, replace(room, nbytes=budget)), job, FAST)
 
     pruned = answer()
     with bound(lambda _: 0.0):
@@ -222,9 +225,9 @@ def test_a_bound_that_is_too_high_is_caught() -> None:
     job = Workload(1000, 768, 768, 512_000, 256_000)
     differing = 0
     for budget in range(2 * GIB, 10 * GIB, GIB):
-        right = choose(plain_model(), Settings(), budget, job, None, SPEED)
+        right = choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST)
         with bound(lambda least: 1e9 / least):
-            differing += choose(plain_model(), Settings(), budget, job, None, SPEED) != right
+            differing += choose(plain_model(), Settings(), MemoryBudget(budget), job, FAST) != right
     assert differing
 
 
@@ -240,10 +243,10 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
 
     monkeypatch.setattr(drafts, "place", counted("placed", drafts.place))
     monkeypatch.setattr(drafts, "model_shards", counted("packed", drafts.model_shards))
-    monkeypatch.setattr(CostCache, "least_seconds", counted("candidates", CostCache.least_seconds))
-    model, job = CostCache(known_shape("gpt-oss-120b")), Workload(1000, 768, 768, 512_000, 256_000)
+    monkeypatch.setattr(CostModel, "least_seconds", counted("candidates", CostModel.least_seconds))
+    costs, job = CostModel(known_shape("gpt-oss-120b"), FAST), Workload(1000, 768, 768, 512_000, 256_000)
     for budget in (12, 20, 40):
-        choose(model.shape, Settings(), budget * GIB, job, None, SPEED, None, model)
+        solve(PlanRequest(costs=costs, workload=job, budget=MemoryBudget(budget * GIB)))
     assert counts["packed"] == 4
     assert counts["candidates"] > 1000
     assert counts["placed"] < counts["candidates"] / 10
@@ -254,7 +257,7 @@ def test_a_refusal_names_the_budget_of_every_row_where_the_smallest_fits_only_so
     shape = plain_model()
     smallest = budget_range(shape, Settings(), job)[0]
     with pytest.raises(DoesNotFit, match=f"every row takes --ram {-(-smallest // MIB)}MiB"):
-        choose(shape, Settings(), GIB // 2, job, None, SPEED)
+        choose(shape, Settings(), MemoryBudget(GIB // 2), job, FAST)
     with pytest.raises(DoesNotFit) as refused:
-        choose(shape, Settings(), GIB // 2, replace(job, shortest=4000), None, SPEED)
+        choose(shape, Settings(), MemoryBudget(GIB // 2), replace(job, shortest=4000), FAST)
     assert "every row" not in str(refused.value)

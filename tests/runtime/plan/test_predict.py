@@ -5,15 +5,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from known_shapes import plain_model
+from known_shapes import choose, plain_model
 
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.plan.pass_cost import MOST_UNHIDDEN, ModelWork
-from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, largest_expert
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Settings, Speed, choose
-from moedge.runtime.plan.predict import RESOURCES, predict
-from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
+from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, SLOW_FLOP_S, CostModel, Rates, rates_of
+from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_expert
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards
 
 GIB = 1 << 30
@@ -24,9 +22,9 @@ INSTANT = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e18}}, measured=True)
 
 def test_a_job_that_waits_for_the_disk_takes_its_bytes_over_the_disk_s_rate() -> None:
     job = Workload(64, 64, 64, 64 * 32, 64 * 32)
-    choice = choose(plain_model(), Settings(quant="none"), 3 * GIB, job, None, Speed(INSTANT))
+    choice = choose(plain_model(), Settings(quant="none"), MemoryBudget(3 * GIB), job, INSTANT)
     plan, told = choice.plan, choice.prediction
-    assert told.binds == "disk"
+    assert told.bottleneck == "disk"
     streamed = plan.weights_nbytes - plan.held_nbytes
     # With 30 tokens and more in a pass nearly all of 64 experts are wanted.
     assert told.seconds == pytest.approx(told.disk_nbytes / 1e9)
@@ -38,7 +36,7 @@ def test_a_job_that_waits_for_the_disk_takes_its_bytes_over_the_disk_s_rate() ->
 
 def test_few_tokens_read_only_the_experts_they_want() -> None:
     job, wanted = Workload(1, 100, 100, 1, 99), Settings(quant="none", kv="bf16")
-    told = choose(plain_model(num_layers=15), wanted, 2 * GIB, job, None, Speed(INSTANT))
+    told = choose(plain_model(num_layers=15), wanted, MemoryBudget(2 * GIB), job, INSTANT)
     dense = sum(each.numel for each in plain_model().layers[0].dense) * 2 * 15
     unheld = told.plan.weights_nbytes - told.plan.held_nbytes
     unheld -= 0 if told.plan.placement.dense_ring == 0 else dense
@@ -48,10 +46,10 @@ def test_few_tokens_read_only_the_experts_they_want() -> None:
 def test_arithmetic_is_counted_by_format_and_rows() -> None:
     rates = Rates(1e15, 1e15, 1e15, NOTHING, {"none": {1: 1e10, 101: 1e12}}, measured=True)
     job = Workload(1, 101, 101, 1, 100)
-    choice = choose(plain_model(num_experts=1, per_token=1), Settings(quant="none"), 64 * GIB, job, None, Speed(rates))
+    choice = choose(plain_model(num_experts=1, per_token=1), Settings(quant="none"), MemoryBudget(64 * GIB), job, rates)
     shape = plain_model(num_experts=1, per_token=1)
     matrices = sum(layer.streamed_numel for layer in shape.layers) + shape.head.numel  # type: ignore[union-attr]
-    assert choice.prediction.binds == "compute"
+    assert choice.prediction.bottleneck == "compute"
     assert choice.prediction.seconds == pytest.approx(100 * 2 * matrices / 1e10, rel=0.1)
 
 
@@ -73,8 +71,8 @@ def test_what_was_not_measured_is_slow() -> None:
 def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
     job, shape = Workload(64, 64, 64, 64 * 32, 64 * 32), plain_model()
     wanted = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
-    plain = choose(shape, wanted, 3 * GIB, job, None, Speed()).prediction
-    slowed = choose(shape, wanted, 3 * GIB, job, None, Speed(factors={"none": {resource: 3.0}})).prediction
+    plain = choose(shape, wanted, MemoryBudget(3 * GIB), job).prediction
+    slowed = choose(shape, wanted, MemoryBudget(3 * GIB), job, factors={"none": {resource: 3.0}}).prediction
     assert slowed.busy_s[resource] == pytest.approx(3 * plain.busy_s[resource])
     assert slowed.seconds >= plain.seconds
 
@@ -83,19 +81,19 @@ def test_a_ring_of_few_experts_makes_disk_and_compute_wait_for_each_other() -> N
     """A large ring hides the shorter of the two; the cost of a small one is a share of it, and falls as it grows."""
     shape, job = plain_model(), Workload(64, 64, 64, 64 * 32, 64 * 32)
     rates = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e12}}, measured=True)
-    plan = choose(shape, Settings(quant="none"), 3 * GIB, job, None, Speed(rates)).plan
-    work = ModelWork(shape, model_shards(shape, plan.quant, plan.dtype))
-    expert = largest_expert(work.shards)
+    plan = choose(shape, Settings(quant="none"), MemoryBudget(3 * GIB), job, rates).plan
+    costs = CostModel(shape, rates)
+    expert = largest_expert(model_shards(shape, plan.quant, plan.dtype))
 
     def seconds(experts: int) -> float:
         ring = replace(plan, placement=replace(plan.placement, expert_ring=experts * expert))
-        return predict(work, ring, job, rates).seconds
+        return costs.predict(ring, job).seconds
 
     deep = [seconds(experts) for experts in (DEEP_RING_EXPERTS, 24)]
     shallow = [seconds(experts) for experts in range(3, DEEP_RING_EXPERTS)]
     assert deep[0] == deep[1] < shallow[-1]
     assert shallow == sorted(shallow, reverse=True)
-    busy = predict(work, plan, job, rates).busy_s
+    busy = costs.predict(plan, job).busy_s
     assert shallow[0] <= deep[0] + MOST_UNHIDDEN * min(busy["disk"], busy["compute"])
 
 
@@ -103,7 +101,7 @@ def test_where_all_prompts_at_once_would_leave_the_ring_no_room_the_plan_takes_t
     """Scratch of the largest passes would eat the ring, and every pass that decodes would pay for that."""
     rates = Rates(1.7e9, 1e10, 1e11, NOTHING, {"nf4": {1: 1e11, 64: 4e11}}, measured=True)
     job = Workload(128, 32, 32, 128 * 28, 128 * 28)
-    plan = choose(plain_model(), Settings(quant="nf4"), 3 * GIB // 2, job, None, Speed(rates)).plan
+    plan = choose(plain_model(), Settings(quant="nf4"), MemoryBudget(3 * GIB // 2), job, rates).plan
     assert plan.streams
     assert plan.placement.expert_ring >= DEEP_RING_EXPERTS * largest_expert(
         model_shards(plain_model(), plan.quant, plan.dtype)
@@ -114,7 +112,7 @@ def test_every_expert_that_streams_costs_time_besides_its_bytes() -> None:
     shape, job, arrival_s = plain_model(), Workload(64, 64, 64, 64 * 32, 64 * 32), 1e-3
     settings = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
     slow = replace(INSTANT, overheads=replace(NOTHING, arrival_s=arrival_s))
-    free, costly = (choose(shape, settings, 3 * GIB, job, None, Speed(rates)).prediction for rates in (INSTANT, slow))
+    free, costly = (choose(shape, settings, MemoryBudget(3 * GIB), job, rates).prediction for rates in (INSTANT, slow))
     experts = (costly.busy_s["compute"] - free.busy_s["compute"]) / arrival_s
     # Dense weights are held here, so that what comes from the disk is experts.
     nbytes = largest_expert(model_shards(shape, "none", "bf16"))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from moedge.runtime.settings.errors import PromptError, TokenizerError
 from moedge.runtime.text import limits as bounded
 from moedge.runtime.text.control_tokens import PlainText
 from moedge.runtime.text.detokenizer import decoding
-from moedge.runtime.text.errors import PromptError, TokenizerError
 from moedge.runtime.text.limits import bounded_encoding, within
 
 # Every attempt stays below the library's own limit, and there is one for every character.

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from moedge.runtime.text.errors import TokenizerError
+from moedge.runtime.settings.errors import TokenizerError
 from moedge.runtime.text.tokenizer import Tokenizer
 
 

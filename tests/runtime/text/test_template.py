@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moedge.runtime.settings.errors import TemplateError
 from moedge.runtime.text import template as template_module
 from moedge.runtime.text.child import Child
-from moedge.runtime.text.errors import TemplateError
 from moedge.runtime.text.template import TemplateRenderer
 
 NOW = datetime(2026, 1, 2, 3, 4)

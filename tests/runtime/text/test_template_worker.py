@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from moedge.runtime.text.errors import TemplateError
+from moedge.runtime.settings.errors import TemplateError
 from moedge.runtime.text.template import TemplateRenderer
 from moedge.runtime.text.template_worker import bounded_text, template_environment
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.text.errors import PromptError
+from moedge.runtime.settings.errors import PromptError
 from moedge.runtime.text.tokenizer import Tokenizer
 
 FRAGMENTS = [

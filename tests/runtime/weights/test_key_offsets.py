@@ -10,17 +10,18 @@ import torch
 from moedge.offload.errors import BadStore
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.plan.plan import Workload
-from moedge.runtime.plan.planner import Plan, Settings, make_plan
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import FILE, fixed_token_ids, kept
 
 
 def quantized_plan(shape: ModelShape, kv: str = "int4") -> Plan:
-    settings = Settings("fp32", "none", kv, tokens_per_pass=64, max_sequences=1, deterministic=True)
-    return make_plan(shape, settings, 4 << 30, Workload(1, 64))
+    settings = Settings(dtype="fp32", quant="none", kv=kv, tokens_per_pass=64, max_sequences=1, deterministic=True)
+    return make_plan(shape, settings, MemoryBudget(4 << 30), Workload(1, 64))
 
 
 @pytest.mark.sample(1)

@@ -14,9 +14,11 @@ from moedge.offload.store.stores import remove
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.plan.planner import Settings, Workload, budget_range, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights import routing_profile
 from moedge.runtime.weights.routing_profile import FILE, Profile, kept, merge, profile_shapes
@@ -83,12 +85,15 @@ def test_a_job_adds_what_its_rows_chose_and_the_next_one_starts_with_it(
 ) -> None:
     from moedge.cli.models import show
 
-    settings, job = Settings("fp32", "none", "fp32", 32, 1, True), Workload(1, 20)
+    settings, job = (
+        Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=32, max_sequences=1, deterministic=True),
+        Workload(1, 20),
+    )
     store = tmp_path / "store"
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         prepare(source, store, "none", "fp32", Budgets())
         (store / FILE).unlink(missing_ok=True)
-        plan = make_plan(source.shape, settings, budget_range(source.shape, settings, job)[0], job)
+        plan = make_plan(source.shape, settings, MemoryBudget(budget_range(source.shape, settings, job)[0]), job)
         for run in (1, 2):
             with closing(load_engine(source, plan, store)) as loaded:
                 popularity = loaded.streamed.experts.popularity.layers[0]

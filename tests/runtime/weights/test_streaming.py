@@ -11,9 +11,11 @@ from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.loading.prepare import prepare
-from moedge.runtime.plan.planner import Plan, Settings, Workload, budget_range, make_plan
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 LENGTHS, NEW_TOKENS = (3, 40, 17), 10
@@ -21,7 +23,7 @@ JOB = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
 
 
 def settings(quant: str) -> Settings:
-    return Settings("fp32", quant, "fp32", tokens_per_pass=64, max_sequences=3, deterministic=True)
+    return Settings(dtype="fp32", quant=quant, kv="fp32", tokens_per_pass=64, max_sequences=3, deterministic=True)
 
 
 def generate(source: ModelSource, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
@@ -57,7 +59,7 @@ def test_tokens_are_the_same_at_every_budget(
 ) -> None:
     with open_source(str(checkpoint(family))) as source:
         smallest, whole = budget_range(source.shape, settings(quant), JOB)
-        plans = [make_plan(source.shape, settings(quant), budget, JOB) for budget in
+        plans = [make_plan(source.shape, settings(quant), MemoryBudget(budget), JOB) for budget in
                  (whole + (1 << 28), (smallest + whole) // 2, smallest)]  # fmt: skip
         prepare(source, tmp_path / "store", quant, "fp32", Budgets())
         wanted, _, nothing = generate(source, plans[0], None)
@@ -73,7 +75,7 @@ def test_a_wrong_byte_in_a_streamed_expert_shows(checkpoint: Callable[[str], Pat
     """Negative control: the streamed bytes are the ones that are computed with."""
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         smallest, _ = budget_range(source.shape, settings("none"), JOB)
-        plan = make_plan(source.shape, settings("none"), smallest, JOB)
+        plan = make_plan(source.shape, settings("none"), MemoryBudget(smallest), JOB)
         prepare(source, tmp_path / "store", "none", "fp32", Budgets())
         wanted, _, _ = generate(source, plan, tmp_path / "store")
         file = tmp_path / "store" / "layer-0001.safetensors"
@@ -92,7 +94,7 @@ def test_a_store_opens_without_its_checkpoint(checkpoint: Callable[[str], Path],
     copy = Path(shutil.copytree(checkpoint("gemma3_text"), tmp_path / "model"))
     with open_source(str(copy)) as source:
         prepare(source, tmp_path / "store", "int8", "fp32", Budgets())
-        plan = make_plan(source.shape, settings("int8"), 1 << 40, JOB)
+        plan = make_plan(source.shape, settings("int8"), MemoryBudget(1 << 40), JOB)
         wanted, _, _ = generate(source, plan, None)
         shape = source.shape
     shutil.rmtree(copy)
@@ -110,10 +112,10 @@ def test_budgets_between_smallest_and_whole_all_work_and_never_hold_less(checkpo
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         smallest, whole = budget_range(source.shape, settings("none"), JOB)
         with pytest.raises(DoesNotFit, match="the smallest that works"):
-            make_plan(source.shape, settings("none"), smallest - 1, JOB)
+            make_plan(source.shape, settings("none"), MemoryBudget(smallest - 1), JOB)
         held = []
         for budget in range(smallest, whole + 1, max(1, (whole - smallest) // 50)):
-            plan = make_plan(source.shape, settings("none"), budget, JOB)
+            plan = make_plan(source.shape, settings("none"), MemoryBudget(budget), JOB)
             weights = plan.held_nbytes + plan.placement.dense_ring + plan.placement.expert_ring
             assert weights + plan.kv_nbytes + plan.scratch_nbytes < budget
             # More sequences together decode with more scratch.

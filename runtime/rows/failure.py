@@ -1,7 +1,11 @@
-"""Why a row gets an error instead of an answer: one code per reason, and what each does to the job."""
+"""Why a row gets an error instead of an answer: one code per reason, what each does to the job, and the failure itself.
+
+A `RowFailure` is the only form of it, from the line that was read to the line that is written.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 
@@ -68,11 +72,30 @@ _ROW = {
 }
 
 
-class RowFault(Exception):
-    """What is wrong with the row being read; the reader adds the line and turns it into a `RowError`."""
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """What is wrong with one row, and which row it is.
+
+    `param` is the field at fault, in the words of the row. `index` counts rows from 0, `line` counts the lines of the
+    file from 1; line 0 is the whole file. `short` says in which form the error is answered.
+    """
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+    index: int = 0
+    line: int = 0
+    id: str = ""
+    short: bool = False
+
+    def __str__(self) -> str:
+        where = f"line {self.line}" if self.line else "file"
+        return f"{where}: {self.code}: {self.message}"
+
+
+class InvalidRow(Exception):
+    """Carries a failure from the field at fault to the reader, which knows the row. Never leaves this folder."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
+        self.failure = RowFailure(code, message, param)

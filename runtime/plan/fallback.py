@@ -1,8 +1,8 @@
-"""What a job gives up where memory gives out in spite of its plan, a step at a time and in a fixed order. Torch-free.
+"""What a job gives up where memory runs out in spite of its plan, a step at a time and in a fixed order. Torch-free.
 
-1. Prefetch depth: room for experts on their way, halved down to the least that works. Costs waiting.
-2. Sequences together, halved down to one; in a pass, whose cache stays as it is, its tokens. Costs passes.
-3. Blocks in which preempted sequences wait in host memory. Costs computing them again.
+1. Prefetch depth: slots for experts in flight, halved down to the least that works. The job waits longer for weights.
+2. Sequences together, halved down to one; in a pass, whose cache stays as it is, its tokens. The job takes more passes.
+3. Blocks of host memory for preempted sequences. The job computes these sequences again.
 
 Answers depend on none of them. What is left is again a plan, with all of its sizes.
 """
@@ -15,18 +15,17 @@ from typing import NamedTuple
 
 from ..kv.spec import KVSpec
 from ..settings.errors import MemoryGaveOut
-from ..shape.model_shape import ModelShape
+from ..settings.settings import Settings
 from ..shape.shards import model_shards
-from .cache_size import CacheSize
-from .placement import MIN_RING_EXPERTS, DeviceRoom, largest_expert
-from .plan import Plan, Settings, Workload
-from .search_space import SearchSpace
+from .candidate import CacheSize
+from .placement import MIN_RING_EXPERTS, Plan, largest_expert
+from .search_space import PlanRequest, SearchSpace
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Of `what`, `before` is what the plan had and `after` what is left: experts on their way, sequences, tokens of a
-    pass, parked blocks. `cause` is what the allocator said."""
+    """The plan had `before` of `what`, and `after` are left: experts in flight, sequences, tokens of a pass, parked
+    blocks. `cause` is what the allocator said."""
 
     what: str
     before: int
@@ -45,24 +44,23 @@ class _Given(NamedTuple):
 
 
 class FallbackPolicy:
-    """`plan` is what is left of the plan, and `made` how it came to that."""
+    """`plan` is what is left of the plan that was made for `request`; `made` lists the steps that led to it."""
 
-    def __init__(self, shape: ModelShape, plan: Plan, job: Workload, device: DeviceRoom | None = None) -> None:
+    def __init__(self, plan: Plan, request: PlanRequest) -> None:
         self.plan = plan
         self.made: list[Fallback] = []
-        self._shape = shape
-        self._job = job
-        self._device = device
+        self._request = request
+        shape = request.shape
         specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups)
-        self._cache = CacheSize(specs, min(job.longest, plan.kv_tokens), plan.tokens_per_pass)
+        self._cache = CacheSize(specs, min(request.workload.longest, plan.kv_tokens), plan.tokens_per_pass)
         self._expert = largest_expert(model_shards(shape, plan.quant, plan.dtype))
 
     def before_passes(self, cause: str) -> None:
-        """The next step, to begin anew with. Raises MemoryGaveOut where nothing is left to give up."""
+        """Takes the next step, for loading again. Raises MemoryGaveOut where nothing is left to give up."""
         self._step(cause, self._prefetch, self._sequences, self._parked)
 
     def in_pass(self, cause: str, tokens: int) -> None:
-        """The next step in a pass of so many tokens, over a ring and a cache that stay where they are.
+        """Takes the next step in a pass of `tokens`, whose ring and cache stay where they are.
 
         Raises MemoryGaveOut where nothing is left to give up.
         """
@@ -76,29 +74,33 @@ class FallbackPolicy:
                 return
         raise MemoryGaveOut(
             f"memory gave out ({cause}), and nothing is left to give up for it. The least that this job takes is "
-            f"{self._least()}: make as much free, and the same command goes on"
+            f"{self._least()}: make as much free, and the same command resumes it"
         )
 
     def _least(self) -> str:
         """The smallest budget, in the formats that the job has."""
         plan = self.plan
-        settings = Settings(plan.dtype, plan.quant, plan.kv, deterministic=plan.deterministic, compute=plan.compute)
-        return SearchSpace(self._shape, settings, self._job, self._device).for_every_row
+        settings = Settings(
+            dtype=plan.dtype, quant=plan.quant, kv=plan.kv, deterministic=plan.deterministic, compute=plan.compute
+        )
+        return SearchSpace(replace(self._request, settings=settings)).for_every_row
 
     def _prefetch(self) -> _Given | None:
-        """A device's ring and the one in the host that feeds it are as large as each other afterwards."""
-        staging = None if self.plan.device is None else self.plan.device.staging
-        rings = [place.expert_ring // max(1, self._expert) for place in (self.plan.placement, staging) if place]
+        """Afterwards a device's ring and the ring in the host that feeds it have the same size."""
+        staging = self.plan.staging
+        placements = (self.plan.placement, *([staging.placement] if staging else []))
+        rings = [placement.expert_ring // max(1, self._expert) for placement in placements]
         before, after = max(rings), max(MIN_RING_EXPERTS, max(rings) // 2)
         if after >= before:
             return None
         most = after * self._expert
         placement = replace(self.plan.placement, expert_ring=min(most, self.plan.placement.expert_ring))
         plan = replace(self.plan, placement=placement)
-        if plan.device is not None:
-            ring = min(most, plan.device.staging.expert_ring)
-            plan = replace(plan, device=replace(plan.device, staging=replace(plan.device.staging, expert_ring=ring)))
-        return _Given("experts on their way", before, after, plan)
+        if staging is not None:
+            ring = min(most, staging.placement.expert_ring)
+            kept = replace(staging, placement=replace(staging.placement, expert_ring=ring))
+            plan = replace(plan, staging=kept)
+        return _Given("experts in flight", before, after, plan)
 
     def _sequences(self) -> _Given | None:
         before = max(self.plan.max_sequences, self.plan.kv_sequences)

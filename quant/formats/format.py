@@ -8,16 +8,48 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 # One cache line: every plane starts where aligned vector loads are legal and where views of any dtype are.
 ALIGNMENT = 64
 
-DTYPE_NBYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1})
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+
+class DType(NamedTuple):
+    """A dtype by its names: torch's, that of safetensors, and the one in options, for those that models compute in."""
+
+    name: str
+    safetensors: str
+    nbytes: int
+    option: str = ""
+
+
+# The only table of dtypes; what needs torch is derived from it in tensor.py.
+DTYPES: Mapping[str, DType] = MappingProxyType(
+    {
+        dtype.name: dtype
+        for dtype in (
+            DType("float32", "F32", 4, "fp32"),
+            DType("bfloat16", "BF16", 2, "bf16"),
+            DType("float16", "F16", 2, "fp16"),
+            DType("float64", "F64", 8),
+            DType("int64", "I64", 8),
+            DType("int32", "I32", 4),
+            DType("int8", "I8", 1),
+            DType("uint8", "U8", 1),
+            DType("bool", "BOOL", 1),
+        )
+    }
+)
+# By the name in options: bf16, fp16, fp32.
+OPTION_DTYPES: Mapping[str, DType] = MappingProxyType({each.option: each for each in DTYPES.values() if each.option})
+WEIGHT_DTYPES = tuple(each.name for each in OPTION_DTYPES.values())
 
 
 class FormatError(ValueError):
-    """A format is unknown, or it cannot hold this matrix; the message says which can."""
+    """A format is unknown, or it cannot hold this matrix; the message says which can.
+
+    This floor knows no exit codes: whoever applies a user's setting turns it into a SettingError.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +67,7 @@ class Plane:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * DTYPE_NBYTES[self.dtype]
+        return prod(self.shape) * DTYPES[self.dtype].nbytes
 
 
 @dataclass(frozen=True, slots=True)

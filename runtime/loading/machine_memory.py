@@ -1,4 +1,4 @@
-"""The memory that a run may use, as found on this machine: host, and a device's where there is one."""
+"""What budgets come to on this machine: host memory, and a device's where there is one, as they are found."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from ...offload.budget import auto_device, parse_size
 from ...offload.device import Device, find_device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
 from ...quant.kernels.gpu import Gpu
-from ..plan.candidate import PROCESS_NBYTES
-from ..plan.placement import LIBRARIES_NBYTES, DeviceRoom
-from ..plan.plan import Settings
 from ..plan.search_space import choose_dtype
-from ..settings.budgets import Budgets
+from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget
+from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .kernel_trial import KernelNeeds, try_kernels, usual_needs
 
@@ -52,30 +51,29 @@ def _attend(place: torch.device, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
-    """`device` and `room` are None where a run computes on the processor."""
+class MachineMemory:
+    """What budgets come to on this machine, and the device that computes; `device` is None on the CPU."""
 
-    host_nbytes: int
+    budget: MemoryBudget
     device: Device | None = None
-    room: DeviceRoom | None = None
 
     def limit_pins(self, machine: Machine | None) -> None:
-        """Of what `machine` was found to page-lock, a fifth is left to others."""
+        """Leaves a fifth of what `machine` was found to page-lock to others."""
         if self.device is not None and machine is not None and machine.pin is not None:
             self.device.pins.most = machine.pin.usable
 
 
-def open_tiers(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> Tiers:
-    """Looks for a device unless the budgets forbid it, and tries the kernels that a run of the model would take there.
+def open_memory(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> MachineMemory:
+    """Looks for a device, unless the budgets forbid it, and tries the kernels that a run of the model would take there.
 
-    Raises SettingError, BadSize.
+    Torch's allocator is limited to the budget. Raises SettingError, BadSize.
     """
-    host = budgets.host_nbytes()
+    host, disk = budgets.host_nbytes(), budgets.disk_nbytes()
     device = find_device() if budgets.wants_device else None
     if device is None:
         budgets.without_device()
-        return Tiers(host)
-    budget = budgets.device_nbytes(device.total, device.available)
+        return MachineMemory(MemoryBudget(host, None, disk))
+    nbytes = parse_size(budgets.gpu_mem, device.total, device.available, auto_device)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
     # What these two load, compile and run is part of what the process and the context take from here on.
@@ -84,8 +82,9 @@ def open_tiers(budgets: Budgets, settings: Settings | None = None, shape: ModelS
     process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
     context = device.context_nbytes
     # What libraries will take is not the allocator's to give.
-    device.limit(max(0, budget - context - LIBRARIES_NBYTES))
-    return Tiers(host, device, DeviceRoom(budget, context + LIBRARIES_NBYTES, process, gpu))
+    device.limit(max(0, nbytes - context - LIBRARIES_NBYTES))
+    granted = DeviceBudget(nbytes, context + LIBRARIES_NBYTES, process, gpu)
+    return MachineMemory(MemoryBudget(host, granted, disk), device)
 
 
 def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) -> KernelNeeds:

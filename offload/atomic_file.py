@@ -1,0 +1,112 @@
+"""A file that appears under its name whole and on disk, or not at all. Knows nothing of what is in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TEMPORARY_SUFFIX = ".tmp"
+# Dirty pages count against a container's memory, so they are handed to the disk this often.
+_FLUSH_NBYTES = 64 << 20
+_BUFFER_NBYTES = 1 << 20
+
+
+class AtomicFile:
+    """Written under a hidden name on the same file system; `publish` gives it its name, replacing what has it.
+
+    The data and the folder are synchronized before `publish` returns. Write with `write`, one piece after the other,
+    or with `write_at`, not with both.
+    """
+
+    def __init__(self, path: Path, hidden: Path | None = None) -> None:
+        """`hidden` is `.NAME.tmp` by default, for the only process that writes `path`; what a killed one left under
+        it is removed. See `own_name` for files that several processes may write."""
+        self.path = path
+        self.hidden = hidden or path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
+        self._descriptor = _create(self.hidden)
+        self._buffer = bytearray()
+        self._end = 0
+        self._unflushed = 0
+
+    def write(self, data: bytes) -> None:
+        self._buffer += data
+        if len(self._buffer) >= _BUFFER_NBYTES:
+            self.flush()
+
+    def write_at(self, offset: int, view: memoryview) -> None:
+        """All of `view`, a run of uint8."""
+        position = 0
+        while position < view.nbytes:
+            position += os.pwrite(self._descriptor, view[position:], offset + position)
+        self._unflushed += view.nbytes
+        if self._unflushed >= _FLUSH_NBYTES:
+            self._sync()
+
+    def flush(self) -> None:
+        """What was written can be read under the hidden name."""
+        data, self._buffer = self._buffer, bytearray()
+        if data:
+            self.write_at(self._end, memoryview(data))
+            self._end += len(data)
+
+    def publish(self) -> None:
+        self.flush()
+        self._sync()
+        self._close()
+        rename(self.hidden, self.path)
+
+    def discard(self) -> None:
+        """Nothing remains, unless it was published."""
+        self._close()
+        self.hidden.unlink(missing_ok=True)
+
+    def _sync(self) -> None:
+        os.fsync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unflushed = 0
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+def _create(path: Path) -> int:
+    """The descriptor of a new file, never of what somebody put there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o644)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, flags, 0o644)
+
+
+def own_name(path: Path) -> Path:
+    """A hidden name for `path` that no other process uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+def write_atomically(path: Path, data: bytes, hidden: Path | None = None) -> None:
+    """`path` holds `data` and nothing else, on disk; killed at any point, it holds what it held before."""
+    file = AtomicFile(path, hidden)
+    try:
+        file.write(data)
+        file.publish()
+    except BaseException:
+        file.discard()
+        raise
+
+
+def rename(source: Path, target: Path) -> None:
+    """Replaces `target`; on disk when this returns."""
+    os.replace(source, target)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """New names, and names that are gone, are on disk only when the folder is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,543 @@
+"""How long passes and jobs take on a machine, and what they wait for. Closed form, torch-free.
+
+Rates say what the machine does in a second: measured, or assumed where nobody measured. A pass costs seconds of every
+resource; a job is a few kinds of passes. `CostModel` is all that the planner needs of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ...moe.expected_rows import padded_rows, wanted_by
+from ...offload.machine.profile import FlopRates, Machine, Overheads
+from ..kv.spec import KVSpec
+from ..settings.budgets import DeviceBudget
+from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
+from ..shape.shards import ModelShards, model_shards
+from .candidate import Candidate, WeightFootprint
+from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
+
+# What is taken for a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
+SLOW_DISK_BYTES_S = 5e8
+SLOW_LINK_BYTES_S = 6e9
+SLOW_MEMORY_BYTES_S = 1e10
+SLOW_DEVICE_MEMORY_BYTES_S = 2e11
+SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
+SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
+SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s=1e-4, arrival_s=4e-4)
+# Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
+NUMBER_NBYTES = 50
+NO_SECONDS = 1e-12
+# How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
+TOGETHER = "{} together"
+ATTENTION = "attention {}"
+WIDE = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one tier that computes, and of the links to it. FLOP/s are by name, then by rows at once.
+
+    `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
+    """
+
+    disk_bytes_s: float = SLOW_DISK_BYTES_S
+    link_bytes_s: float = SLOW_LINK_BYTES_S
+    memory_bytes_s: float = SLOW_MEMORY_BYTES_S
+    overheads: Overheads = SLOW_OVERHEADS
+    flop_s: FlopRates = field(default_factory=dict)
+    otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
+    measured: bool = False
+
+    def curve(self, *names: str) -> Curve:
+        """Of products under the first of `names` that was measured."""
+        return Curve(next((self.flop_s[name] for name in names if self.flop_s.get(name)), self.otherwise))
+
+
+class Curve:
+    """FLOP/s of products by how many rows they have at once, from those numbers of rows that were measured."""
+
+    def __init__(self, rates: Mapping[int, float]) -> None:
+        self._points = sorted(rates.items())
+        self._rows = [rows for rows, _ in self._points]
+
+    def at(self, rows: float) -> float:
+        """Between numbers of rows that were measured a product's seconds are on a straight line; beyond the most, its
+        rate stays."""
+        rows = max(1.0, rows)
+        above = bisect_left(self._rows, rows)
+        if above == len(self._points):
+            return self._points[-1][1]
+        high, fast = self._points[above]
+        if above == 0:
+            # Fewer rows than were measured take as long.
+            return fast * rows / high
+        low, slow = self._points[above - 1]
+        share = (rows - low) / (high - low)
+        return rows / ((1 - share) * low / slow + share * high / fast)
+
+
+def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
+    """Of the processor of a machine, or of its device; slow ones for what was not measured."""
+    if machine is None:
+        return _device_rates(None) if on_device else Rates()
+    if on_device:
+        return _device_rates(machine)
+    return Rates(
+        disk_bytes_s=machine.disk.bytes_s if machine.disk else SLOW_DISK_BYTES_S,
+        memory_bytes_s=machine.memory_bytes_s,
+        overheads=machine.overheads or SLOW_OVERHEADS,
+        flop_s=machine.flop_s,
+        measured=True,
+    )
+
+
+def _device_rates(machine: Machine | None) -> Rates:
+    link = machine.link if machine else None
+    memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
+    # Launches cost what operations cost on the processor; what a token takes besides is the device's memory's.
+    overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, token_s=NO_SECONDS)
+    return Rates(
+        disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
+        link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
+        memory_bytes_s=memory,
+        overheads=overheads,
+        flop_s=machine.device_flop_s if machine else {},
+        otherwise=SLOW_DEVICE_FLOP_S,
+        measured=link is not None,
+    )
+
+
+# With a ring of hardly any expert half of what disk and compute could do together they do in turns: what was measured
+# from 3 experts to 24, drawn on to none (docs/performance.md).
+MOST_UNHIDDEN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _PassLoad:
+    """One pass: `decoding` sequences with a token each, and `prompts` tokens of prompts, `chunk` of one at a time.
+
+    `started` prompts end in it, and get logits too. The rest is how many tokens back a mean token of each kind looks.
+    """
+
+    decoding: float
+    prompts: float
+    chunk: float
+    started: float
+    decoding_back: float
+    prompts_back: float
+
+    @property
+    def tokens(self) -> float:
+        return self.decoding + self.prompts
+
+    @property
+    def sequences(self) -> float:
+        return self.decoding + self.prompts / max(1.0, self.chunk)
+
+    @property
+    def sampled(self) -> float:
+        return self.decoding + self.started
+
+
+@dataclass(frozen=True, slots=True)
+class _PassCost:
+    """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links.
+
+    `unhidden` is the share of the shorter of disk and compute that overlaps with nothing.
+    """
+
+    disk_s: float
+    link_s: float
+    compute_s: float
+    disk_nbytes: float
+    link_nbytes: float
+    unhidden: float
+
+
+class _LayerKind:
+    """Layers that are alike, and how many they are."""
+
+    def __init__(self, count: int, dense: tuple[Matrix, ...], experts: ExpertsShape | None) -> None:
+        self.count = count
+        self.dense = dense
+        self.experts = experts
+        self.dense_numel = sum(matrix.numel for matrix in dense)
+        self.expert_numel = experts.numel if experts else 0
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token's queries of all heads: what the projection behind attention takes in."""
+        widths = [each.cols for each in self.dense if each.name.rpartition(".")[2] in ("o_proj", "out_proj", "dense")]
+        return max(widths, default=max((each.cols for each in self.dense), default=0))
+
+
+class _Formats(Protocol):
+    """What decides how fast a pass computes, apart from its size: a plan has these, and a candidate."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quant(self) -> str: ...
+    @property
+    def compute(self) -> str: ...
+    @property
+    def kv(self) -> str: ...
+    @property
+    def kv_block(self) -> int: ...
+
+
+class _ModelWork:
+    """A model packed in one weight format, its layers grouped by kind: usually one or two."""
+
+    def __init__(self, shape: ModelShape, shards: ModelShards) -> None:
+        self.shape = shape
+        self.shards = shards
+        kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
+        self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
+        self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
+        shares = [kind.experts.per_token / kind.experts.count for kind in self.kinds if kind.experts]
+        self._rarest = min(shares, default=1.0)
+
+    def least_wanted(self, tokens: float) -> float:
+        """Of any byte of weights, the least probability that a pass of so many tokens needs it."""
+        return wanted_by(tokens, self._rarest)
+
+
+class _PassCosts:
+    """Costs of passes under one plan."""
+
+    def __init__(self, model: _ModelWork, plan: Plan, rates: Rates) -> None:
+        shape, shards = model.shape, model.shards
+        self._rates = rates
+        self._computing = _ComputeCosts(model, plan, rates)
+        staging = plan.staging
+        self._disk = _Streamed(shape, shards, plan.placement if staging is None else staging.placement)
+        self._link = None if staging is None else _Streamed(shape, shards, plan.placement)
+        # On a device neither was measured.
+        self._unhidden = _unhidden_share(shards, plan.placement) if staging is None else 0.0
+        self._arrival_s = rates.overheads.arrival_s if staging is None else 0.0
+
+    def cost(self, load: _PassLoad) -> _PassCost:
+        disk, link = self._disk.nbytes(load.tokens), self._link.nbytes(load.tokens) if self._link else 0
+        rates = self._rates
+        compute = self._computing.seconds(load) + self._arrival_s * self._disk.arrivals(load.tokens)
+        return _PassCost(disk / rates.disk_bytes_s, link / rates.link_bytes_s, compute, disk, link, self._unhidden)
+
+
+def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
+    """What a ring this small keeps from overlapping, as a share; 0 where no expert streams."""
+    if not placement.expert_ring:
+        return 0.0
+    return MOST_UNHIDDEN * max(0.0, 1 - placement.expert_ring / largest_expert(shards) / DEEP_RING_EXPERTS)
+
+
+class _ComputeCosts:
+    """What passes compute, wherever their weights come from."""
+
+    def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates) -> None:
+        self._shape = model.shape
+        self._overheads = rates.overheads
+        self._memory_bytes_s = rates.memory_bytes_s
+        self._kinds = model.kinds
+        self._width = model.attention_width
+        self._groups = [_Looked.of(KVSpec(group, formats.kv, formats.kv_block)) for group in model.shape.kv_groups]
+        name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
+        # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
+        name = name if formats.dtype == "bf16" else WIDE
+        self._alone, self._together = rates.curve(name), rates.curve(TOGETHER.format(name), name)
+        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant)
+
+    def seconds(self, load: _PassLoad) -> float:
+        compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
+        return compute + self._attention(load) + self._head(load)
+
+    def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
+        tokens, overheads = load.tokens, self._overheads
+        seconds = _products(self._alone, kind.dense_numel, tokens)
+        seconds += overheads.layer_s + overheads.sequence_s * load.sequences
+        seconds += overheads.token_s * tokens + tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
+        if kind.experts is None:
+            return seconds
+        union = kind.experts.count * wanted_by(tokens, kind.experts.per_token / kind.experts.count)
+        rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
+        return seconds + _products(self._together, union * kind.expert_numel, rows) + overheads.expert_s * union
+
+    def _attention(self, load: _PassLoad) -> float:
+        """Scores and sums over what tokens look back to. Keys and values are read once for a chunk."""
+        decoding = self._looking(load.decoding, 1.0, load.decoding_back)
+        return decoding + (self._looking(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
+
+    def _looking(self, tokens: float, chunk: float, back: float) -> float:
+        rate, seconds = self._attending.at(chunk), 0.0
+        for group in self._groups:
+            seen = min(back, group.window or back)
+            flop = 4 * tokens * seen * self._width
+            read = tokens / max(1.0, chunk) * seen * group.token_nbytes
+            seconds += group.num_layers * max(flop / rate, read / self._memory_bytes_s)
+        return seconds
+
+    def _head(self, load: _PassLoad) -> float:
+        head = self._shape.head
+        numel = head.numel if head else self._shape.embedding_numel
+        return _products(self._alone, numel, load.sampled)
+
+
+def _products(rate: Curve, numel: float, rows: float) -> float:
+    return 2 * rows * numel / rate.at(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """Layers whose tokens look back equally far; `token_nbytes` of one layer's keys and values."""
+
+    num_layers: int
+    window: int | None
+    token_nbytes: float
+
+    @classmethod
+    def of(cls, spec: KVSpec) -> _Looked:
+        return cls(len(spec.group.layers), spec.group.window, spec.record_nbytes / spec.block)
+
+
+class _Streamed:
+    """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
+
+    def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
+        self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
+        # By the share of a layer's experts that a token asks for: bytes, and how many.
+        self._experts: Counter[float] = Counter()
+        self._counts: Counter[float] = Counter()
+        for layer, packed, count in zip(shape.layers, shards.layers, held.held_experts, strict=True):
+            if layer.experts and packed.expert:
+                share = layer.experts.per_token / layer.experts.count
+                self._experts[share] += (packed.num_experts - count) * packed.expert.nbytes
+                self._counts[share] += packed.num_experts - count
+
+    def nbytes(self, tokens: float) -> float:
+        return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
+
+    def arrivals(self, tokens: float) -> float:
+        """Experts that come."""
+        return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
+
+
+RESOURCES = ("disk", "link", "compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the whole job takes, without loading. `busy_s` is by resource; `bottleneck` is what the job waits for.
+
+    Answers are taken to be as long as they may be, and no prompt to begin like another.
+    """
+
+    seconds: float
+    prompt_tok_s: float
+    generated_tok_s: float
+    passes: float
+    sequences: float
+    bottleneck: str
+    busy_s: Mapping[str, float]
+    disk_nbytes: float
+    link_nbytes: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """`passes` equal passes."""
+
+    passes: float
+    load: _PassLoad
+
+
+def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors: Mapping[str, float]) -> Prediction:
+    costs = _PassCosts(model, plan, rates)
+    specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in model.shape.kv_groups)
+    live = _live_sequences(specs, plan.kv_blocks, min(plan.max_sequences, plan.tokens_per_pass), job)
+    phases = list(_phases(job, live, plan.tokens_per_pass))
+    costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
+    busy = {name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES}
+    total = sum(passes * _pass_seconds(cost, factors) for passes, cost in costed)
+    waited = {name: sum(passes for passes, cost in costed if _bottleneck(cost, factors) == name) for name in RESOURCES}
+    generated = job.mean_generated * job.sequences
+    return Prediction(
+        seconds=total,
+        prompt_tok_s=job.mean_prompt * job.sequences / total,
+        generated_tok_s=generated / total,
+        passes=sum(passes for passes, _ in costed),
+        sequences=live,
+        bottleneck=max(RESOURCES, key=lambda name: (waited[name], busy[name])),
+        busy_s=busy,
+        disk_nbytes=sum(passes * cost.disk_nbytes for passes, cost in costed),
+        link_nbytes=sum(passes * cost.link_nbytes for passes, cost in costed),
+    )
+
+
+def _live_sequences(specs: Sequence[KVSpec], blocks: Sequence[int], most: int, job: Workload) -> float:
+    """Sequences that run together: as many as a pass takes at `most` and the cache's blocks allow, of mean length."""
+    tokens = max(1, round(job.mean_prompt + job.mean_generated))
+    fitting = [count / spec.least_blocks(tokens) for spec, count in zip(specs, blocks, strict=True)]
+    return max(1.0, min(most, job.sequences, *fitting))
+
+
+def _phases(job: Workload, live: float, tokens_per_pass: int) -> Iterator[_Phase]:
+    """A job as rounds of `live` sequences: passes with prompts in them, then passes that only decode.
+
+    The last round may have fewer sequences. While the first one begins, and when at the end none is admitted any more,
+    half of the sequences decode in the mean.
+    """
+    rounds = max(1, int(job.sequences / live))
+    rest = job.sequences - rounds * live
+    yield from _round(job, live, tokens_per_pass, 1, beginning=True)
+    if rounds > 1:
+        yield from _round(job, live, tokens_per_pass, rounds - 1)
+    if rest >= 1:
+        yield from _round(job, rest, tokens_per_pass, 1)
+    last = rest if rest >= 1 else live
+    ending = min(_passes_with_prompts(job, last, tokens_per_pass), job.mean_generated)
+    yield _Phase(ending, _decoding(job, max(1.0, last / 2)))
+
+
+def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginning: bool = False) -> Iterator[_Phase]:
+    filling = _passes_with_prompts(job, live, tokens_per_pass)
+    decoding = max(0.0, job.mean_generated - filling)
+    riding = live * (job.mean_generated - decoding) / filling * (0.5 if beginning else 1.0)
+    prompts = live * job.mean_prompt / filling
+    chunk, back = min(job.mean_prompt, prompts), job.mean_prompt / 2
+    load = _PassLoad(riding, prompts, chunk, live / filling, _looked_at(job), back)
+    yield _Phase(times * filling, load)
+    if decoding:
+        yield _Phase(times * decoding, _decoding(job, live))
+
+
+def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> float:
+    """Of one round. They are full; where prompts are long, all passes are, and a round outlasts an answer."""
+    prompts, free = job.mean_prompt * live, tokens_per_pass - live
+    if prompts <= job.mean_generated * free:
+        return max(1.0, prompts / free)
+    return (prompts + job.mean_generated * live) / tokens_per_pass
+
+
+def _decoding(job: Workload, live: float) -> _PassLoad:
+    return _PassLoad(live, 0.0, 1.0, 0.0, _looked_at(job), 0.0)
+
+
+def _looked_at(job: Workload) -> float:
+    return job.mean_prompt + job.mean_generated / 2
+
+
+def _seconds(cost: _PassCost, name: str, factors: Mapping[str, float]) -> float:
+    seconds = {"disk": cost.disk_s, "link": cost.link_s, "compute": cost.compute_s}[name]
+    return seconds * factors.get(name, 1.0)
+
+
+def _pass_seconds(cost: _PassCost, factors: Mapping[str, float]) -> float:
+    seconds = {name: _seconds(cost, name, factors) for name in RESOURCES}
+    return max(seconds.values()) + cost.unhidden * min(seconds["disk"], seconds["compute"])
+
+
+def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> str:
+    return max(RESOURCES, key=lambda name: _seconds(cost, name, factors))
+
+
+@dataclass(frozen=True, slots=True)
+class _CandidateFormats:
+    """The formats of a candidate, by the names that a plan has for them."""
+
+    dtype: str
+    quant: str
+    compute: str
+    kv: str
+    kv_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """`count` equal passes: seconds that each computes, and the least share of the weights not held that it reads."""
+
+    count: float
+    compute_s: float
+    wanted: float
+
+
+class CostModel:
+    """What passes and jobs of one model cost on one machine, by its rates and by what earlier runs taught.
+
+    `factors` multiply the seconds of resources, by weight format (history.py). What no budget changes is kept, so
+    requests that are made from each other share one cost model.
+    """
+
+    def __init__(
+        self, shape: ModelShape, rates: Rates | None = None, factors: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        self.shape = shape
+        self.rates = rates or Rates()
+        self.factors = factors or {}
+        self._weights: dict[tuple[object, ...], WeightFootprint] = {}
+        self._works: dict[tuple[str, str], _ModelWork] = {}
+        self._passes: dict[tuple[object, ...], list[_Passes]] = {}
+
+    def weights(self, quant: str, dtype: str, deterministic: bool, device: DeviceBudget | None) -> WeightFootprint:
+        """The model in a weight format; `device` is the budget of the device that computes, if one does."""
+        key = (quant, dtype, deterministic, device and (device.context_nbytes, device.gpu))
+        if key not in self._weights:
+            self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, device)
+        return self._weights[key]
+
+    def predict(self, plan: Plan, workload: Workload) -> Prediction:
+        """What the job takes under the plan."""
+        work = self._work(plan.quant, plan.dtype, None)
+        return _predict(work, plan, workload, self.rates, self.factors.get(plan.quant, {}))
+
+    def uncorrected(self) -> CostModel:
+        """The same rates without what earlier runs taught."""
+        return CostModel(self.shape, self.rates)
+
+    def least_seconds(
+        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], free_nbytes: int, workload: Workload
+    ) -> float:
+        """No plan of the candidate is predicted to take less, with a cache of `blocks` and `free_nbytes` for weights.
+
+        At best all of these hold weights and no resource waits for another. Of the other weights every pass reads at
+        least the share that it wants of the experts that are wanted least.
+        """
+        weights, rates = candidate.weights, self.rates
+        factors = self.factors.get(weights.quant, {})
+        missing = max(0, weights.nbytes - free_nbytes)
+        name, rate = ("link", rates.link_bytes_s) if weights.on_device else ("disk", rates.disk_bytes_s)
+        moved, computed = missing / rate * factors.get(name, 1.0), factors.get("compute", 1.0)
+        return sum(
+            each.count * max(each.compute_s * computed, each.wanted * moved)
+            for each in self._passes_of(candidate, compute, blocks, workload)
+        )
+
+    def _passes_of(
+        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload
+    ) -> list[_Passes]:
+        weights, spec = candidate.weights, candidate.cache.specs[0]
+        live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload)
+        formats = _CandidateFormats(weights.dtype, weights.quant, compute, spec.format, spec.block)
+        key = (workload, formats, candidate.tokens_per_pass, live)
+        if key not in self._passes:
+            work = self._work(weights.quant, weights.dtype, weights.shards)
+            costs = _ComputeCosts(work, formats, self.rates)
+            self._passes[key] = [
+                _Passes(phase.passes, costs.seconds(phase.load), work.least_wanted(phase.load.tokens))
+                for phase in _phases(workload, live, candidate.tokens_per_pass)
+            ]
+        return self._passes[key]
+
+    def _work(self, quant: str, dtype: str, shards: ModelShards | None) -> _ModelWork:
+        key = quant, dtype
+        if key not in self._works:
+            self._works[key] = _ModelWork(self.shape, shards or model_shards(self.shape, quant, dtype))
+        return self._works[key]
