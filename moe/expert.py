@@ -29,7 +29,10 @@ class ExpertWeights:
 
 
 class Once:
-    """Something that happens and stays so, seen by other threads. A `threading.Event` takes ten times as long to make."""
+    """Something that happens and stays so, seen by other threads.
+
+    A `threading.Event` takes several times as long, thousands of times a pass.
+    """
 
     __slots__ = ("_has_happened", "_lock")
 
