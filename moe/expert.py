@@ -14,6 +14,7 @@ import torch
 from ..quant.kernels.operands import Gate
 from ..quant.linear import Compute
 from ..quant.products import Products
+from ..quant.scratch import whole_vectors
 from ..quant.tensor import PackedTensor
 from .groups import ExpertGroups, combine, group_by_expert
 
@@ -84,10 +85,19 @@ class ExpertBody:
 
     def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Products) -> None:
         """Replaces rows [n, D], an expert's inputs, by its outputs."""
-        inner = self.activate(compute.linear(rows, weights.up, weights.up_bias))
+        inner = self.activated(rows, weights, compute)
         compute.linear(inner, weights.down, weights.down_bias, out=rows)
         if self.norm is not None:
             rows.copy_(self.norm(rows))
+
+    def activated(self, rows: torch.Tensor, weights: ExpertWeights, compute: Products) -> torch.Tensor:
+        """What the second matrix multiplies; deterministic rows are padded meanwhile (scratch.VECTOR_ROWS)."""
+        if not compute.deterministic or rows.device.type != "cpu":
+            return self.activate(compute.linear(rows, weights.up, weights.up_bias))
+        inner = rows.new_empty(whole_vectors(len(rows)), weights.up.shape[0])
+        inner[len(rows) :].zero_()
+        compute.linear(rows, weights.up, weights.up_bias, out=inner[: len(rows)])
+        return self.activate(inner)[: len(rows)]
 
     def forward_together(
         self, hidden: torch.Tensor, rows: torch.Tensor, groups: ExpertGroups, arrived: list[Arrived], compute: Compute

@@ -23,6 +23,8 @@ from moedge.quant.linear import Compute
 from moedge.quant.tensor import pack
 from moedge.quant.workspace import Workspace
 
+pytestmark = pytest.mark.numerics
+
 T, A, E, D, INNER = 37, 3, 9, 24, 16
 
 

@@ -6,6 +6,8 @@ import torch
 from moedge.quant import few_rows, int4
 from moedge.quant.few_rows import MOST_ROWS, measure_few_rows
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.mark.parametrize("name", ["none", "nf4"])
 def test_formats_without_such_a_kernel_have_nothing_to_choose(name: str) -> None:

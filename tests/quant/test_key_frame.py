@@ -8,6 +8,8 @@ from moedge.quant.kv_codec import decode, encode
 from moedge.quant.kv_format import VECTOR_FORMATS
 from moedge.quant.rotation import rotation
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.mark.parametrize("dim", [1, 2, 6, 64, 80, 96, 112, 128, 192, 256])
 def test_rotations_are_orthonormal_and_spread_every_element(dim: int) -> None:
