@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...offload.machine.hardware import crew_size
+from ...quant.scratch import whole_vectors
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
 from .activations import Widest, attention_nbytes, decoding_nbytes, experts_nbytes, groups_experts, pass_nbytes
@@ -37,6 +38,7 @@ class WeightFootprint:
         self.work = ModelWork(shape, self.shards)
         self.widest = Widest.of(shape)
         self.on_device = device is not None
+        self.pads_passes = deterministic and not self.on_device
         self.gpu = None if device is None else device.gpu
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
         self.products = workspace_nbytes(shape, quant, dtype, deterministic)
@@ -69,7 +71,8 @@ class Candidate:
         self.cache = cache
         self.tokens_per_pass = cache.tokens_per_pass
         self.live = max(1, min(live, self.tokens_per_pass))
-        computing = pass_nbytes(packed.widest, packed.dtype, self.tokens_per_pass, self.live, cache.longest)
+        rows = whole_vectors(self.tokens_per_pass) if packed.pads_passes else self.tokens_per_pass
+        computing = pass_nbytes(packed.widest, packed.dtype, rows, self.live, cache.longest)
         decoding = decoding_nbytes(packed.widest, packed.dtype, self.live, cache.longest)
         # Not at the same time: a layer's attention is over when its experts begin, and one backend computes it.
         if packed.gpu is not None and not packed.gpu.lacks.attention:
