@@ -1,24 +1,17 @@
-"""Do the Triton kernels compute what they should, what do they compile to, and how fast are they?
+"""Do the Triton kernels compute what they should, and how fast are they?
 
-    python bench/kernels.py check                 every format, kernel and feature against float64
-    python bench/kernels.py compile [--arch 86]   registers, spills, shared memory, for GPUs that are not there
-    python bench/kernels.py time                  time against the bytes or operations that cannot be saved
+    python bench/kernels.py check   every format, kernel and feature against float64
+    python bench/kernels.py time    time against the bytes or operations that cannot be saved
 
-`check` runs in Triton's interpreter, or compiled where there is a GPU; it exits 1 beyond 2e-6 (float32). `compile`
-needs no GPU and no driver; it prints the table of docs/kernels.md and exits 1 where a kernel does not compile or
-spills more than 256 bytes (--json: one line per kernel, --sample: a few of them). `time` needs a GPU: it also checks
-every timed result against float64, and names the floor that each kernel is measured by.
+`check` runs in Triton's interpreter, or compiled where there is a GPU; it exits 1 beyond 2e-6 (float32). `time` needs a
+GPU: it also checks every timed result against float64, and names the floor that each kernel is measured by. What they
+compile to, bench/compiling shows without a GPU.
 """
 
 import argparse
 import itertools
-import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-# Before Triton is imported: only compiled kernels can be compiled further, only a GPU can run them.
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() or "compile" in sys.argv else "1"
+# Before Triton is imported: only a GPU can run what is compiled.
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime" / "attention"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))
@@ -35,187 +28,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))
 import grouped_cases
 import paged_cases
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.tuning import TILE_ROWS
-from moedge.runtime.attention.kernels.launch import attend_launches, store_launch
+from moedge.runtime.attention.kernels.launch import attend_launches
 from moedge.runtime.attention.kernels.tuning import decode_cut, extend_cut, num_splits
 
 HAS_GPU = torch.cuda.is_available()
-ARCHS = (75, 80, 86, 89, 90, 120)
-MOST_SPILLED = 256
 MOST_ERROR = 2e-6
 # Products in bfloat16: probabilities and outputs are rounded to 8 bits.
 MOST_ROUNDED = 2e-2
 KV_PAIRS = (("native", "native"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
-ALL_FEATURES = {"window": 333, "chunk": None, "softcap": 30.0, "sinks": True, "shift": True}
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WORDS = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+BF16, FP16 = torch.bfloat16, torch.float16
 SILU = Gate("silu")
-
-
-# --- compile
-
-
-class OtherGpu:
-    """In place of Triton's CUDA driver: says which GPU to compile for, and has none."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A kernel at one size, and the launch that compiles it for a GPU."""
-
-    kernel: str
-    size: str
-    format: str
-    launch: Callable[[], Launch]
-
-
-def attention_subjects(arch: int, dtype: torch.dtype, head_dims: tuple[int, ...]) -> Iterator[Subject]:
-    capability, wide = (arch // 10, arch % 10), dtype == FP32
-    for head_dim, (keys, values) in itertools.product(head_dims, KV_PAIRS):
-        case = paged_cases.Case(keys, values, head_dim, 8, 32, dtype=dtype, native=dtype, **ALL_FEATURES)
-        size, name = f"head {head_dim}", keys if keys == values else f"{keys}/{values}"
-        decode = decode_cut(capability, head_dim, 8, wide)
-        kinds = [("decode" if decode.dot else "decode without dot", decode, 4)]
-        if decode.dot:
-            kinds.append(("extend", extend_cut(head_dim, 8, wide), 1))
-        for kernel, cut, splits in kinds:
-            yield Subject(f"{kernel}, {WORDS[dtype]}", size, name, lambda c=case, k=cut, s=splits: attend(c, k, s)[0])
-        if not wide:
-            yield Subject("store", size, name, lambda c=case: store(paged_cases.Cache.make(c)))
-    if not wide:
-        for head_dim in head_dims:
-            case = paged_cases.Case("int8", "int8", head_dim, 8, 32, dtype=dtype)
-            cut = decode_cut(capability, head_dim, 8, wide)
-            yield Subject("merge", f"head {head_dim}", "any", lambda c=case, k=cut: attend(c, k, 16)[1])
-
-
-def attend(case: paged_cases.Case, cut: object, splits: int) -> list[Launch]:
-    cache = paged_cases.Cache.make(case)
-    return attend_launches(cache.q, cache.out, cache.cached, cache.pages(1), cache.features, cut, splits)
-
-
-def store(cache: paged_cases.Cache) -> Launch:
-    x = cache.q[:, : cache.case.kv_heads]
-    return store_launch(x, x, cache.cached, torch.zeros(len(x), dtype=torch.int64))
-
-
-def expert_subjects(arch: int, dtype: torch.dtype) -> Iterator[Subject]:
-    if arch < 80:
-        return
-    # float32 has one tile for all.
-    for format_name, rows in itertools.product(grouped_cases.FORMATS, TILE_ROWS if dtype != FP32 else TILE_ROWS[:1]):
-        for name, gate, bias in (("gate and up", SILU, False), ("down", None, True)):
-            shape = (1536, 2048) if gate else (2048, 768)
-            case = grouped_cases.Case(format_name, *shape, (rows, rows), 7, gate, bias, dtype)
-            words = f"{name}, {WORDS[dtype]}"
-            yield Subject(words, f"{rows} rows", format_name, lambda c=case: grouped_cases.Product.make(c).launch())
-
-
-def subjects(arch: int) -> Iterator[Subject]:
-    half = FP16 if arch < 80 else BF16
-    yield from attention_subjects(arch, half, (64, 128, 256))
-    yield from expert_subjects(arch, half)
-    if arch >= 80:
-        yield from attention_subjects(arch, FP32, (64, 128, 256))
-        yield from expert_subjects(arch, FP32)
-
-
-def in_sample(arch: int, subject: Subject) -> bool:
-    """A few that are large, and each kernel at least once."""
-    chosen = {
-        75: [("decode without dot, fp16", "head 128", "int4")],
-        80: [("extend, bf16", "head 128", "int4"), ("merge", "head 128", "any")],
-        86: [("decode, bf16", "head 128", "int4"), ("store", "head 128", "int4"), ("extend, fp32", "head 128", "int8")],
-        89: [("gate and up, bf16", "64 rows", "nf4")],
-        90: [("extend, bf16", "head 256", "int8/int4"), ("down, bf16", "16 rows", "int8")],
-        120: [("decode, bf16", "head 256", "int8")],
-    }
-    return (subject.kernel, subject.size, subject.format) in chosen[arch]
-
-
-@dataclass(frozen=True)
-class Compiled:
-    kernel: str
-    size: str
-    format: str
-    arch: int
-    registers: int
-    spill: int
-    shared: int
-    tensor_cores: bool
-    seconds: float
-
-
-def compile_for(arch: int, subject: Subject) -> Compiled:
-    launch = subject.launch()
-    driver.set_active(OtherGpu(arch))
-    begin = time.perf_counter()
-    kernel = launch.compile()
-    seconds = time.perf_counter() - begin
-    usage = resource_usage(kernel.asm["cubin"])
-    has_mma = bool(re.search(r"\b(mma\.sync|wgmma|tcgen05\.mma)", kernel.asm["ptx"]))
-    name = (subject.kernel, subject.size, subject.format)
-    return Compiled(*name, arch, usage["REG"], usage["STACK"], kernel.metadata.shared, has_mma, seconds)
-
-
-def resource_usage(cubin: bytes) -> dict[str, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(count) for name, count in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-
-
-def run_compile(archs: list[int], sample: bool, as_json: bool) -> int:
-    compiled, failed = [], 0
-    for arch in archs:
-        for subject in subjects(arch):
-            if sample and not in_sample(arch, subject):
-                continue
-            try:
-                compiled.append(compile_for(arch, subject))
-            except Exception as error:
-                failed += 1
-                print(f"sm{arch} {subject.kernel} {subject.size} {subject.format}: {error}", file=sys.stderr)
-                continue
-            if as_json:
-                print(json.dumps(vars(compiled[-1])), flush=True)
-    if not as_json:
-        print_tables(compiled, archs)
-    spilled = [result for result in compiled if result.spill > MOST_SPILLED]
-    for result in spilled:
-        print(f"spills too much: {result}", file=sys.stderr)
-    return int(bool(failed or spilled))
-
-
-def print_tables(compiled: list[Compiled], archs: list[int]) -> None:
-    print(f"Triton {triton.__version__}; registers / bytes of spill / KiB of shared memory\n")
-    print("| kernel | size | format |" + "".join(f" sm{arch} |" for arch in archs))
-    print("|---|---|---|" + "---|" * len(archs))
-    cells: dict[tuple[str, str, str], dict[int, str]] = {}
-    for result in compiled:
-        cell = f"{result.registers} / {result.spill} / {result.shared / 1024:.0f}"
-        cells.setdefault((result.kernel, result.size, result.format), {})[result.arch] = cell
-    for name in sorted(cells, key=lambda name: (name[0], int(re.findall(r"\d+", name[1])[0]), name[2])):
-        print("| " + " | ".join([*name, *(cells[name].get(arch, "") for arch in archs)]) + " |")
 
 
 # --- check
@@ -300,7 +125,7 @@ def timed_attention(capability: tuple[int, int]) -> Iterator[Timed]:
         base = paged_cases.Case(keys, values, head_dim, 8, 32, 4, dtype=dtype, native=dtype, device="cuda")
         for batch, past in ((1, 8191), (16, 2047), (128, 1023)):
             case = replace(base, lengths=((past, 1),) * batch)
-            cut = decode_cut(capability, head_dim, 8, wide=False)
+            cut = decode_cut(capability, head_dim, 8, wide=False, kind=paged_cases.kind_of(keys, values))
             splits = num_splits(batch * 4 * -(-8 // cut.heads), processors, past, cut.keys)
             name = f"decode {keys}/{values} head {head_dim}, {batch} x {past + 1}, {splits} splits"
             yield timed_case(name, case, cut, splits, 1)
@@ -380,12 +205,6 @@ def run_time() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("check", "compile", "time"))
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
-    parser.add_argument("--sample", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("mode", choices=("check", "time"))
     torch.set_grad_enabled(False)
-    if arguments.mode == "compile":
-        sys.exit(run_compile(arguments.arch, arguments.sample, arguments.json))
-    sys.exit(run_check() if arguments.mode == "check" else run_time())
+    sys.exit(run_check() if parser.parse_args().mode == "check" else run_time())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -13,6 +14,7 @@ import torch
 from ..quant.kernels.operands import Gate
 from ..quant.matmul.matmul import Matmul
 from ..quant.matmul.parallel import ParallelMatmul
+from ..quant.scratch import whole_vectors
 from ..quant.tensor import PackedTensor
 from .affinity import Affinity
 from .groups import ExpertGroups, combine, group_by_expert
@@ -29,13 +31,42 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
 
+class Once:
+    """Something that happens and stays so, seen by other threads.
+
+    A `threading.Event` takes several times as long, thousands of times a pass.
+    """
+
+    __slots__ = ("_has_happened", "_lock")
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """It has happened; to say so again changes nothing."""
+        self._has_happened = True
+        with suppress(RuntimeError):
+            # Raised where somebody has said so before.
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._has_happened
+
+    def wait(self) -> None:
+        """Returns when it has happened. For one waiting thread at a time."""
+        if not self._has_happened:
+            self._lock.acquire()
+
+
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """An expert that can be computed. `computed` is set when its weights may go; None where they stay."""
 
     expert_id: int
     weights: ExpertWeights
-    computed: threading.Event | None = None
+    computed: Once | None = None
 
     def finish(self) -> None:
         """Whoever computes the expert has done so, or has failed."""
@@ -56,10 +87,19 @@ class ExpertBody:
 
     def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Matmul) -> None:
         """Replaces rows [n, D], an expert's inputs, by its outputs."""
-        inner = self.activate(compute.linear(rows, weights.up, weights.up_bias))
+        inner = self.activated(rows, weights, compute)
         compute.linear(inner, weights.down, weights.down_bias, out=rows)
         if self.norm is not None:
             rows.copy_(self.norm(rows))
+
+    def activated(self, rows: torch.Tensor, weights: ExpertWeights, compute: Matmul) -> torch.Tensor:
+        """What the second matrix multiplies; deterministic rows are padded meanwhile (scratch.VECTOR_ROWS)."""
+        if not compute.deterministic or rows.device.type != "cpu":
+            return self.activate(compute.linear(rows, weights.up, weights.up_bias))
+        inner = rows.new_empty(whole_vectors(len(rows)), weights.up.shape[0])
+        inner[len(rows) :].zero_()
+        compute.linear(rows, weights.up, weights.up_bias, out=inner[: len(rows)])
+        return self.activate(inner)[: len(rows)]
 
     def forward_together(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..offload.stream.stream import Arrival
-from .expert import Arrived
+from .expert import Arrived, Once
 from .fetch_queue import ExpertFetchQueue
 from .forecast import Forecast, ForecastCounts
 from .groups import ExpertGroups
@@ -132,7 +131,7 @@ class ExpertSupply:
         for key, arrival in together:
             arrived = None
             if key.expert in wanted:
-                arrived = Arrived(key.expert, self._slots.bind(key, arrival.view), threading.Event())
+                arrived = Arrived(key.expert, self._slots.bind(key, arrival.view), Once())
                 handed.append(arrived)
             self._computing.append(Computing(key, arrival, arrived))
         return handed

@@ -16,6 +16,16 @@ STEADY_WEIGHTS = 1 << 19
 # the other two: a single row costs 1.2 times an unpadded one in bfloat16, 64 rows 1.1 times (bench/linear.py).
 TILE = 32
 
+# Rows that elementwise operations see a multiple of where bits must not depend on how many there are. Torch computes
+# functions such as exp for two registers at a time, up to 64 numbers, and for what is left over at a tensor's end with
+# another implementation. With so many rows of any width nothing is left over.
+VECTOR_ROWS = 64
+
+
+def whole_vectors(num_rows: int) -> int:
+    """`num_rows` and what they are padded with."""
+    return -(-num_rows // VECTOR_ROWS) * VECTOR_ROWS
+
 
 def strip_rows(layout: Layout, deterministic: bool) -> int:
     """Rows of a matrix [N, K] that are multiplied together: whole blocks, or all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Self
 
@@ -135,8 +136,13 @@ def view(buffer: Tensor, plane: Plane) -> Tensor:
     """
     typed = buffer.view(torch_dtype(plane.dtype))
     offset = buffer.storage_offset() + plane.offset
-    strides = tuple([prod(plane.shape[axis + 1 :]) for axis in range(len(plane.shape))])
-    return typed.as_strided(plane.shape, strides, offset // typed.itemsize)
+    return typed.as_strided(plane.shape, _strides(plane.shape), offset // typed.itemsize)
+
+
+@cache
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor; a model has a handful of shapes."""
+    return tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -27,6 +27,8 @@ _LOC = re.compile(r"\.loc\s+(\d+) (\d+)")
 _FILE = re.compile(r'\.file\s+(\d+) "(?:[^"]*/)?([^"/]+)"')
 _LOAD = re.compile(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b")
 _ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], (?:\[[^\]]*\], )?(0x[0-9a-f]+|\d+)")
+_SPILL = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?(?:LDL|STL)\b")
+_BRANCH = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?BRA\b[^;]*?0x([0-9a-f]+)")
 _MMA = re.compile(r"\b(mma\.sync|wgmma|tcgen05\.mma)")
 
 
@@ -57,10 +59,12 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
     """For the architecture of the active driver. Raises what Triton raises."""
     kernel = launch.compile()
     usage, ptx = resource_usage(kernel.asm["cubin"]), kernel.asm["ptx"]
+    spill = usage["STACK"] + usage.get("LOCAL", 0)
     loads = list(loads_of(ptx))
     return {
         "registers": usage["REG"],
-        "spill": usage["STACK"] + usage.get("LOCAL", 0),
+        "spill": spill,
+        "spills_in_loop": spill > 0 and spills_in_loop(inspect(kernel.asm["cubin"], "-sass")),
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
         "mma": bool(_MMA.search(ptx)),
@@ -70,12 +74,24 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
+    words = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", inspect(cubin, "-res-usage"))
+    return {name: int(count) for name, count in words}
+
+
+def inspect(cubin: bytes, option: str) -> str:
+    """What cuobjdump, which comes with Triton, says of the binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(count) for name, count in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loop(sass: str) -> bool:
+    """Whether an instruction between a branch back and its target touches a register's place in memory."""
+    spills = [int(found[1], 16) for found in _SPILL.finditer(sass)]
+    branches = [(int(found[1], 16), int(found[2], 16)) for found in _BRANCH.finditer(sass)]
+    return any(target <= spill <= begin for begin, target in branches for spill in spills)
 
 
 def loads_of(ptx: str) -> Iterator[tuple[int, bool, bool]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests"))
-sys.path.append(str(ROOT / "tests" / "runtime" / "attention"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "runtime" / "attention"))
 
 import paged_cases
 from known_shapes import CONFIGS
@@ -30,6 +27,7 @@ from moedge.quant.tensor import PackedTensor, torch_dtype
 from moedge.runtime.attention.kernels.launch import attend_launches, store_launch
 from moedge.runtime.attention.kernels.tuning import decode_cut, extend_cut, has_dot
 
+ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
 WORDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 KV = (("native", "native"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
@@ -43,14 +41,14 @@ GATES = {
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 128},
-    "odd window": {"window": 333},
     "chunk": {"chunk": 8192},
     "softcap": {"softcap": 50.0},
-    "sinks": {"sinks": True, "window": 128},
-    "shift": {"shift": True, "softcap": 30.0, "sinks": True},
+    "sinks": {"sinks": True, "window": 333},
+    "all": {"window": 4096, "softcap": 30.0, "sinks": True, "shift": True},
 }
-HEADS = (64, 80, 96, 128, 144, 192, 256)
-GROUPS = (1, 2, 5, 8, 16)
+HEADS = (64, 80, 96, 128, 192, 256)
+GROUPS = (1, 4, 5, 8, 16)
+STORED_HEADS = (64, 80, 128, 256)
 EXPERTS = ((256, 128), (1536, 2048), (2880, 2880))
 LENGTHS = ((63, 1), (20, 1))
 
@@ -88,9 +86,9 @@ def subjects(arch: int) -> list[Subject]:
 def quick(arch: int) -> list[Subject]:
     """One or two launches of each kernel, of those in `subjects`."""
     wanted = {
-        "decode": "bf16 head 128 group 4 block 32 int8/int8 plain",
-        "split decode": "bf16 head 128 group 4 block 32 native/native plain",
-        "extend": "bf16 head 128 group 4 block 32 native/native plain",
+        "decode": "bf16 head 128 group 8 block 32 int8/int8 plain",
+        "split decode": "bf16 head 128 group 8 block 32 native/native plain",
+        "extend": "bf16 head 128 group 8 block 32 native/native plain",
         "merge": "bf16 head 128",
         "store": "bf16 head 128 block 32 int4/int4",
         "gate and up": "bf16 nf4 1536x2048 silu 16 rows",
@@ -121,22 +119,27 @@ def published_heads() -> list[tuple[int, int]]:
 def attention_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
     half = "bfloat16" if has_dot(capability) else "float16"
     kernels = ("decode", "split decode", "extend") if has_dot(capability) else ("decode", "split decode")
-    base = {"dtype": half, "block": 32, "features": "plain"}
-    for head, group in published_heads():
-        shape = base | {"head": head, "group": group}
-        for kernel in kernels:
-            yield attention(capability, shape | {"kernel": kernel, "kv": KV[0]})
-        yield attention(capability, shape | {"kernel": "decode", "kv": KV[1]})
+    base = {"dtype": half, "block": 32, "kv": KV[0], "features": "plain"}
+    published = published_heads()
+    for head, group in published:
+        yield attention(capability, base | {"kernel": "split decode", "head": head, "group": group})
+    for head, group in dict(published).items():
         yield merge(capability, half, head)
+        if "extend" in kernels:
+            yield attention(capability, base | {"kernel": "extend", "head": head, "group": group})
     factors = {
         "kernel": kernels, "head": HEADS, "group": GROUPS, "kv": KV, "block": BLOCKS, "features": tuple(FEATURES),
         "dtype": DTYPES,
     }  # fmt: skip
     for row in pairwise(factors):
         yield attention(capability, row)
-    for row in pairwise({"head": HEADS, "kv": KV, "block": BLOCKS, "dtype": DTYPES}):
+    for row in pairwise({"head": STORED_HEADS, "kv": KV, "block": BLOCKS, "dtype": DTYPES}):
         yield store(row)
-    yield store({"head": 128, "kv": KV[3], "block": 32, "dtype": half})
+    # What is compiled at each change.
+    yield attention(capability, base | {"kernel": "decode", "head": 128, "group": 8, "kv": KV[1]})
+    if "extend" in kernels:
+        yield attention(capability, base | {"kernel": "extend", "head": 128, "group": 8})
+    yield store(base | {"head": 128, "kv": KV[3]})
 
 
 def attention(capability: tuple[int, int], row: dict[str, Any]) -> Subject:
@@ -146,8 +149,9 @@ def attention(capability: tuple[int, int], row: dict[str, Any]) -> Subject:
         **FEATURES[row["features"]],
     )  # fmt: skip
     wide = dtype == torch.float32
-    cut = extend_cut if row["kernel"] == "extend" else partial(decode_cut, capability)
-    cut = cut(head, row["group"], wide)
+    kind = paged_cases.kind_of(keys, values)
+    sizes = (head, row["group"], wide)
+    cut = extend_cut(*sizes) if row["kernel"] == "extend" else decode_cut(capability, *sizes, kind)
     config = (
         f"{WORDS[row['dtype']]} head {head} group {row['group']} block {row['block']} {keys}/{values} {row['features']}"
     )
@@ -167,7 +171,7 @@ def merge(capability: tuple[int, int], dtype: str, head: int) -> Subject:
     case = paged_cases.Case(
         "int8", "int8", head, 4, 32, lengths=LENGTHS, dtype=torch_dtype(dtype), native=torch_dtype(dtype)
     )
-    cut = decode_cut(capability, head, 4, wide=False)
+    cut = decode_cut(capability, head, 4, wide=False, kind="int8")
     return Subject("merge", f"{WORDS[dtype]} head {head}", False, False, 16, lambda: _attend(case, cut, 4)[1])
 
 
@@ -180,13 +184,16 @@ def store(row: dict[str, Any]) -> Subject:
 
 def _attend(case: paged_cases.Case, cut: Any, splits: int) -> list[Launch]:
     cache = paged_cases.Cache.make(case)
-    return attend_launches(cache.q, cache.out, cache.cached, cache.pages(1), cache.features, cut, splits)
+    # As a pool makes them that rotates the keys which it codes.
+    q = cache.q if case.keys == "native" else cache.q.float()
+    return attend_launches(q, cache.out, cache.cached, cache.pages(1), cache.features, cut, splits)
 
 
 def _store(case: paged_cases.Case) -> Launch:
     cache = paged_cases.Cache.make(case)
     x = cache.q[:, : case.kv_heads]
-    return store_launch(x, x, cache.cached, torch.zeros(len(x), dtype=torch.int64))
+    k = x if case.keys == "native" else x.float()
+    return store_launch(k, x, cache.cached, torch.zeros(len(x), dtype=torch.int64))
 
 
 # --- experts
@@ -199,10 +206,9 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
         hidden, inner = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
         pairs = config["model_type"] == "gpt_oss"
         up = {"gate": "clamped pairs" if pairs else "silu", "shape": (2 * inner, hidden)}
-        for row, format_name, rows in itertools.product(
-            (up, {"gate": "no gate", "shape": (hidden, inner)}), FORMATS, TILE_ROWS
-        ):
-            yield experts(row | {"format": format_name, "rows": rows, "dtype": "bfloat16", "bias": pairs})
+        for row in (up, {"gate": "no gate", "shape": (hidden, inner)}):
+            for format_name, rows in (("nf4", 16), ("nf4", 64), ("int8", 16)):
+                yield experts(row | {"format": format_name, "rows": rows, "dtype": "bfloat16", "bias": pairs})
     factors = {
         "gate": tuple(GATES), "shape": EXPERTS, "format": FORMATS, "rows": TILE_ROWS, "dtype": DTYPES,
         "bias": (False, True),

@@ -26,7 +26,7 @@ TILE_ROWS = (16, 32, 64)
 _TILES = {
     "none": {16: Tiles(16, 64, 64, 4, 2), 32: Tiles(32, 64, 64, 8, 2), 64: Tiles(64, 64, 64, 8, 2)},
     "int8": {16: Tiles(16, 64, 64, 4, 3), 32: Tiles(32, 64, 64, 4, 3), 64: Tiles(64, 64, 64, 8, 2)},
-    "nf4": {16: Tiles(16, 64, 64, 8, 1), 32: Tiles(32, 64, 64, 8, 1), 64: Tiles(64, 64, 64, 8, 1)},
+    "nf4": {16: Tiles(16, 64, 64, 8, 1), 32: Tiles(32, 64, 64, 8, 1), 64: Tiles(64, 32, 64, 4, 1)},
 }
 # float32 has no tensor cores without losing bits: products are multiply-adds, which small tiles keep in registers.
 _WIDE = Tiles(16, 32, 64, 4, 1)

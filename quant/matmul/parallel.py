@@ -48,6 +48,7 @@ class ParallelMatmul(Matmul):
         self._members = [Matmul(each, deterministic, integer, few_rows) for each in (workspace, *helpers)]
         self._crew = WorkerPool(len(self._members))
         self._num_threads = torch.get_num_threads()
+        self._real, self._padded = 1, 1
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +71,24 @@ class ParallelMatmul(Matmul):
             return
         with torch_threads(1):
             yield
+
+    @property
+    def pads_passes(self) -> bool:
+        """Whether hidden states are to have a multiple of VECTOR_ROWS rows: elementwise operations see all of them."""
+        return self.deterministic and self.device.type == "cpu"
+
+    @contextmanager
+    def padded_pass(self, num_tokens: int, num_rows: int) -> Iterator[None]:
+        """While inside, of every `num_rows` rows of hidden states the last ones stand for no token."""
+        self._real, self._padded = num_tokens, num_rows
+        try:
+            yield
+        finally:
+            self._real, self._padded = 1, 1
+
+    def real_rows(self, num_rows: int) -> int:
+        """How many of the first rows are of tokens, where every token has the same number of rows."""
+        return num_rows * self._real // self._padded
 
     def share(self, jobs: Iterable[Job], work: Callable[[Job, Matmul], None]) -> None:
         """Calls work(job, products) for jobs that do not depend on each other, side by side with the helpers."""

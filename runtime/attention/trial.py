@@ -132,15 +132,15 @@ def attention_error(case: AttentionCase, place: torch.device, gpu: Gpu, dtype: t
 def _launch(
     case: AttentionCase, q: torch.Tensor, out: torch.Tensor, pool: KVPool, features: Features, gpu: Gpu
 ) -> None:
-    wide = out.dtype == torch.float32
+    wide, cached = out.dtype == torch.float32, _cached(pool)
     if case.kernel == "extend":
         cut = extend_cut(case.head_dim, _GROUP, wide)
     else:
-        cut = decode_cut(gpu.capability, case.head_dim, _GROUP, wide)
+        cut = decode_cut(gpu.capability, case.head_dim, _GROUP, wide, cached.kind)
     tokens = cut.rows // cut.heads if case.kernel == "extend" else 1
     pages = PassPages(_batch(_spans(case)), 0, _BLOCK, q.device).tiled((0, 1), tokens)
     splits = _SPLITS if case.kernel == "split" else 1
-    for launch in attend_launches(q, out, _cached(pool), pages, features, cut, splits):
+    for launch in attend_launches(q, out, cached, pages, features, cut, splits):
         launch.run()
 
 

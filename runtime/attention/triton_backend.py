@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...quant.kernels.gpu import Gpu
+from ...quant.kernels.launch import Launch
 from ..engine.batch import Batch
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
@@ -14,6 +15,7 @@ from .fresh import FreshAttention, read_back
 from .kernels.launch import Cached, attend_launches, store_launch
 from .kernels.operands import Features, Side
 from .kernels.tuning import Cut, decode_cut, extend_cut, has_dot, num_splits
+from .kernels.warm_up import LayerSample, warm_up_launches
 from .pass_pages import PassPages
 from .protocol import AttentionCall, check_reach
 from .torch_backend import TorchAttention
@@ -45,6 +47,8 @@ class TritonAttention:
         self._older = None if has_dot(gpu.capability) else TorchAttention(cache, dtype, tiled, device)
         head_dims = {pool.spec.group.head_dim for pool in cache.pools}
         self._fresh = {size: FreshAttention.for_gpu(gpu.capability, dtype, size) for size in head_dims}
+        # What the model asked of each layer, and for one row [1, Hq, D] like its queries; known from its first pass on.
+        self._asked: dict[int, tuple[AttentionCall, torch.Tensor]] = {}
         self._batch: Batch | None = None
         self._pages: dict[int, PassPages] = {}
 
@@ -54,6 +58,8 @@ class TritonAttention:
         place = self.cache.places[call.layer]
         pool, pages = self.cache.pools[place.group], self._pages_of(batch, place.group, q.device)
         check_reach(call, pool.spec.group)
+        if call.layer not in self._asked:
+            self._asked[call.layer] = (call, torch.zeros(1, *q.shape[1:], dtype=q.dtype, device=q.device))
         cached = _cached(pool, place.index)
         # Before anything is read: a sequence may look back to what another one stores in this pass.
         if self._stores_by_kernel:
@@ -74,6 +80,22 @@ class TritonAttention:
                 rows = slice(chunk.begin, chunk.end)
                 self._older.attend_past(call, place, chunk, q[rows], out[rows])
         return out
+
+    def warm_up_launches(self) -> list[Launch]:
+        """Launches that compile every kernel which a job may ask for and compute nothing, to run before it begins.
+
+        Of the layers that a pass has gone through: none before the first pass.
+        """
+        samples = [self._sample(call, q) for call, q in self._asked.values()]
+        return warm_up_launches(samples, self.gpu.capability, self._tiled)
+
+    def _sample(self, call: AttentionCall, q: torch.Tensor) -> LayerSample:
+        place = self.cache.places[call.layer]
+        pool, index = self.cache.pools[place.group], place.index
+        kv = q.new_zeros(1, pool.spec.group.kv_heads, q.shape[2])
+        features = _features(call, _shift(pool, index, call, q))
+        cached, keys = _cached(pool, index), _stored_keys(pool, index, kv)
+        return LayerSample(pool.queries(q), keys, kv, cached, features, q.dtype)
 
     def _pages_of(self, batch: Batch, group: int, device: torch.device) -> PassPages:
         if self._batch is not batch:
@@ -103,7 +125,7 @@ class _LayerPass:
 
     def decode(self, cached: Cached, chunks: tuple[int, ...], gpu: Gpu) -> None:
         group = self.q.shape[1] // cached.kv_heads
-        cut = decode_cut(gpu.capability, self.q.shape[2], group, self._wide)
+        cut = decode_cut(gpu.capability, self.q.shape[2], group, self._wide, cached.kind)
         programs = len(chunks) * cached.kv_heads * -(-group // cut.heads)
         longest = self.pages.longest(chunks)
         seen = min(longest, self.call.window or self.call.chunk or longest)
@@ -119,20 +141,27 @@ class _LayerPass:
 
     def _launch(self, cached: Cached, chunks: tuple[int, ...], tokens: int, cut: Cut, splits: int = 1) -> None:
         call, pages = self.call, self.pages.tiled(chunks, tokens)
-        features = Features(call.scale, call.window, call.chunk, call.softcap, call.sinks, self.shift)
-        for launch in attend_launches(self.q, self.out, cached, pages, features, cut, splits):
+        for launch in attend_launches(self.q, self.out, cached, pages, _features(call, self.shift), cut, splits):
             launch.run()
 
 
 def store_by_kernel(pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """What `KVPool.write` does, to the bit, in one launch."""
-    framed = k if pool.frame is None else pool.frame.keys(layer, k)
-    store_launch(framed, v, _cached(pool, layer), slots).run()
+    store_launch(_stored_keys(pool, layer, k), v, _cached(pool, layer), slots).run()
 
 
 def _cached(pool: KVPool, layer: int) -> Cached:
     keys, values = (Side.of(*planes) for planes in pool.planes(layer))
     return Cached(keys, values, pool.spec.block)
+
+
+def _stored_keys(pool: KVPool, layer: int, k: torch.Tensor) -> torch.Tensor:
+    """Keys [T, H, D] as they are to be stored."""
+    return k if pool.frame is None else pool.frame.keys(layer, k)
+
+
+def _features(call: AttentionCall, shift: torch.Tensor | None) -> Features:
+    return Features(call.scale, call.window, call.chunk, call.softcap, call.sinks, shift)
 
 
 def _shift(pool: KVPool, layer: int, call: AttentionCall, q: torch.Tensor) -> torch.Tensor | None:

@@ -39,6 +39,8 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     longest = min(plan.tokens_per_pass, workload.longest - 2, plan.kv_tokens - 2)
     if plan.attention == "triton" and longest > 0:
         failed += _run(loaded, 1, longest, 2, tokens)
+    if plan.attention == "triton":
+        _compile_attention(loaded)
     cache.sharing = True
     engine.start_counting()
     loaded.streamed.start_counting()
@@ -49,6 +51,17 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
             "largest is 65,504; nothing was run. Give --dtype bf16 or --dtype fp32, and another output: this one's job "
             "was begun in fp16."
         )
+
+
+def _compile_attention(loaded: LoadedEngine) -> None:
+    """Launches every kernel that attention may ask for in the job, for all layers that were rehearsed."""
+    # Imports Triton.
+    from ..attention.triton_backend import TritonAttention
+
+    attention = loaded.model.attention
+    assert isinstance(attention, TritonAttention), "the plan names the backend"
+    for launch in attention.warm_up_launches():
+        launch.run()
 
 
 def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:

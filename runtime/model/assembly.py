@@ -100,7 +100,7 @@ def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | N
     """Lets the output head read its own shard or, where it is tied (no layout), the embedding [V, D] where it lies."""
     head = model.get_output_embeddings()
     bias = None if head.bias is None else nn.Parameter(head.bias.to(compute.device), requires_grad=False)
-    linear = PackedLinear(bias, compute)
+    linear = PackedLinear(bias, compute, per_token=False)
     if layout is None or shard is None:
         linear.packed = PackedTensor.wrap(model.get_input_embeddings().weight.detach().to(compute.device))
     else:

@@ -29,10 +29,14 @@ _HARMLESS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """Handed to `model(..., packed=...)`; transformers hands it on to every layer's attention unchanged."""
+    """Handed to `model(..., packed=...)`; transformers hands it on to every layer's attention unchanged.
+
+    `positions` [1, T] are the batch's, and any for rows behind its tokens, which stand for none.
+    """
 
     batch: Batch
     attention: AttentionBackend
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,11 @@ def _attention(
         sinks=features.get("s_aux"),
     )
     if rescale := getattr(module, RESCALE, None):
-        query = rescale(query, packed.batch.positions)
-    width = max(query.shape[-1], value.shape[-1])
-    q, k, v = (_widen(x.squeeze(0).transpose(0, 1), width) for x in (query, key, value))
-    out = packed.attention.attend(call, q, k, v, packed.batch)
-    return out[..., : value.shape[-1]].unsqueeze(0), None
+        query = rescale(query, packed.positions)
+    width, count = max(query.shape[-1], value.shape[-1]), packed.batch.num_tokens
+    q, k, v = (_widen(x.squeeze(0).transpose(0, 1)[:count], width) for x in (query, key, value))
+    out = packed.attention.attend(call, q, k, v, packed.batch)[..., : value.shape[-1]]
+    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - count)).unsqueeze(0), None
 
 
 def _is_chunked(module: torch.nn.Module) -> bool:

@@ -24,7 +24,14 @@ class PackedExperts(nn.Module):
         self.compute = compute
 
     def forward(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
+        count = self.compute.real_rows(len(hidden))
+        if count == len(hidden):
+            return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
+        # Rows that stand for no token want no expert.
+        mine = hidden[:count], expert_ids[:count], weights[:count]
+        out = torch.zeros_like(hidden)
+        out[:count] = mix_experts(*mine, self.source, self.body, self.compute)
+        return out
 
 
 def register_experts(name: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...quant.kernels.upload import upload
 from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
 from ..engine.batch import Batch
 from .attention_seam import PackedPass
@@ -25,14 +27,17 @@ class ModelRunner:
         """Logits [R, V] of the batch's `logit_rows`, in fp32, on the device."""
         if self.attention is None:
             raise RuntimeError("no attention backend: set `attention` before the first pass")
+        count, compute = batch.num_tokens, self._compute
+        behind = (0, whole_vectors(count) - count if compute.pads_passes else 0)
+        token_ids, positions = F.pad(batch.token_ids, behind), F.pad(batch.positions, behind)
         # Token ids stay in the host, where the embedding is.
-        with self._compute.small_steps(batch.num_tokens * self._model.config.hidden_size):
+        with compute.small_steps(count * self._model.config.hidden_size), compute.padded_pass(count, count + behind[1]):
             out = self._model(
-                batch.token_ids,
-                position_ids=upload(batch.positions, self._compute.device),
+                token_ids,
+                position_ids=upload(positions, compute.device),
                 use_cache=False,
-                logits_to_keep=upload(batch.logit_rows, self._compute.device),
-                packed=PackedPass(batch, self.attention),
+                logits_to_keep=upload(batch.logit_rows, compute.device),
+                packed=PackedPass(batch, self.attention, positions),
             )
         logits: torch.Tensor = out.logits
         return logits.squeeze(0).float()

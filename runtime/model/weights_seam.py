@@ -15,18 +15,29 @@ from ...quant.tensor import PackedTensor
 
 
 class PackedLinear(nn.Module):
-    """Stands where an nn.Linear stood; usable while `packed` is bound to bytes that are there."""
+    """Stands where an nn.Linear stood; usable while `packed` is bound to bytes that are there.
+
+    What it makes of rows that stand for no token is zero; the output head, not `per_token`, sees none.
+    """
 
     packed: PackedTensor
 
-    def __init__(self, bias: nn.Parameter | None, compute: ParallelMatmul) -> None:
+    def __init__(self, bias: nn.Parameter | None, compute: ParallelMatmul, per_token: bool = True) -> None:
         super().__init__()
         self.bias = bias
         self.compute = compute
+        self.per_token = per_token
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self.compute.linear(x.reshape(-1, x.shape[-1]), self.packed, self.bias)
-        return rows.view(*x.shape[:-1], rows.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
+        count = self.compute.real_rows(len(rows)) if self.per_token else len(rows)
+        if count == len(rows):
+            out = self.compute.linear(rows, self.packed, self.bias)
+        else:
+            out = rows.new_empty(len(rows), self.packed.shape[0])
+            out[count:].zero_()
+            self.compute.linear(rows[:count], self.packed, self.bias, out=out[:count])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class TiledRows(nn.Module):

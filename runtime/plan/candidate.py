@@ -13,6 +13,7 @@ from ...moe.expected_rows import most_rows
 from ...offload.machine.hardware import crew_size
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
+from ...quant.scratch import whole_vectors
 from ..attention.choice import JOB_NUMEL, PARTS_NBYTES, PIECE_TOKENS
 from ..kv.spec import BLOCK_TOKENS, KVSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
@@ -208,6 +209,7 @@ class WeightFootprint:
         self.shards: ModelShards = model_shards(shape, quant, dtype)
         self.widest = Widest.of(shape)
         self.on_device = device is not None
+        self.pads_passes = deterministic and not self.on_device
         self.gpu = None if device is None else device.gpu
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
@@ -273,4 +275,5 @@ class Candidate:
             decoding = max(decoding, attention)
         if weights.grouped_experts:
             decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))
-        return decoding + pass_nbytes(weights.widest, weights.dtype, self.tokens_per_pass, self.live, cache.longest)
+        rows = whole_vectors(self.tokens_per_pass) if weights.pads_passes else self.tokens_per_pass
+        return decoding + pass_nbytes(weights.widest, weights.dtype, rows, self.live, cache.longest)

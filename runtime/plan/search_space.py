@@ -35,7 +35,7 @@ SPARE_BLOCKS = 1.1
 class PlanRequest:
     """What is asked: a model on a machine (`costs`), a workload, a memory budget, and settings.
 
-    `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. Requests that are made
+    `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. Requests made
     from each other share `costs`.
     """
 

@@ -11,6 +11,8 @@ import torch
 
 from moedge.quant.matmul.thread_pool import torch_threads
 
+pytestmark = pytest.mark.numerics
+
 # Each costs seconds; bench/matrix_models.py runs every family.
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "llama", "llama4_text", "mimo_v2_flash")
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic", "-q")

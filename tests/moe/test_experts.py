@@ -22,6 +22,8 @@ from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.tensor import pack
 
+pytestmark = pytest.mark.numerics
+
 T, A, E, D, INNER = 37, 3, 9, 24, 16
 
 

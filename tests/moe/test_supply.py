@@ -10,7 +10,7 @@ import torch
 from instant_lane import InstantLane, number, open_stream, shard
 
 from moedge.moe.affinity import Affinity
-from moedge.moe.expert import Arrived, ExpertBody, mix_experts
+from moedge.moe.expert import Arrived, ExpertBody, Once, mix_experts
 from moedge.moe.fetch_queue import ExpertFetchQueue
 from moedge.moe.forecast import Forecast, LookAhead
 from moedge.moe.policy import ExpertKey, HoldPolicy, Lru, Popular
@@ -122,3 +122,19 @@ def test_an_expert_that_fails_holds_nobody_up() -> None:
     with pytest.raises(ZeroDivisionError):
         run(supply, Failing(), 3, passes=1)
     assert threading.active_count() <= running + 2, "threads of the crew, none that waits"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_happens_once_is_waited_for(times: int) -> None:
+    happened, order = Once(), []
+    waiting = threading.Thread(target=lambda: (happened.wait(), order.append("waited")))
+    waiting.start()
+    assert not happened.is_set()
+    order.append("set")
+    for _ in range(times):
+        happened.set()
+    waiting.join(timeout=60)
+    assert order == ["set", "waited"]
+    assert happened.is_set()
+    # Whoever comes later need not wait.
+    happened.wait()

@@ -7,6 +7,8 @@ from moedge.quant.formats import int4
 from moedge.quant.matmul import gemv as few_rows
 from moedge.quant.matmul.gemv import MOST_ROWS, measure_few_rows
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.mark.parametrize("name", ["none", "nf4"])
 def test_formats_without_such_a_kernel_have_nothing_to_choose(name: str) -> None:

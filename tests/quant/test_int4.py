@@ -9,6 +9,8 @@ from moedge.quant.formats import int4
 from moedge.quant.formats.format import FormatError, get_format
 from moedge.quant.tensor import pack
 
+pytestmark = pytest.mark.numerics
+
 needs_kernel = pytest.mark.skipif(
     not int4.has_kernel(), reason="torch's kernel orders codes otherwise on this processor"
 )

@@ -9,6 +9,8 @@ from moedge.quant.formats import int8
 from moedge.quant.formats.format import FormatError
 from moedge.quant.tensor import pack
 
+pytestmark = pytest.mark.numerics
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -7,6 +7,8 @@ from moedge.quant.kv.codec import decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.quant.kv.key_transform import KeyTransform, rotation
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.mark.parametrize("dim", [1, 2, 6, 64, 80, 96, 112, 128, 192, 256])
 def test_rotations_are_orthonormal_and_spread_every_element(dim: int) -> None:

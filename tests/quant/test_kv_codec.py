@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from moedge.quant.kv.codec import Coded, decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS, VectorFormat
 
+pytestmark = pytest.mark.numerics
+
 INT8, INT4 = VECTOR_FORMATS["int8"], VECTOR_FORMATS["int4"]
 # float16 keeps 11 bits of scales and zeros.
 HALF = 2.0**-11

@@ -15,6 +15,8 @@ from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
+pytestmark = pytest.mark.numerics
+
 NAMES = sorted(FORMATS)
 # Relative L2 error of a product against float64 over the same packed matrix: a few roundings of the dtype.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}

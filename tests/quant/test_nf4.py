@@ -12,6 +12,8 @@ from moedge.quant.tensor import PackedTensor, pack
 bitsandbytes_kernels.load()
 from bitsandbytes import functional  # noqa: E402
 
+pytestmark = pytest.mark.numerics
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ALL_LEVELS_AND_MIDPOINTS = sorted([*nf4.LEVELS, *nf4.MIDPOINTS])
 

@@ -25,6 +25,11 @@ class Cached(NamedTuple):
     block: int
 
     @property
+    def kind(self) -> str:
+        """The format of keys or values that takes fewer bits."""
+        return {16: "native", 8: "int8", 4: "int4"}[min(self.keys.bits, self.values.bits)]
+
+    @property
     def kv_heads(self) -> int:
         return self.keys.codes.shape[1]
 

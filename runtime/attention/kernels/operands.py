@@ -52,6 +52,13 @@ class Side(NamedTuple):
         return cls(codes, scales, zeros, codes.stride(0), 0 if scales is None else scales.stride(0))
 
     @property
+    def bits(self) -> int:
+        """Of a code: 16 stands for all native ones."""
+        if self.scales is None:
+            return 16
+        return 8 if self.zeros is None else 4
+
+    @property
     def parts(self) -> int:
         """Runs of head elements that are multiplied on their own: an int4 byte holds one element of each half."""
         return 1 if self.zeros is None else 2

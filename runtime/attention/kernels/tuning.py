@@ -29,8 +29,12 @@ _EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
 # float32 has no tensor cores without losing bits: products are multiply-adds, which few rows keep in registers.
 _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
 # Below sm80 Triton turns tl.dot into multiply-adds (since 3.3) that spill: products are written out there, and few
-# rows keep them in registers.
-_DECODE_NO_DOT = {64: (4, 16, 4, 1), 128: (4, 16, 4, 1), 256: (4, 16, 8, 1)}
+# rows keep them in registers. By the narrower of keys and values: a warp loads half as many bytes of int4.
+_DECODE_NO_DOT = {
+    "native": {64: (4, 16, 4, 1), 128: (4, 16, 8, 1), 256: (4, 16, 8, 1)},
+    "int8": {64: (4, 16, 4, 1), 128: (2, 16, 8, 1), 256: (4, 16, 8, 1)},
+    "int4": {64: (2, 16, 2, 1), 128: (2, 16, 4, 1), 256: (4, 16, 8, 1)},
+}
 DOT_CAPABILITY = (8, 0)
 MAX_SPLITS = 16
 
@@ -39,11 +43,13 @@ def has_dot(capability: tuple[int, int]) -> bool:
     return capability >= DOT_CAPABILITY
 
 
-def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: bool) -> Cut:
-    """For single tokens; `group` query heads share a KV head; `wide` are float32 models."""
+def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: bool, kind: str) -> Cut:
+    """For single tokens; `group` query heads share a KV head; `wide` are float32 models; `kind` is the format of keys
+    or values that takes fewer bits: native, int8 or int4.
+    """
     if has_dot(capability):
         return _with_dot((_WIDE if wide else _DECODE)[_size(head_dim)], group)
-    rows, keys, warps, stages = _DECODE_NO_DOT[_size(head_dim)]
+    rows, keys, warps, stages = _DECODE_NO_DOT[kind][_size(head_dim)]
     heads = min(rows, group)
     return Cut(_power(heads), heads, keys, warps, stages, dot=False)
 

@@ -148,7 +148,13 @@ def cut_of(kernel: str, case: Case, capability: tuple[int, int] = (8, 6)) -> Cut
     wide = case.dtype == torch.float32
     if kernel == "extend":
         return extend_cut(case.head_dim, case.group, wide)
-    return decode_cut((7, 5) if kernel == "decode without dot" else capability, case.head_dim, case.group, wide)
+    capability = (7, 5) if kernel == "decode without dot" else capability
+    return decode_cut(capability, case.head_dim, case.group, wide, kind_of(case.keys, case.values))
+
+
+def kind_of(keys: str, values: str) -> str:
+    """The format of keys or values that takes fewer bits."""
+    return min(keys, values, key=("int4", "int8", "native").index)
 
 
 def random_side(case: Case, kind: str, held: list[tuple[list[int], int]], num_blocks: int) -> Side:

@@ -18,6 +18,8 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.shape.model_shape import KVGroup
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS = (1, 31, 75, 32, 130, 2)
 # (query heads, KV heads, head size): every head size and group size that models have, each once.
 SHAPES = [(2, 2, 64), (8, 2, 80), (5, 1, 96), (16, 1, 128), (4, 2, 256)]

@@ -14,6 +14,8 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.model_shape import KVGroup
 
+pytestmark = pytest.mark.numerics
+
 HEADS, KV_HEADS, DIM = 8, 2, 16
 LENGTHS = (1, 31, 75, 32, 130)
 

@@ -11,6 +11,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from moedge.runtime.model.weights_seam import norm_in_pieces
 
+pytestmark = pytest.mark.numerics
+
 WIDTH = 48
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "rms": lambda: Qwen3MoeRMSNorm(WIDTH),

@@ -15,6 +15,8 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.sampling.random import uniform
 from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
 
+pytestmark = pytest.mark.numerics
+
 # Odd, so that rows start at every alignment; larger than the first look, so that both ways are taken.
 VOCAB = 777
 SAMPLER = Sampler()

@@ -1,0 +1,171 @@
+"""What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide.
+
+    python bench/host_cost.py
+    python bench/host_cost.py --layers 2 --experts 16 --tokens 4 --repeats 3
+    python bench/host_cost.py --json host.json
+
+A pass goes through the layers as `moe/streaming.py` serves them: what a router chose is asked for, arrives over a lane
+that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and no
+kernel started: of a GPU's host time this is the part that the supply, the stream and the ring take. Experts arrive
+`one by one`, as they do where the link binds, or `together`, up to four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+from moedge.moe.affinity import Affinity
+from moedge.moe.expert import ExpertWeights
+from moedge.moe.fetch_queue import ExpertFetchQueue
+from moedge.moe.forecast import Forecast, LookAhead
+from moedge.moe.groups import ExpertGroups, group_by_expert
+from moedge.moe.policy import ExpertKey
+from moedge.moe.popularity import Popularity
+from moedge.moe.slots import ExpertSlots
+from moedge.moe.streaming import ExpertSupply
+from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
+from moedge.offload.stream.lane import ALIGNMENT, Place, Ring, Shard
+from moedge.offload.stream.stream import ShardStream
+from moedge.quant.formats.format import get_format
+from moedge.quant.tensor import PackedTensor
+
+# Experts of Qwen3-30B-A3B in nf4.
+WIDTH, INNER, FORMAT = 2048, 768, "nf4"
+PER_TOKEN = 8
+
+
+class Point:
+    """A mark, and the end of a copy: reached already."""
+
+    def __init__(self, there: bool) -> None:
+        self.there = there
+
+    def query(self) -> bool:
+        return self.there
+
+    def synchronize(self) -> None:
+        pass
+
+
+class NoLane:
+    """Moves nothing. Bytes are there when they are waited for; with `together` also when they are asked about."""
+
+    seconds_waited = 0.0
+    seconds_busy = 1e-3
+
+    def __init__(self, together: bool) -> None:
+        self.point = Point(together)
+        self.nbytes_moved = 0
+
+    def start(self, shard: Shard, place: Place, after: Point | None) -> Point:
+        self.nbytes_moved += shard.nbytes
+        return self.point
+
+    def wait(self, ready: Point) -> None:
+        pass
+
+    def mark_used(self) -> Point:
+        return self.point
+
+    def close(self) -> None:
+        pass
+
+
+class Layers:
+    """A model's experts, none of them held, and their one supply."""
+
+    def __init__(self, arguments: argparse.Namespace, mode: Mode, together: bool) -> None:
+        self.count, self.experts = arguments.layers, arguments.experts
+        up, down = (get_format(FORMAT).layout(size, "bfloat16") for size in ((2 * INNER, WIDTH), (WIDTH, INNER)))
+        nbytes = -(-(up.nbytes + down.nbytes) // ALIGNMENT) * ALIGNMENT
+        memory = torch.empty(arguments.ring * nbytes, dtype=torch.uint8)
+        counts = dict.fromkeys(range(self.count), self.experts)
+        popularity, affinity = Popularity(counts), Affinity(counts)
+        chances = {layer: seen.wanted_by(arguments.tokens) for layer, seen in popularity.layers.items()}
+        end = up.nbytes + down.nbytes
+
+        def bind(key: ExpertKey, view: torch.Tensor) -> ExpertWeights:
+            return ExpertWeights(
+                PackedTensor.bind(up, view[: up.nbytes]), PackedTensor.bind(down, view[up.nbytes : end])
+            )
+
+        def shard(key: ExpertKey) -> Shard:
+            return Shard(f"{key}", nbytes, (key.layer * self.experts + key.expert) * nbytes)
+
+        self.supply = ExpertSupply(
+            ExpertFetchQueue(ShardStream(NoLane(together), Ring(memory.numel()), memory), shard),
+            ExpertSlots({}, bind, lambda leaving, entering, slot: None),
+            ExpertOptions().policy([], dict.fromkeys(counts, nbytes), chances),
+            ModeChoice(popularity, mode),
+            Forecast(popularity, affinity, LookAhead({})),
+            RouterLatency(lambda: 1e-3, lambda: nbytes, lambda: 0.0, nbytes),
+            most_ahead=arguments.ring + 1,
+        )
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.zeros(arguments.tokens, 8)
+        shape = (self.count, arguments.tokens, self.experts)
+        self.chosen = torch.rand(shape, generator=generator).topk(PER_TOKEN, dim=-1).indices
+
+    def groups(self) -> list[ExpertGroups]:
+        return [group_by_expert(chosen, self.experts) for chosen in self.chosen]
+
+    def run(self, groups: list[ExpertGroups]) -> None:
+        """One pass."""
+        for layer, chosen in enumerate(groups):
+            for arrived in self.supply.fetch(layer, chosen, self.hidden):
+                for one in arrived:
+                    one.finish()
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, float | str]]:
+    """Of every mode, with experts that come alone and together: medians, in microseconds of this thread's time."""
+    for mode in (Mode.ALL, Mode.WANTED):
+        for together in (False, True):
+            layers = Layers(arguments, mode, together)
+            groups = layers.groups()
+            layers.run(groups)
+            times = []
+            for _ in range(arguments.repeats):
+                before, begun = layers.supply.counts.fetched, time.thread_time()
+                layers.run(groups)
+                times.append((time.thread_time() - begun) * 1e6 / (layers.supply.counts.fetched - before))
+            yield {
+                "mode": str(mode),
+                "arrive": "together" if together else "one by one",
+                "experts a pass": layers.supply.counts.fetched // (arguments.repeats + 1),
+                "us per expert": round(statistics.median(times), 1),
+                "fastest": round(min(times), 1),
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--ring", type=int, default=64, help="Experts that the ring has room for.")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="Write the figures there, too.")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        rows = list(measure(arguments))
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(map(str, row.values())) + " |")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What must not show in a deterministic row's logits shows in none of their bits: threads, neighbours, chunks.
+
+Tokens tell little of that: they differ only where two logits are nearly equal.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedge.quant.matmul.thread_pool import torch_threads
+from moedge.runtime.engine.batch import Batch
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.model.runner import ModelRunner
+from moedge.runtime.plan.planner import Settings, Workload, make_plan
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.source.model_source import ModelSource, open_source
+
+pytestmark = pytest.mark.numerics
+
+LENGTHS, NEW_TOKENS = (3, 40, 17, 70, 1, 33), 3
+JOB = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+# Where sides are no multiples of what kernels take at a time, threads and leftovers show most.
+UNEVEN = {"intermediate_size": 100, "moe_intermediate_size": 100, "vocab_size": 388}
+# Tokens of a pass, sequences together, threads of torch and of the crew.
+WAYS = ((1024, 64, 1), (16, 3, 3), (37, 2, 4))
+
+Logits = dict[tuple[int, int], torch.Tensor]
+
+
+def all_logits(source: ModelSource, settings: Settings, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> Logits:
+    """By prompt and number of tokens that were generated before."""
+    found: Logits = {}
+    forward = ModelRunner.forward
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+    sequences = [Sequence(prompt, SamplingParams(NEW_TOKENS, ignore_eos=True)) for prompt in prompts]
+
+    def kept(self: ModelRunner, batch: Batch) -> torch.Tensor:
+        logits = forward(self, batch)
+        for row, sequence in zip(logits, batch.sampling, strict=True):
+            found[sequences.index(sequence), len(sequence.output_ids)] = row.clone()
+        return logits
+
+    with monkeypatch.context() as patch, torch_threads(num_threads):
+        patch.setenv("OMP_NUM_THREADS", str(num_threads))
+        with closing(load_engine(source, make_plan(source.shape, settings, 4 << 30, JOB))) as loaded:
+            patch.setattr(ModelRunner, "forward", kept)
+            for sequence in sequences:
+                loaded.engine.add(sequence)
+            list(loaded.engine.run())
+    assert len(found) == len(LENGTHS) * NEW_TOKENS
+    return found
+
+
+def in_many_ways(
+    model: Path, formats: tuple[str, str, str], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Logits]:
+    with open_source(str(model)) as source:
+        return [
+            all_logits(source, Settings(*formats, tokens, together, deterministic=deterministic), threads, monkeypatch)
+            for tokens, together, threads in WAYS
+        ]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "formats"),
+    [
+        # The gate of its shared expert is one number a token.
+        ("qwen2_moe", {}, ("fp32", "none", "fp32")),
+        ("qwen2_moe", UNEVEN, ("fp32", "none", "fp32")),
+        ("qwen3_moe", {}, ("bf16", "nf4", "int8")),
+        ("gpt_oss", UNEVEN, ("fp32", "int8", "int4")),
+        ("llama4_text", UNEVEN, ("fp32", "none", "fp32")),
+        ("gemma3_text", UNEVEN, ("bf16", "none", "bf16")),
+    ],
+)
+def test_neither_threads_nor_neighbours_nor_chunks_show_in_a_bit(
+    family: str,
+    sizes: dict[str, int],
+    formats: tuple[str, str, str],
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted, *others = in_many_ways(checkpoint(family, **sizes), formats, True, monkeypatch)
+    for found in others:
+        different = [row for row in wanted if not torch.equal(found[row], wanted[row])]
+        assert not different
+
+
+def test_by_default_they_show_in_roundings(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is promised of fp32 without `--deterministic`; and that they do show is the control of the above."""
+    wanted, *others = in_many_ways(checkpoint("qwen2_moe", **UNEVEN), ("fp32", "none", "fp32"), False, monkeypatch)
+    # Behind the first token rows go on with tokens that may differ where logits are nearly equal.
+    first = [row for row in wanted if not row[1]]
+    errors = [(found[row] - wanted[row]).norm() / wanted[row].norm() for found in others for row in first]
+    assert 0 < max(errors) < 1e-4
