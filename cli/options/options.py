@@ -35,7 +35,7 @@ INPUT = Annotated[
     Path,
     typer.Argument(
         metavar="INPUT",
-        help="Prompts as JSON lines, OpenAI batch format or short; .jsonl or .jsonl.gz, or - for stdin.",
+        help="Prompts as JSON lines, OpenAI batch format or short: .jsonl, .jsonl.gz, or -.",
     ),
 ]
 
@@ -136,12 +136,10 @@ STREAM = Annotated[
     Stream,
     typer.Option(
         "--stream",
-        help="Experts to read in a pass: all, only those routed to, or those plus a forecast; auto is the fastest.",
+        help="Experts to read: all, those routed to, or also a forecast.",
     ),
 ]
-HOLD = Annotated[
-    Hold, typer.Option("--hold", help="Experts to keep in memory: the most often used, or the most recently used.")
-]
+HOLD = Annotated[Hold, typer.Option("--hold", help="Experts to keep in memory: most often or last used.")]
 TEMPERATURE = Annotated[
     float,
     typer.Option(
@@ -178,7 +176,7 @@ MAX_SEQUENCES = Annotated[
 ]
 PLAN = Annotated[
     Path | None,
-    typer.Option("--plan", help="Run a plan that `moedge plan --save` wrote for this model on this machine."),
+    typer.Option("--plan", help="Run a plan written by `moedge plan --save` on this machine."),
 ]
 LENIENT = Annotated[
     bool,
@@ -281,9 +279,7 @@ PROGRESS = Annotated[
         help="auto is a progress bar on a terminal, plain lines elsewhere.",
     ),
 ]
-FORMAT = Annotated[
-    Format, typer.Option("--format", help="json prints events on stdout, one per line (docs/events.md).")
-]
+FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
 

@@ -85,10 +85,10 @@ def summarise(
     loaded: LoadedEngine,
     counts: Counts,
     seconds: Seconds,
-    concessions: FallbackPolicy,
+    policy: FallbackPolicy,
 ) -> RunSummary:
-    """Of a run that ended with what `concessions` left of its plan."""
-    plan, metrics, shape, streamed = concessions.plan, loaded.engine.metrics, source.shape, loaded.streamed
+    """Of a run that ended with `policy.plan`."""
+    plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -112,7 +112,7 @@ def summarise(
         memory=_memory(plan, loaded),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
-        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in concessions.made],
+        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in policy.made],
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 
@@ -134,16 +134,16 @@ def _throughput(metrics: Metrics, seconds: float | None) -> Throughput:
 
 
 def _predicted(planned: JobPlan) -> Predicted:
-    told = planned.prediction
+    predicted = planned.prediction
     return Predicted(
-        generate_s=told.seconds,
-        prompt_tok_s=told.prompt_tok_s,
-        generated_tok_s=told.generated_tok_s,
-        passes=told.passes,
-        sequences=told.sequences,
-        binds=told.binds,
-        disk_to_host=round(told.disk_nbytes),
-        host_to_device=round(told.link_nbytes),
+        generate_s=predicted.seconds,
+        prompt_tok_s=predicted.prompt_tok_s,
+        generated_tok_s=predicted.generated_tok_s,
+        passes=predicted.passes,
+        sequences=predicted.sequences,
+        binds=predicted.binds,
+        disk_to_host=round(predicted.disk_nbytes),
+        host_to_device=round(predicted.link_nbytes),
         peak=planned.plan.used_nbytes,
     )
 

@@ -165,7 +165,7 @@ class JobClaim:
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:
-        """Of a job that was begun before; it needs no plan where no row is left to run."""
+        """Of a job that exists; it needs no plan where no row is left to run."""
         assert self._journal is not None
         return JobSession(self, self._journal, self._retry)
 

@@ -105,7 +105,7 @@ class Weights(Protocol):
 
 
 class StallGuard:
-    """While entered, passes are watched. `reason` is set once they stood still; then they are made to end."""
+    """While entered, passes are watched. `reason` is set once they stall; then they are made to end."""
 
     def __init__(
         self,

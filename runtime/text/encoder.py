@@ -14,7 +14,7 @@ class Encoder:
     """Encodes with `backend`; a literal piece never becomes one of `control_ids`."""
 
     def __init__(self, backend: Tokenizer, control_ids: frozenset[int]) -> None:
-        """Raises `TokenizerError` if what the tokenizer adds around a text cannot be told from the text."""
+        """Raises `TokenizerError` if what the tokenizer adds around a text cannot be distinguished from the text."""
         self._backend = backend
         self._control_ids = control_ids
         self._with_controls = _after_newline(self.prompt)
@@ -69,6 +69,6 @@ def _affixes(backend: Tokenizer) -> tuple[list[int], list[int]]:
     if not bare or begin is None:
         raise TokenizerError(
             f"The tokenizer reads 'a' as {bare}, and as {full} with the tokens it adds around a text; use a checkpoint "
-            "whose vocabulary has that letter and whose tokens stand before or behind the text."
+            "whose vocabulary has that letter and whose tokens are before or after the text."
         )
     return full[:begin], full[begin + len(bare) :]

@@ -64,7 +64,7 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """Stands for `dict` without being the class, whose attributes lead further."""
+    """Replaces `dict` without being the class, whose attributes lead further."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)

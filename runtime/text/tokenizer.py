@@ -31,7 +31,7 @@ class Tokenizer:
     """Encodes prompts and decodes answers; one thread at a time. Close it to end its template's process."""
 
     def __init__(self, folder: TokenizerFolder, now: datetime) -> None:
-        """`now` is what templates are told when they ask for the date."""
+        """`now` is the date that templates get when they ask for it."""
         self.eos_token_ids = folder.eos_token_ids
         self._backend = folder.backend
         self._controls = ControlTokens(folder.backend, folder.template or "", folder.unknown_id)

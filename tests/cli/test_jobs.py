@@ -46,7 +46,7 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert cli(*batch, "--max-rows", 4, "--tokens-per-pass", 64) == 75
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "Resume with the same command" in capsys.readouterr().err
     assert cli("jobs", "ls") == 0
     listed = capsys.readouterr().out
     assert "stopped" in listed
@@ -65,7 +65,7 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert "going on with job" in capsys.readouterr().err
     assert cli("jobs", "resume", job_id, "--failed", "-q") == 3
     assert cli(*batch) == 3
-    assert "11 answers are in" in capsys.readouterr().err
+    assert "11 answers in" in capsys.readouterr().err
     assert cli(*batch, "--max-tokens", 9) == 2
     assert "max_tokens: was 256, is 9" in capsys.readouterr().err
     assert cli("jobs", "show", tmp_path / "out.jsonl", "--json") == 0

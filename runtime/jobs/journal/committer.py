@@ -20,7 +20,7 @@ LINGER_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the journal: the byte after a record, and how many rows had answers and errors up to it."""
+    """The end of a record in the journal: the byte after it, and how many rows had answers and errors by then."""
 
     end: int = 0
     ok: int = 0
@@ -121,7 +121,7 @@ class Ballast:
         self._path = path
 
     def fill(self) -> None:
-        """Takes the room; where there is none, the job's first answer will say so."""
+        """Reserves the blocks; where the disk has none, the job's first answer will say so."""
         if self._path is None or (self._path.exists() and self._path.stat().st_size == BALLAST_NBYTES):
             return
         try:
@@ -134,7 +134,7 @@ class Ballast:
             self.drop()
 
     def drop(self) -> bool:
-        """Gives the room back; whether there was any."""
+        """Frees the blocks; whether there were any."""
         if self._path is None or not self._path.exists():
             return False
         with suppress(OSError):

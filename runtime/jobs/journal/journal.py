@@ -61,7 +61,7 @@ class Journal:
         self._append_as(Kind.BEGIN, rows=list(rows))
 
     def done(self, *rows: Done) -> None:
-        """Rows have their answers. Raises JournalFailed when the disk is full, with them saved if there was room."""
+        """Rows have their answers. Raises JournalFailed on a full disk, with them saved if the ballast was enough."""
         if not rows:
             return
         synced = self._committer.synced.end
@@ -121,7 +121,7 @@ class Journal:
         self._tell()
 
     def _append_settled(self, kind: Kind, **content: Any) -> None:
-        """The record says that all before it is on disk: damage there is told from a torn tail from now on."""
+        """The record says that all before it is on disk: from now on, damage there is not taken for a torn tail."""
         self.sync()
         self._append_as(kind, **content)
         self.sync()
@@ -154,7 +154,7 @@ class Journal:
             self._retry_write(lines)
 
     def _retry_write(self, lines: bytes) -> None:
-        """With the room that the ballast took."""
+        """With the blocks that the ballast had."""
         try:
             self._write_all(lines)
         except OSError as error:
@@ -179,5 +179,5 @@ class Journal:
 def _failed(path: Path, error: OSError) -> JournalFailed:
     return JournalFailed(
         f"{path} could not be written ({error.strerror}); rows confirmed before are safe. "
-        "Make room or look after the disk, then start the same command again"
+        "Free some disk space or look after the disk, then start the same command again"
     )

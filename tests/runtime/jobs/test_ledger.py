@@ -1,4 +1,4 @@
-"""A job that is gone on with is the job that was begun: cases I12, J8, J9, J10, J13, J14 of the failure table."""
+"""A job that is resumed is the job that was started: cases I12, J8, J9, J10, J13, J14 of the failure table."""
 
 import ctypes
 import errno
@@ -421,7 +421,7 @@ def test_too_many_failures_stop_the_job(job: Job, tmp_path: Path) -> None:
 
     stopped = job(hook=spoil, limits=Limits(max_failures="10%"))
     assert stopped.reason is not None
-    assert "at most 5 may" in stopped.reason
+    assert "--max-failures allows 5" in stopped.reason
     assert 5 < stopped.session.journal.state.counts.failed < 50
 
 

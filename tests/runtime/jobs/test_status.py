@@ -52,7 +52,7 @@ def test_a_job_stands_where_its_last_process_left_it(folder: JobFolder, job: Job
     assert status(folder).reason == "--max-rows 3 was reached"
     lock = JobLock(folder)
     assert status(folder).phase is JobPhase.RUNNING
-    assert cancel(folder) == "it stops after the pass that is running"
+    assert cancel(folder) == "stopping after the current pass"
     assert status(folder).phase is JobPhase.CANCELLING
     lock.close()
     stopped = job(hook=lambda live: folder.cancel.touch())
