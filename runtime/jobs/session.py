@@ -24,7 +24,7 @@ from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
-from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled
+from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
 from .folder import JobFolder, JobLock, now_text, regular_input
@@ -87,7 +87,7 @@ class JobInput:
 def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
     for done in read_answers(folder.journal, state):
         if done.row >= len(rows):
-            return f"it has {len(rows):,} rows, and row {done.row + 1:,} was answered"
+            return f"it has {counted(len(rows), 'row')}, and row {done.row + 1:,} was answered"
         if done.input != rows.digest(done.row):
             return f"line {rows.line_number(done.row)} is not what was answered"
     return "rows that have no answer yet were added, removed or edited"

@@ -176,7 +176,7 @@ def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:
         (lambda lines: [lines[0].replace(b"row 0", b"row x"), *lines[1:]], "line 1 is not what was answered"),
         (lambda lines: lines[1:], "line 1 is not what was answered"),
         (lambda lines: [*lines, lines[0].replace(b"r0", b"new")], "no answer yet"),
-        (lambda lines: lines[:1], "has 1 rows, and row 2 was answered"),
+        (lambda lines: lines[:1], "has 1 row, and row 2 was answered"),
         (lambda lines: [*lines[:9], lines[9].replace(b"row 9", b"row x")], "no answer yet"),
     ],
 )

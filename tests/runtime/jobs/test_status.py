@@ -58,7 +58,7 @@ def test_a_job_stands_where_its_last_process_left_it(folder: JobFolder, job: Job
     stopped = job(hook=lambda live: folder.cancel.touch())
     assert stopped.reason == "it was cancelled"
     assert status(folder).phase is JobPhase.CANCELLED
-    with pytest.raises(JobMismatch, match="was cancelled; `moedge jobs resume"):
+    with pytest.raises(JobMismatch, match="was cancelled; resume it with `moedge jobs resume"):
         job()
     with pytest.raises(OSError, match="broken by hand"):
         job(hook=break_by_hand, resume=ResumeOptions(cancelled=True))
