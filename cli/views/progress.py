@@ -159,8 +159,6 @@ class BarProgress:
 
 
 def rates(eta: Eta) -> str:
-    left = (
-        "" if eta.seconds_left is None else f"  left {duration(eta.seconds_left)}, ready {clock(eta.seconds_left)}"
-    )
+    left = "" if eta.seconds_left is None else f"  left {duration(eta.seconds_left)}, ready {clock(eta.seconds_left)}"
     tokens = f"{eta.generated_tok_s:,.1f} tok/s out, {eta.prompt_tok_s:,.1f} in"
     return f"{tokens}  {gib(eta.resident_nbytes)}{left}"

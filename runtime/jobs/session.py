@@ -28,8 +28,7 @@ from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFa
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
 from .folder import JobFolder, JobLock, now_text, regular_input
-from .journal.committer import Mark
-from .journal.journal import Journal
+from .journal.journal import Journal, Mark
 from .journal.state import JobState
 from .outputs import OutputPaths, export, export_partial, is_exported, read_answers
 from .request import BatchRequest, Identity, recall_offsets, resolved, settle, settle_offsets

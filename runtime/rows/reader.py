@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ..settings.errors import InputChanged
 from .failure import ErrorCode, InvalidRow, RowFailure
+from .fields import Schemas
 from .input_file import Stream, open_input, plain
-from .response_format import Schemas
 from .row import Defaults, Endpoint, Row
 from .row_formats import (
     RowBuilder,

@@ -13,9 +13,8 @@ from typing import Any
 from ..sampling.params import SamplingParams
 from ..settings.errors import shown
 from .failure import ErrorCode, InvalidRow
-from .fields import FREE_PREFIX, read_fields, unknown
+from .fields import FREE_PREFIX, MAX_PROMPTS, read_fields, unknown
 from .row import Defaults, Endpoint, Prompt, Row, row_seed
-from .validators import MAX_PROMPTS
 
 MAX_ID_CHARS = 512
 

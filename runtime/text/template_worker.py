@@ -20,8 +20,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from .child import pack, read_body, unpack
 from .limits import output_limit
+from .template import pack, read_body, unpack
 
 
 def template_environment(now: datetime) -> ImmutableSandboxedEnvironment:

@@ -65,7 +65,7 @@ def test_a_job_stands_where_its_last_process_left_it(folder: JobFolder, job: Job
     assert status(folder).phase is JobPhase.INTERRUPTED
     assert job().finished
     assert status(folder).phase is JobPhase.FINISHED
-    assert cancel(folder) == "it is finished; nothing was cancelled"
+    assert cancel(folder) == "already finished; nothing was cancelled"
 
 
 def break_by_hand(live: Any) -> None:

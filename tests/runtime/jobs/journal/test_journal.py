@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.journal import committer as committer_file
+from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.record import HEAD_NBYTES, Done, Kind, decode_done, encode, encode_done, frame
 from moedge.runtime.jobs.journal.repair import repair
