@@ -13,7 +13,7 @@ from .options import options
 def batch(
     model: options.MODEL,
     input_file: options.INPUT,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Answers in input order.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, in the order of the input.")],
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -42,10 +42,10 @@ def batch(
     output_format: options.FORMAT = options.Format.HUMAN,
     quiet: options.QUIET = False,
 ) -> None:
-    """Answer a file of prompts. The same command goes on with a job that was stopped, killed or cut off.
+    """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
-    Every input row gives exactly one output row: answers in OUTPUT, failures in OUTPUT's name with .errors.jsonl. What
-    is finished is kept in OUTPUT's name with .job until you remove it.
+    Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
+    Finished rows are kept in the folder of the same name with .job until you remove it.
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits

@@ -1,4 +1,4 @@
-"""`moedge jobs`: which jobs there are, how far they are, and going on with them."""
+"""`moedge jobs`: list, inspect, resume, cancel and export jobs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import typer
 from .options import options
 from .options.configured_command import ConfiguredCommand
 
-app = typer.Typer(help="Jobs: which there are, how far they are, and going on with them.", no_args_is_help=True)
-JOB = Annotated[str, typer.Argument(metavar="JOB", help="Its id or the beginning of it, its folder, or its output.")]
+app = typer.Typer(help="List, inspect, resume, cancel and export jobs.", no_args_is_help=True)
+JOB = Annotated[str, typer.Argument(metavar="JOB", help="Job id (or its beginning), job folder, or output file.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.")]
 
 
 @app.command()
 def ls(as_json: JSON = False) -> None:
-    """List jobs that were begun here or by you, with what is done of them."""
+    """List your jobs and those in this folder, with their progress."""
     from ..runtime.jobs.status import JobStatus, jobs
     from ..runtime.settings.errors import BadJournal, OtherVersion
 
@@ -39,7 +39,7 @@ def ls(as_json: JSON = False) -> None:
 
 @app.command()
 def show(job: JOB, as_json: JSON = False) -> None:
-    """Show how a job stands and what it was begun with."""
+    """Show the state of a job and the settings it was started with."""
     from ..runtime.jobs.status import JobStatus, find_job
 
     status = JobStatus.read(find_job(job))
@@ -64,7 +64,7 @@ def show(job: JOB, as_json: JSON = False) -> None:
 @app.command(cls=ConfiguredCommand)
 def resume(
     job: JOB,
-    failed: Annotated[bool, typer.Option("--failed", help="Run the rows that failed once more.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Run failed rows again.")] = False,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -78,7 +78,7 @@ def resume(
     output_format: options.FORMAT = options.Format.HUMAN,
     quiet: options.QUIET = False,
 ) -> None:
-    """Go on with a job, as its first command would, under the budgets given here."""
+    """Resume a job with its original settings, under the budgets given here."""
     from ..runtime.jobs.journal.state import read_state
     from ..runtime.jobs.request import ResumeOptions, resumed
     from ..runtime.jobs.status import find_job
@@ -99,7 +99,7 @@ def resume(
 
 @app.command()
 def cancel(job: JOB) -> None:
-    """Stop a job after its pass, and have its command refused until you resume it. What is finished is kept."""
+    """Stop a job after its current pass. Finished rows are kept; only `moedge jobs resume` continues it."""
     from ..runtime.jobs.status import cancel as cancel_job
     from ..runtime.jobs.status import find_job
 
@@ -111,10 +111,11 @@ def cancel(job: JOB) -> None:
 def export(
     job: JOB,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to; the output's name with .partial.jsonl by default.")
+        Path | None,
+        typer.Option("--output", "-o", help="Default: the output's name with .partial.jsonl."),
     ] = None,
 ) -> None:
-    """Write every row that is finished now, answered or failed, also while the job runs."""
+    """Write all finished rows, answered or failed; works while the job runs."""
     from ..runtime.jobs.status import export_now, find_job
 
     print(export_now(find_job(job), output))
@@ -122,8 +123,10 @@ def export(
 
 @app.command()
 def repair(job: JOB) -> None:
-    """Make a damaged journal usable: whole answers are kept, the other rows are computed again."""
+    """Repair a damaged journal: intact answers are kept, the other rows are run again."""
     from ..runtime.jobs.status import find_job, repair_journal
+    from ..runtime.settings.errors import counted
 
     repaired = repair_journal(find_job(job))
-    print(f"kept {repaired.rows:,} answers, lost {repaired.lost:,} records; the old journal is {repaired.damaged}")
+    kept, lost = counted(repaired.rows, "answer"), counted(repaired.lost, "record")
+    print(f"kept {kept}, lost {lost}; the old journal is {repaired.damaged}")

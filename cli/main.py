@@ -1,4 +1,4 @@
-"""The command `moedge`: its subcommands, and the one place where errors become exit codes."""
+"""The command `moedge`: its subcommands, and where errors become exit codes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def run(
     from ..runtime.settings.budgets import Budgets
     from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
-    from ..runtime.text.terminal import escape_controls
+    from .views.formatting import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():

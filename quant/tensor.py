@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .formats.codec import CODECS
-from .formats.format import ALIGNMENT, DTYPES, OPTION_DTYPES, WEIGHT_DTYPES, FormatError, Layout, Plane, get_format
+from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
+from .formats.format import ALIGNMENT, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 # Below this torch runs an operation in the calling thread, and a core's cache holds the chunk's float32 copies.

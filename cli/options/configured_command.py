@@ -1,4 +1,4 @@
-"""Settings that stand for many runs: flag before environment before ./moedge.toml before the user's file before
+"""Settings for many runs: flag before environment before ./moedge.toml before the user's file before
 default.
 
 An option takes part by having an environment variable `MOEDGE_...`; its key in files is that name in small letters
@@ -36,12 +36,12 @@ class ConfigError(MoedgeError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`command` is "" for a setting that stands above all tables and serves every command; `place` is `FILE:LINE`."""
+    """`command` is "" for a setting above all tables, which serves every command; `origin` is `FILE:LINE`."""
 
     command: str
     key: str
     value: Any
-    place: str
+    origin: str
     folder: Path
 
 
@@ -97,7 +97,7 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
 
 PREFIX = "MOEDGE_"
 DEFAULT = "default"
-# What `jobs resume` goes on with was begun by `batch`; commands that take a single option need no table.
+# `jobs resume` resumes what `batch` started; commands that take a single option need no table.
 _TABLE = {"resume": "batch", "ls": "", "prune": "", "doctor": ""}
 _HELP = {"-h", "--help"}
 
@@ -120,7 +120,7 @@ class ConfiguredCommand(TyperCommand):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its options that may stand, by key."""
+        """Its options that may be set elsewhere, by key."""
         named = ((str(getattr(option, "envvar", None) or ""), option) for option in self.params)
         return {_key(name): option for name, option in named if name.startswith(PREFIX)}
 
@@ -183,19 +183,19 @@ def _applying(path: Path, own: ConfiguredCommand, commands: Mapping[str, Configu
 def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> None:
     tables = {command.table for command in commands.values()} - {""}
     if entry.command and entry.command not in tables:
-        raise ConfigError(f"{entry.place}: there is no table [{entry.command}]{_nearest(entry.command, tables)}")
+        raise ConfigError(f"{entry.origin}: there is no table [{entry.command}]{_nearest(entry.command, tables)}")
     meant = [command.options for command in commands.values() if entry.command in ("", command.table)]
     keys = {key for options in meant for key in options}
     if entry.key not in keys:
         where = f" of [{entry.command}]" if entry.command else ""
-        raise ConfigError(f"{entry.place}: unknown key {entry.key!r}{where}{_nearest(entry.key, keys)}")
+        raise ConfigError(f"{entry.origin}: unknown key {entry.key!r}{where}{_nearest(entry.key, keys)}")
     for options in meant:
         if entry.key in options:
             _check_value(entry, options[entry.key], ctx)
 
 
 def _check_value(entry: Entry, option: Any, ctx: Any) -> None:
-    found = f"{entry.place}: {entry.key} = {_shown(entry.value)}"
+    found = f"{entry.origin}: {entry.key} = {_shown(entry.value)}"
     if option.is_flag != isinstance(entry.value, bool):
         raise ConfigError(f"{found}; wanted {'true or false' if option.is_flag else 'a value, not a truth'}")
     if not isinstance(entry.value, str | int | float):
@@ -223,7 +223,7 @@ def _from_file(entry: Entry, option: Any) -> Setting:
         value = str(entry.folder / Path(value).expanduser())
     flag = max(option.opts, key=len)
     arguments = ((flag,) if value else ()) if option.is_flag else (flag, str(value))
-    return Setting(entry.key, value, entry.place, arguments)
+    return Setting(entry.key, value, entry.origin, arguments)
 
 
 def _refuse_unknown_variables(commands: Mapping[str, ConfiguredCommand]) -> None:

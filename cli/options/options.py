@@ -1,4 +1,4 @@
-"""Options that several commands share, each said once."""
+"""Options that several commands share, each declared once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...offload.budget import BadSize, parse_size
 if TYPE_CHECKING:
     from ...moe.streaming_mode import ExpertOptions
 
-# Larger than whatever may be taken off `auto`.
+# More than `auto` may keep free.
 _ANY_MACHINE = 1 << 62
 
 
 def _size(text: str) -> str:
-    """The text of a size as it is, once it is one. What it comes to is known when the machine was looked at."""
+    """Checks a size and returns its text: how many bytes it is depends on the machine."""
     try:
         parse_size(text, _ANY_MACHINE, _ANY_MACHINE)
     except BadSize as error:
@@ -28,13 +28,14 @@ def _size(text: str) -> str:
 
 MODEL = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A checkpoint folder, a prepared store, or a hub id like Qwen/Qwen3-30B-A3B."),
+    typer.Argument(metavar="MODEL", help="A checkpoint folder, prepared weights, or a hub id like Qwen/Qwen3-30B-A3B."),
 ]
 
 INPUT = Annotated[
     Path,
     typer.Argument(
-        metavar="INPUT", help="Rows: OpenAI batch lines or short ones, .jsonl or .jsonl.gz; - is standard input."
+        metavar="INPUT",
+        help="Prompts as JSON lines, OpenAI batch format or short: .jsonl, .jsonl.gz, or -.",
     ),
 ]
 
@@ -82,7 +83,7 @@ DTYPE = Annotated[
         "--dtype",
         envvar="MOEDGE_DTYPE",
         show_envvar=False,
-        help="Precision of the arithmetic; auto is the checkpoint's own.",
+        help="dtype to compute in; auto is the dtype of the checkpoint.",
     ),
 ]
 QUANT = Annotated[
@@ -91,7 +92,7 @@ QUANT = Annotated[
         "--quant",
         envvar="MOEDGE_QUANT",
         show_envvar=False,
-        help="Weights in memory; auto is the least lossy format that fits.",
+        help="Quantize weights to this format; auto is the most precise one that fits.",
     ),
 ]
 COMPUTE = Annotated[
@@ -100,7 +101,7 @@ COMPUTE = Annotated[
         "--compute",
         envvar="MOEDGE_COMPUTE",
         show_envvar=False,
-        help="int8 rounds activations, too: faster prompts on many CPUs, with weights in int8.",
+        help="int8 also quantizes activations: faster prefill on many CPUs; needs --quant int8.",
     ),
 ]
 KV_FORMAT = Annotated[
@@ -109,7 +110,7 @@ KV_FORMAT = Annotated[
         "--kv",
         envvar="MOEDGE_KV",
         show_envvar=False,
-        help="Format of the KV cache (keys/values); auto is the arithmetic's own where all fits, else int8.",
+        help="KV cache format (keys/values); auto is --dtype where everything fits, else int8.",
     ),
 ]
 ATTENTION = Annotated[
@@ -118,7 +119,7 @@ ATTENTION = Annotated[
         "--attention",
         envvar="MOEDGE_ATTENTION",
         show_envvar=False,
-        help="What computes attention; auto is the fastest that can.",
+        help="Attention backend; auto is the fastest that works here.",
     ),
 ]
 MAX_TOKENS = Annotated[
@@ -128,13 +129,17 @@ MAX_TOKENS = Annotated[
         envvar="MOEDGE_MAX_TOKENS",
         show_envvar=False,
         min=1,
-        help="Tokens to generate at most, unless a row says.",
+        help="max_tokens for rows that do not set it.",
     ),
 ]
 STREAM = Annotated[
-    Stream, typer.Option("--stream", help="Experts that are read: all ahead, or those wanted; auto is the fastest.")
+    Stream,
+    typer.Option(
+        "--stream",
+        help="Experts to read: all, those routed to, or also a forecast.",
+    ),
 ]
-HOLD = Annotated[Hold, typer.Option("--hold", help="Experts that stay in memory: those wanted most, or last.")]
+HOLD = Annotated[Hold, typer.Option("--hold", help="Experts to keep in memory: most often or last used.")]
 TEMPERATURE = Annotated[
     float,
     typer.Option(
@@ -142,14 +147,12 @@ TEMPERATURE = Annotated[
         envvar="MOEDGE_TEMPERATURE",
         show_envvar=False,
         min=0.0,
-        help="0 takes the likeliest token, unless a row says otherwise.",
+        help="Temperature for rows that do not set it; 0 is greedy.",
     ),
 ]
 SEED = Annotated[
     int,
-    typer.Option(
-        "--seed", envvar="MOEDGE_SEED", show_envvar=False, min=0, help="Seed of rows that have none of their own."
-    ),
+    typer.Option("--seed", envvar="MOEDGE_SEED", show_envvar=False, min=0, help="Seed for rows that do not set one."),
 ]
 TOKENS_PER_PASS = Annotated[
     int | None,
@@ -158,7 +161,7 @@ TOKENS_PER_PASS = Annotated[
         envvar="MOEDGE_TOKENS_PER_PASS",
         show_envvar=False,
         min=1,
-        help="Tokens of one pass over the weights at most; chosen by job and memory.",
+        help="Most tokens per forward pass; chosen from the job and the memory by default.",
     ),
 ]
 MAX_SEQUENCES = Annotated[
@@ -168,15 +171,21 @@ MAX_SEQUENCES = Annotated[
         envvar="MOEDGE_MAX_SEQUENCES",
         show_envvar=False,
         min=1,
-        help="Sequences generated together at most; chosen by job and memory.",
+        help="Most sequences in a batch; chosen from the job and the memory by default.",
     ),
 ]
 PLAN = Annotated[
-    Path | None, typer.Option("--plan", help="Run what `moedge plan --save` wrote, for this model on this machine.")
+    Path | None,
+    typer.Option("--plan", help="Run a plan written by `moedge plan --save` on this machine."),
 ]
 LENIENT = Annotated[
     bool,
-    typer.Option("--lenient", envvar="MOEDGE_LENIENT", show_envvar=False, help="Malformed lines become error rows."),
+    typer.Option(
+        "--lenient",
+        envvar="MOEDGE_LENIENT",
+        show_envvar=False,
+        help="Write malformed lines as error rows instead of refusing the input.",
+    ),
 ]
 DETERMINISTIC = Annotated[
     bool,
@@ -184,7 +193,7 @@ DETERMINISTIC = Annotated[
         "--deterministic",
         envvar="MOEDGE_DETERMINISTIC",
         show_envvar=False,
-        help="A row's tokens depend on nothing but the row: same bits in any batch.",
+        help="Bit-identical results for a row in any batch (slower).",
     ),
 ]
 RAM = Annotated[
@@ -195,7 +204,7 @@ RAM = Annotated[
         show_envvar=False,
         metavar="SIZE",
         parser=_size,
-        help="Most host memory to use: 7GiB, 80%, auto. Kept as a ceiling.",
+        help="RAM budget, never exceeded: 7GiB, 80%, auto.",
     ),
 ]
 GPU_MEM = Annotated[
@@ -206,7 +215,7 @@ GPU_MEM = Annotated[
         show_envvar=False,
         metavar="SIZE",
         parser=_size,
-        help="Most GPU memory to use: 7GiB, 80%, auto, or 0 to compute on the processor.",
+        help="GPU memory budget: 7GiB, 80%, auto, or 0 to run on the CPU.",
     ),
 ]
 DISK = Annotated[
@@ -217,7 +226,7 @@ DISK = Annotated[
         show_envvar=False,
         metavar="SIZE",
         parser=_size,
-        help="Most disk that all stores may take: 60GiB, auto, or 0 for none.",
+        help="Disk budget for all prepared weights: 60GiB, auto, or 0 for none.",
     ),
 ]
 DISK_DIR = Annotated[
@@ -226,7 +235,7 @@ DISK_DIR = Annotated[
         "--disk-dir",
         envvar="MOEDGE_DISK_DIR",
         show_envvar=False,
-        help="Where stores of packed weights lie; the user's cache by default.",
+        help="Folder for prepared weights; the user's cache by default.",
     ),
 ]
 UNTIL = Annotated[
@@ -236,10 +245,12 @@ UNTIL = Annotated[
         envvar="MOEDGE_UNTIL",
         show_envvar=False,
         metavar="HH:MM",
-        help="Stop at this time of day; the job can be gone on with.",
+        help="Stop at this time of day (resumable).",
     ),
 ]
-MAX_ROWS = Annotated[int | None, typer.Option("--max-rows", min=1, help="Run so many rows now, the first unfinished.")]
+MAX_ROWS = Annotated[
+    int | None, typer.Option("--max-rows", metavar="N", min=1, help="Stop after N rows of this run (resumable).")
+]
 MAX_FAILURES = Annotated[
     str | None,
     typer.Option(
@@ -247,21 +258,25 @@ MAX_FAILURES = Annotated[
         envvar="MOEDGE_MAX_FAILURES",
         show_envvar=False,
         metavar="N|P%",
-        help="Stop when more rows of the job than this failed.",
+        help="Stop when more rows of the job than this have failed: a number, or a percentage.",
     ),
 ]
 ACCEPT_DRIFT = Annotated[
     list[str] | None,
-    typer.Option("--accept-drift", metavar="NAME", help="Go on though this differs from what the job was begun with."),
+    typer.Option(
+        "--accept-drift",
+        metavar="NAME",
+        help="Continue although this setting differs from the original job (repeatable).",
+    ),
 ]
-SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write the run's numbers here, as JSON.")]
+SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write a summary of the run to this file, as JSON.")]
 PROGRESS = Annotated[
     Progress,
     typer.Option(
         "--progress",
         envvar="MOEDGE_PROGRESS",
         show_envvar=False,
-        help="auto is bars on a terminal, plain lines elsewhere.",
+        help="auto is a progress bar on a terminal, plain lines elsewhere.",
     ),
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]

@@ -1,7 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and text that nobody vouches for, made fit for a terminal."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 
@@ -21,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """What clocks show in so many seconds: `05:40`, with the day where it is not today's."""
+    """The time of day after this many seconds: `05:40`, with the day where it is not today's."""
     now = datetime.now()
     then = now + timedelta(seconds=seconds)
     return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
@@ -36,7 +37,16 @@ def count(number: float) -> str:
 
 
 def kernel_lines(lacks: Mapping[str, str], notes: Iterable[str]) -> Iterator[str]:
-    """Of a plan: why torch computes what kernels of the GPU should, and what else is worth knowing."""
+    """Why torch computes what kernels of the GPU should under a plan, and what else is worth knowing."""
     yield from notes
     for family, reason in lacks.items():
         yield f"torch computes in place of the GPU's kernels for {family}. {reason}"
+
+
+# C0 and C1 controls drive the terminal, bidirectional controls reorder what is read, surrogates cannot be written.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escape_controls(text: str) -> str:
+    r"""`text` with every character that could steer a terminal written out (`\x1b`, `\u202e`); \n and \t stay."""
+    return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)

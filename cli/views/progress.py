@@ -71,9 +71,9 @@ EVENT_INTERVAL_S = 1.0
 
 
 class ProgressView(Protocol):
-    """A context manager that is shown the pace after every pass."""
+    """A context manager that is shown the eta after every pass."""
 
-    def show(self, pace: Eta) -> None: ...
+    def show(self, eta: Eta) -> None: ...
 
     def __enter__(self) -> Self: ...
 
@@ -81,7 +81,7 @@ class ProgressView(Protocol):
 
 
 class NoProgress:
-    def show(self, pace: Eta) -> None:
+    def show(self, eta: Eta) -> None:
         pass
 
     def __enter__(self) -> Self:
@@ -98,13 +98,13 @@ class SeldomProgress(NoProgress):
         self._interval_s = interval_s
         self._shown = time.monotonic()
 
-    def show(self, pace: Eta) -> None:
+    def show(self, eta: Eta) -> None:
         now = time.monotonic()
         if now - self._shown >= self._interval_s:
             self._shown = now
-            self.print(pace)
+            self.print(eta)
 
-    def print(self, pace: Eta) -> None:
+    def print(self, eta: Eta) -> None:
         raise NotImplementedError
 
 
@@ -115,8 +115,8 @@ class PlainProgress(SeldomProgress):
         super().__init__(PLAIN_INTERVAL_S)
         self._console = console
 
-    def print(self, pace: Eta) -> None:
-        self._console.print(f"{pace.done:,}/{pace.total:,} rows  {rates(pace)}", markup=False, soft_wrap=True)
+    def print(self, eta: Eta) -> None:
+        self._console.print(f"{eta.done:,}/{eta.total:,} rows  {rates(eta)}", markup=False, soft_wrap=True)
 
 
 class EventProgress(SeldomProgress):
@@ -126,16 +126,16 @@ class EventProgress(SeldomProgress):
         super().__init__(EVENT_INTERVAL_S)
         self._events = events
 
-    def print(self, pace: Eta) -> None:
+    def print(self, eta: Eta) -> None:
         self._events.emit(
             "progress",
-            done=pace.done,
-            failed=pace.failed,
-            rows=pace.total,
-            generated_tok_s=pace.generated_tok_s,
-            prompt_tok_s=pace.prompt_tok_s,
-            seconds_left=pace.seconds_left,
-            resident_nbytes=pace.resident_nbytes,
+            done=eta.done,
+            failed=eta.failed,
+            rows=eta.total,
+            generated_tok_s=eta.generated_tok_s,
+            prompt_tok_s=eta.prompt_tok_s,
+            seconds_left=eta.seconds_left,
+            resident_nbytes=eta.resident_nbytes,
         )
 
 
@@ -147,8 +147,8 @@ class BarProgress:
         self._progress = RichProgress(*columns, console=console)
         self._task = self._progress.add_task("starting", total=total)
 
-    def show(self, pace: Eta) -> None:
-        self._progress.update(self._task, completed=pace.done, description=rates(pace))
+    def show(self, eta: Eta) -> None:
+        self._progress.update(self._task, completed=eta.done, description=rates(eta))
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -158,9 +158,7 @@ class BarProgress:
         self._progress.stop()
 
 
-def rates(pace: Eta) -> str:
-    left = (
-        "" if pace.seconds_left is None else f"  left {duration(pace.seconds_left)}, ready {clock(pace.seconds_left)}"
-    )
-    tokens = f"{pace.generated_tok_s:,.1f} tok/s out, {pace.prompt_tok_s:,.1f} in"
-    return f"{tokens}  {gib(pace.resident_nbytes)}{left}"
+def rates(eta: Eta) -> str:
+    left = "" if eta.seconds_left is None else f"  left {duration(eta.seconds_left)}, ready {clock(eta.seconds_left)}"
+    tokens = f"{eta.generated_tok_s:,.1f} tok/s out, {eta.prompt_tok_s:,.1f} in"
+    return f"{tokens}  {gib(eta.resident_nbytes)}{left}"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..plan.placement import Workload
 from ..rows.failure import ErrorCode, RowFailure
-from ..rows.response_format import invalid_schema
+from ..rows.fields import invalid_schema
 from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams

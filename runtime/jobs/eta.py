@@ -1,4 +1,4 @@
-"""How fast a job is going and when it will be ready. Arithmetic for whoever shows progress."""
+"""The rate of a job and when it will be ready, for whoever shows progress."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Eta:
     """Rates over the last `window_s` seconds, and a forecast that every pass corrects.
 
     Time is passes times seconds per pass: a pass costs about the same whatever it carries. How many are left follows
-    from the tokens left: a pass holds only so many, and each sequence of it makes one. How long answers are
-    is learned from those that are finished; before the first one they are taken to be as long as they may be.
+    from the tokens left: a pass holds `tokens_per_pass` at most, and each sequence in it makes one. The length of
+    answers is learned from finished ones; before the first they are taken to be as long as they may be.
     """
 
     def __init__(self, work: Work, window_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:

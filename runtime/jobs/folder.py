@@ -53,7 +53,7 @@ class JobFolder:
 
     @property
     def stacks(self) -> Path:
-        """Where every thread stood when a run stood still or its bytes stopped."""
+        """Where every thread was when a run stalled or its bytes stopped."""
         return self.path / "stacks"
 
     @property
@@ -111,7 +111,7 @@ class JobLock:
         except OSError as error:
             self.close()
             raise OutputRefused(
-                f"{folder.lock} cannot be written ({error.strerror}); make room or look after the disk"
+                f"{folder.lock} cannot be written ({error.strerror}); free some disk space or look after the disk"
             ) from None
         except BaseException:
             self.close()
@@ -175,12 +175,12 @@ _CHUNK_NBYTES = 1 << 20
 def regular_input(path: Path, folder: JobFolder) -> Path:
     """The file to read rows from: `path`, or what came through standard input, kept for as long as the job is.
 
-    Raises InputChanged where a job that was begun had other rows come through the pipe.
+    Raises InputChanged where the job was started with other rows from the pipe.
     """
     if os.fspath(path) != STDIN:
         return path
     if sys.stdin.isatty():
-        raise InputUnreadable("no rows come from the terminal; give a file, or pipe one in")
+        raise InputUnreadable("standard input is a terminal; give a file, or pipe one in")
     file = AtomicFile(folder.input)
     try:
         with open_input(path) as raw:
@@ -191,8 +191,8 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
             file.publish()
         elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
             raise InputChanged(
-                f"other rows came through the pipe than when this job began; pipe the same ones in, use "
-                f"`moedge jobs resume`, or move {folder.path} away to begin anew"
+                f"the rows from the pipe are not those that this job was started with; pipe the same ones in, use "
+                f"`moedge jobs resume`, or move {folder.path} away to start over"
             )
     finally:
         file.discard()

@@ -85,10 +85,10 @@ def summarise(
     loaded: LoadedEngine,
     counts: Counts,
     seconds: Seconds,
-    concessions: FallbackPolicy,
+    policy: FallbackPolicy,
 ) -> RunSummary:
-    """Of a run that ended with what `concessions` left of its plan."""
-    plan, metrics, shape, streamed = concessions.plan, loaded.engine.metrics, source.shape, loaded.streamed
+    """Of a run that ended with `policy.plan`."""
+    plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -112,7 +112,7 @@ def summarise(
         memory=_memory(loaded.measure_peaks()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
-        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in concessions.made],
+        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in policy.made],
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 

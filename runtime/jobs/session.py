@@ -24,13 +24,12 @@ from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
-from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled
+from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
 from .folder import JobFolder, JobLock, now_text, regular_input
-from .journal.committer import Mark
-from .journal.journal import Journal
+from .journal.journal import Journal, Mark
 from .journal.state import JobState
 from .outputs import OutputPaths, export, export_partial, is_exported, read_answers
 from .request import BatchRequest, Identity, recall_offsets, resolved, settle, settle_offsets
@@ -88,7 +87,7 @@ class JobInput:
 def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
     for done in read_answers(folder.journal, state):
         if done.row >= len(rows):
-            return f"it has {len(rows):,} rows, and row {done.row + 1:,} was answered"
+            return f"it has {counted(len(rows), 'row')}, and row {done.row + 1:,} was answered"
         if done.input != rows.digest(done.row):
             return f"line {rows.line_number(done.row)} is not what was answered"
     return "rows that have no answer yet were added, removed or edited"
@@ -166,7 +165,7 @@ class JobClaim:
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:
-        """Of a job that was begun before; it needs no plan where no row is left to run."""
+        """Of a job that exists; it needs no plan where no row is left to run."""
         assert self._journal is not None
         return JobSession(self, self._journal, self._retry)
 

@@ -22,13 +22,13 @@ from typing import IO, Protocol
 from ...offload.errors import ExitCode
 from ...offload.stream.lane import StreamBroken
 from ...offload.stream.watchdog import LIMIT_SECONDS, Watchdog
-from ..settings.errors import BadLimit, Stalled
+from ..settings.errors import BadLimit, Stalled, counted
 from .folder import JobFolder
 from .journal.state import Ending, JobState
 
 
 def steady() -> float:
-    """Seconds that go on in a suspended machine, and do not jump with the wall clock."""
+    """Seconds that also pass while the machine is suspended, and do not jump with the wall clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -47,7 +47,9 @@ class Limits:
         try:
             wanted = datetime.strptime(self.until, "%H:%M").time()
         except ValueError:
-            raise BadLimit(f"--until {self.until} is no time of day; give hours and minutes, such as 07:00") from None
+            raise BadLimit(
+                f"--until {self.until} is not a time of day; give hours and minutes, such as 07:00"
+            ) from None
         local = now.astimezone()
         # Of naive times, so that the day on which clocks change has its own length.
         days = (datetime.combine(local.date() + timedelta(days=day), wanted).astimezone() for day in range(3))
@@ -59,7 +61,9 @@ class Limits:
             return None
         text = self.max_failures.removesuffix("%")
         if not text.replace(".", "", 1).isdecimal() or ("." in text and text == self.max_failures):
-            raise BadLimit(f"--max-failures {self.max_failures} is neither a number of rows nor a share: 10, or 5%")
+            raise BadLimit(
+                f"--max-failures {self.max_failures} is neither a number of rows nor a percentage; give 10, or 5%"
+            )
         return int(text) if text == self.max_failures else int(float(text) * num_rows / 100)
 
 
@@ -74,12 +78,12 @@ class StopRule:
         self._deadline = None if seconds is None else clock() + seconds
 
     def reason(self, num_failed: int, num_rows: int) -> str | None:
-        """Why to stop now; None to go on."""
+        """Why to stop now; None to continue."""
         if self._deadline is not None and self._clock() >= self._deadline:
-            return f"it is {self._limits.until}"
+            return f"--until {self._limits.until}"
         allowed = self._limits.failures(num_rows)
         if allowed is not None and num_failed > allowed:
-            return f"{num_failed:,} rows failed, at most {allowed:,} may"
+            return f"{counted(num_failed, 'row')} failed, --max-failures allows {allowed:,}"
         return None
 
 
@@ -101,7 +105,7 @@ class Weights(Protocol):
 
 
 class StallGuard:
-    """While entered, passes are watched. `reason` is set once they stood still; then they are made to end."""
+    """While entered, passes are watched. `reason` is set once they stall; then they are made to end."""
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class StallGuard:
         limit_seconds: float = LIMIT_SECONDS,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`stacks` is the file that says where every thread stood."""
+        """`stacks` is the file that says where every thread was."""
         self.reason: str | None = None
         self._weights = weights
         self._stacks = stacks
@@ -129,7 +133,7 @@ class StallGuard:
         self._left.set()
         self._watchdog.__exit__(kind, error, None)
         if self.reason is not None:
-            raise Stalled(f"{self.reason}; {self._stacks} says where each thread stood") from error
+            raise Stalled(f"{self.reason}; {self._stacks} says where each thread was") from error
 
     def watched(self, passes: Iterator[None]) -> Iterator[None]:
         """The passes; what breaks the stream of weights is kept with where all threads stood."""
@@ -156,7 +160,7 @@ class StallGuard:
             self._weights.fail(TimeoutError(reason))
         if not self._left.wait(GRACE_SECONDS):
             # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
-            print(f"moedge: {reason}; {self._stacks} says where each thread stood", file=sys.__stderr__, flush=True)
+            print(f"moedge: {reason}; {self._stacks} says where each thread was", file=sys.__stderr__, flush=True)
             self._end_process(ExitCode.STOPPED)
 
 

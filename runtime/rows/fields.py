@@ -1,19 +1,214 @@
-"""Every field a row may have in each of the three forms, and what becomes of those that moedge does not run.
+"""Every field that a row may have in each of the three forms, what its value may be, and which fields are refused.
 
-One table each: fields that are read, fields that cannot change an answer, fields that would.
+A check returns the value that it accepts, in one type, or says what it wanted. What a chat message may be is in
+text/messages.py; what a JSON schema may say is checked by `Schemas`, once for all rows that share it. The tables at the
+end name the fields that are read, those that cannot change an answer, and those that would.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Protocol
 
+from ..sampling.grammar import ANY_OBJECT, SchemaError, compile_schema
 from ..sampling.params import LIMITS, Limit
+from ..settings.errors import shown
+from ..text.messages import BadMessage, MessageFault, joined, read_messages
 from .failure import ErrorCode, InvalidRow
-from .response_format import response_format
-from .row import Endpoint
-from .validators import Check, Integer, Number, flag, messages, prompts, stop_strings, text, token_ids
+from .row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
+
+MAX_STOP = 16
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+class Check(Protocol):
+    def __call__(self, value: Any, param: str) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    limit: Limit
+
+    def __call__(self, value: Any, param: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(value, param, "a number")
+        if value not in self.limit:
+            raise wrong_value(value, param, str(self.limit))
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """A whole number; 3.0 is one too, because tables of numbers are often written so."""
+
+    limit: Limit
+
+    def __call__(self, value: Any, param: str) -> int:
+        if isinstance(value, bool) or not (isinstance(value, int) or _whole(value)):
+            raise wrong_type(value, param, "a whole number")
+        if value not in self.limit:
+            raise wrong_value(value, param, str(self.limit))
+        return int(value)
+
+
+def flag(value: Any, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(value, param, "true or false")
+    return value
+
+
+def text(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(value, param, "a string")
+    return value
+
+
+def stop_strings(value: Any, param: str) -> tuple[str, ...]:
+    """One string or a list of up to 16; an empty one would end every answer before it starts."""
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(item, str) for item in strings):
+        raise wrong_type(value, param, "a string or a list of strings")
+    if len(strings) > MAX_STOP or "" in strings:
+        raise wrong_value(value, param, f"at most {MAX_STOP} strings, none of them empty")
+    return tuple(strings)
+
+
+def token_ids(value: Any, param: str) -> tuple[int, ...]:
+    """Whole numbers from 0; which of them the vocabulary has is not known here."""
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise wrong_type(value, param, "a list of token ids")
+    if value and not (min(value) >= 0 and max(value) <= MAX_TOKEN_ID):
+        raise wrong_value(value, param, f"token ids from 0 to {MAX_TOKEN_ID}")
+    return tuple(value)
+
+
+def wrong_type(value: Any, param: str, wanted: str) -> InvalidRow:
+    return InvalidRow(ErrorCode.INVALID_TYPE, f"{param} must be {wanted}, found {shown(value)}", param)
+
+
+def wrong_value(value: Any, param: str, wanted: str) -> InvalidRow:
+    return InvalidRow(ErrorCode.INVALID_VALUE, f"{param} must be {wanted}, found {shown(value)}", param)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+# How a row's error calls each thing that can be wrong with a message.
+_CODE_OF_MESSAGE = {
+    MessageFault.TYPE: ErrorCode.INVALID_TYPE,
+    MessageFault.VALUE: ErrorCode.INVALID_VALUE,
+    MessageFault.MISSING: ErrorCode.MISSING_PARAMETER,
+    MessageFault.UNKNOWN: ErrorCode.UNKNOWN_PARAMETER,
+    MessageFault.UNSUPPORTED: ErrorCode.UNSUPPORTED_PARAMETER,
+}
+
+
+def messages(value: Any, param: str) -> ChatPrompt:
+    """Text parts are joined by newlines, as vLLM joins them for templates that take strings."""
+    try:
+        read = read_messages(value, param)
+    except BadMessage as error:
+        raise InvalidRow(_CODE_OF_MESSAGE[error.fault], str(error), error.where) from None
+    return ChatPrompt(tuple(Message(each["role"], joined(each["content"])) for each in read))
+
+
+MAX_PROMPTS = 2048
+_WANTED = "a string, a list of token ids, or a list of several of either kind"
+
+
+def prompts(value: Any, param: str) -> tuple[TextPrompt | TokenPrompt, ...]:
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_PROMPTS:
+        raise wrong_value(several, param, f"at most {MAX_PROMPTS} prompts")
+    read = tuple(_prompt(item, param) for item in several)
+    if len({type(item) for item in read}) > 1:
+        raise wrong_type(value, param, _WANTED)
+    return read
+
+
+def _prompt(value: Any, param: str) -> TextPrompt | TokenPrompt:
+    if not isinstance(value, str | list):
+        raise wrong_type(value, param, _WANTED)
+    if not value:
+        raise wrong_value(value, param, "not empty: there is nothing to continue")
+    return TextPrompt(value) if isinstance(value, str) else TokenPrompt(token_ids(value, param))
+
+
+_KINDS = ("text", "json_object", "json_schema")
+# What OpenAI has beside the schema; none of it changes what may be written.
+_BESIDE_SCHEMA = {"name": str, "description": str, "strict": bool}
+_MAX_VERDICTS = 4096
+
+
+def response_format(value: Any, param: str) -> str | None:
+    """The schema as text, with its properties in the order given; None for plain text."""
+    if not isinstance(value, dict):
+        raise wrong_type(value, param, "an object with a type")
+    kind = value.get("type")
+    if kind not in _KINDS:
+        raise wrong_value(kind, f"{param}.type", f"one of {', '.join(_KINDS)}")
+    _only(value, ("type", "json_schema") if kind == "json_schema" else ("type",), param)
+    if kind == "json_schema":
+        return _schema(value.get("json_schema"), f"{param}.json_schema")
+    return ANY_OBJECT if kind == "json_object" else None
+
+
+def invalid_schema(error: SchemaError) -> InvalidRow:
+    return InvalidRow(ErrorCode.INVALID_JSON_SCHEMA, f"the JSON schema is refused: {error}", "response_format")
+
+
+class Schemas:
+    """Which schemas of a file can be followed; each is compiled once, and 16 bytes of it are remembered."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[bytes, InvalidRow | None] = {}
+
+    def check(self, schema: str) -> None:
+        """Raises `InvalidRow` for a schema that is refused, and MissingExtra where no schema can be followed."""
+        digest = blake2b(schema.encode(), digest_size=16).digest()
+        if digest not in self._verdicts:
+            if len(self._verdicts) >= _MAX_VERDICTS:
+                self._verdicts.clear()
+            self._verdicts[digest] = _verdict(schema)
+        fault = self._verdicts[digest]
+        if fault is not None:
+            raise fault
+
+
+def _verdict(schema: str) -> InvalidRow | None:
+    try:
+        compile_schema(schema)
+    except SchemaError as error:
+        return invalid_schema(error)
+    return None
+
+
+def _schema(value: Any, param: str) -> str:
+    if not isinstance(value, dict):
+        raise wrong_type(value, param, "an object with name and schema")
+    _only(value, (*_BESIDE_SCHEMA, "schema"), param)
+    for name, kind in _BESIDE_SCHEMA.items():
+        if value.get(name) is not None and not isinstance(value[name], kind):
+            raise wrong_type(value[name], f"{param}.{name}", "a string" if kind is str else "true or false")
+    schema = value.get("schema")
+    if schema is None:
+        raise InvalidRow(ErrorCode.MISSING_PARAMETER, f"{param}.schema is missing", f"{param}.schema")
+    if not isinstance(schema, dict):
+        raise wrong_type(schema, f"{param}.schema", "an object")
+    return json.dumps(schema, separators=(",", ":"))
+
+
+def _only(value: dict[str, Any], known: tuple[str, ...], param: str) -> None:
+    for name in value:
+        if name not in known:
+            message = f"{shown(name)} of {param} is not a known field; known are {', '.join(known)}"
+            raise InvalidRow(ErrorCode.UNKNOWN_PARAMETER, message, f"{param}.{name[:64]}")
+
 
 CHAT, COMPLETION, SHORT = Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.SHORT
 NUM_SAMPLES = Limit(1, 128)

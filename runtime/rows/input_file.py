@@ -39,12 +39,12 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def zipped(raw: BufferedReader) -> bool:
-    """Told by the first bytes, not by a name."""
+    """Whether the first bytes are those of gzip, whatever the name."""
     return raw.peek(2)[:2] == _GZIP_MAGIC
 
 
 def plain(raw: BufferedReader) -> Stream:
-    """`raw` without its gzip layer and its byte order mark; gzip is told by its first bytes, not by a name.
+    """`raw` without its gzip layer and its byte order mark; gzip is recognized by its first bytes, not by a name.
 
     Raises `InvalidRow` for UTF-16 and UTF-32: JSON text starts with two ASCII characters, so that a NUL among
     the first four bytes tells them without a mark as well (RFC 4627, section 3).

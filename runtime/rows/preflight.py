@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from io import BufferedReader
 
+from ..settings.errors import counted
 from .failure import ErrorCode, RowFailure, Severity
 from .input_file import Fingerprint, HashingReader, open_regular
 from .reader import RowIndex, rows_from
@@ -60,12 +61,12 @@ class Preflight:
 
     def report(self, lenient: bool = False) -> str:
         """What a person needs to see: the counts, then the problems that decide, then the others."""
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.rows.items() if count) or "none runnable"
-        text = [f"{self.path}: {self.num_rows} rows ({kinds})"]
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items() if count) or "none runnable"
+        text = [f"{self.path}: {counted(self.num_rows, 'row')} ({kinds})"]
         for problems in (self.file_problems, self.line_problems, self.row_problems):
             text.extend(problems.lines())
         if self.refused(lenient) and not self.file_problems.total:
-            text.append("nothing was run: correct these lines, or let --lenient answer them with errors")
+            text.append("Nothing was run. Fix these lines, or pass --lenient to write them as error rows")
         return "\n".join(text)
 
 
@@ -82,7 +83,7 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
                 ErrorCode.INPUT_CHANGED, "the file was written to while it was read; start again when it is whole"
             )
     if not tally.num_rows:
-        tally.refuse(ErrorCode.EMPTY_FILE, "there is no row in it")
+        tally.refuse(ErrorCode.EMPTY_FILE, "the input contains no rows")
     return tally.preflight(os.fspath(path), fingerprint)
 
 

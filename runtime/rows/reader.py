@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ..settings.errors import InputChanged
 from .failure import ErrorCode, InvalidRow, RowFailure
+from .fields import Schemas
 from .input_file import Stream, open_input, plain
-from .response_format import Schemas
 from .row import Defaults, Endpoint, Row
 from .row_formats import (
     RowBuilder,
@@ -203,10 +203,8 @@ class LineParser:
         if is_short(values):
             self._short = True
             return short_id(values, number)
-        raise InvalidRow(
-            ErrorCode.NOT_A_ROW,
-            "an object with neither custom_id, method, url and body nor prompt or messages; see docs/rows.md",
-        )
+        found = ", ".join(ascii(key[:32]) for key in list(values)[:8]) or "an empty object"
+        raise InvalidRow(ErrorCode.NOT_A_ROW, f'needs "prompt" or "messages" (or an OpenAI batch line); found: {found}')
 
     def _located(self, failure: RowFailure, position: RowPosition) -> RowFailure:
         return replace(failure, index=position.index, line=position.line, id=position.id, short=self._short)

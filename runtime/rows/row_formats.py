@@ -13,9 +13,8 @@ from typing import Any
 from ..sampling.params import SamplingParams
 from ..settings.errors import shown
 from .failure import ErrorCode, InvalidRow
-from .fields import FREE_PREFIX, read_fields, unknown
+from .fields import FREE_PREFIX, MAX_PROMPTS, read_fields, unknown
 from .row import Defaults, Endpoint, Prompt, Row, row_seed
-from .validators import MAX_PROMPTS
 
 MAX_ID_CHARS = 512
 
@@ -38,7 +37,7 @@ def row_id(value: Any, line: int, param: str) -> str:
 
 
 class UniqueIds:
-    """About 150 bytes per row: a 16-byte digest of the id and the line where it was first seen."""
+    """About 150 bytes per row: a 16-byte digest of the id and the line that had it first."""
 
     def __init__(self) -> None:
         self._first_line: dict[bytes, int] = {}
@@ -120,7 +119,7 @@ class RowBuilder:
         self._defaults: Mapping[str, Any] = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
 
     def build(self, body: Mapping[str, Any], endpoint: Endpoint, position: RowPosition) -> Row:
-        """Raises `InvalidRow` naming the first field that cannot be run as it stands."""
+        """Raises `InvalidRow` naming the first field that cannot be run as it is."""
         given = read_fields(body, endpoint)
         prompts, num_samples = _prompts(given, endpoint), given.get("n", 1)
         if len(prompts) * num_samples > MAX_PROMPTS:

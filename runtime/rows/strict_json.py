@@ -16,7 +16,7 @@ from typing import Any, Never
 from .failure import ErrorCode, InvalidRow
 
 MAX_DEPTH = 64
-# The largest double has 309 digits; int() itself may be told to refuse anything above 640.
+# The largest double has 309 digits; int() itself may be configured to refuse anything above 640.
 MAX_NUMBER_CHARS = 400
 
 _NESTING = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}

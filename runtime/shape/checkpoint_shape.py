@@ -10,7 +10,7 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described, uncollected
 from ...offload.errors import BadCheckpoint
-from ...quant.formats.format import DTYPES
+from ...quant.formats.dtypes import DTYPES
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
 from .read import Tensors, by_layer, expert_index, model_shape

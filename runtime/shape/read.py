@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...offload.checkpoint.header import TensorEntry
-from ...quant.formats.format import OPTION_DTYPES
+from ...quant.formats.dtypes import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...quant.formats.format import OPTION_DTYPES, FormatError, Layout, get_format
+from ...quant.formats.dtypes import OPTION_DTYPES
+from ...quant.formats.format import FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from .model_shape import LayerShape, Matrix, ModelShape
 

@@ -152,7 +152,7 @@ class Marks:
     def pieces(self, text: str) -> Iterator[Piece]:
         """`text`, which a template made of the marked texts, cut at the marks and without them."""
         start, stop = self._start, self._stop
-        # Split with a group: cut text and marked text take turns, None stands for a mark without its partner.
+        # Split with a group: cut text and marked text take turns, None is a mark without its partner.
         for index, part in enumerate(re.split(f"{start}([^{start}{stop}]*){stop}|[{start}{stop}]", text)):
             if part:
                 yield Piece(part, literal=index % 2 == 1 and part in self._names)

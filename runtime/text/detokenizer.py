@@ -1,7 +1,7 @@
 """Token ids to text, one at a time, exactly as the tokenizer decodes them all at once. Knows no stop strings.
 
 The usual technique (decode a window, keep what grew: vLLM, TGI) is exact only for text that stays valid, and its window
-grows for as long as the text is not. Here every token is one step on the bytes it stands for.
+grows for as long as the text is not. Here every token is one step on its bytes.
 """
 
 import json
@@ -39,7 +39,7 @@ class Decoding(Protocol):
     vocabulary: Vocabulary
 
     def data(self, token_id: int) -> bytes:
-        """The bytes a token stands for in the middle of a text; none for an id outside the vocabulary."""
+        """The bytes of a token in the middle of a text; none for an id outside the vocabulary."""
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer at the beginning of a text."""

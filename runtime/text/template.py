@@ -1,18 +1,114 @@
-"""Rendering of a chat template in a process of its own. Knows limits and restarts; knows nothing of tokens.
+"""A conversation to the pieces of a prompt, through the model's chat template, which runs in a process of its own.
 
-The template is a program by the model's publisher: it may loop, allocate without end, or crash its interpreter.
+The template is a program by the model's publisher: it may loop, allocate without end, or crash its interpreter. `Child`
+knows frames and deadlines, `TemplateRenderer` limits and restarts, `ChatTemplate` control tokens. None knows token ids.
 """
 
+import json
+import os
+import select
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import accumulate
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from ..settings.errors import TemplateError
-from .child import Child, pack, unpack
-from .limits import output_limit
+from .control_tokens import ControlTokens, Marks, Piece, Span
+from .limits import check_text, output_limit
+from .messages import Message, has_parts, joined_parts, read_messages, texts, with_texts
+
+HEADER_NBYTES = 4
+
+
+def pack(content: object) -> bytes:
+    """Raises UnicodeEncodeError if a string in `content` has no UTF-8 form."""
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return len(body).to_bytes(HEADER_NBYTES, "big") + body
+
+
+def read_body(source: BinaryIO) -> bytes | None:
+    """The next frame's body from a blocking stream, undecoded; None when the stream has ended."""
+    header = source.read(HEADER_NBYTES)
+    if len(header) < HEADER_NBYTES:
+        return None
+    nbytes = int.from_bytes(header, "big")
+    body = source.read(nbytes)
+    return body if len(body) == nbytes else None
+
+
+def unpack(body: bytes) -> Any:
+    return json.loads(body)
+
+
+_READ_NBYTES = 1 << 20
+
+
+class Child:
+    """`command` with frames on its stdin and stdout; its stderr is dropped, for it may carry hostile text.
+
+    Deadlines are readings of `time.monotonic()`. Past one, `send` and `receive` raise TimeoutError; a child that is
+    gone is an OSError or EOFError. After any of them the child is of no more use: `kill` it.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # Its own process group: Ctrl-C on the terminal is the parent's to answer.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            process_group=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._sink = self._process.stdin.fileno()
+        self._source = self._process.stdout.fileno()
+        os.set_blocking(self._sink, False)
+        os.set_blocking(self._source, False)
+
+    def send(self, frame: bytes, deadline: float) -> None:
+        unsent = memoryview(frame)
+        while unsent:
+            _wait(self._sink, select.POLLOUT, deadline)
+            unsent = unsent[os.write(self._sink, unsent) :]
+
+    def receive(self, deadline: float, max_nbytes: int) -> bytes:
+        """One frame's body. Raises OverflowError before reading a body of more than `max_nbytes`."""
+        nbytes = int.from_bytes(self._read(HEADER_NBYTES, deadline), "big")
+        if nbytes > max_nbytes:
+            raise OverflowError(f"a frame of {nbytes} bytes where at most {max_nbytes} were expected")
+        return self._read(nbytes, deadline)
+
+    def _read(self, nbytes: int, deadline: float) -> bytes:
+        body = bytearray()
+        while len(body) < nbytes:
+            _wait(self._source, select.POLLIN, deadline)
+            chunk = os.read(self._source, min(nbytes - len(body), _READ_NBYTES))
+            if not chunk:
+                raise EOFError("the child ended")
+            body += chunk
+        return bytes(body)
+
+    def kill(self) -> None:
+        """Ends the process at once, whatever it is doing."""
+        self._process.kill()
+        with self._process:
+            self._process.wait()
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    # Not select(): it fails for descriptors above 1023, and an engine may hold thousands of files open.
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError("the child did not keep its deadline")
+
 
 RENDER_LIMIT_S = 2.0
 _START_LIMIT_S = 60.0
@@ -102,3 +198,67 @@ def _checked(reply: Any) -> dict[str, str]:
     if not isinstance(reply, dict) or not isinstance(reply.get("text", reply.get("error")), str):
         raise ValueError("the worker's reply has neither text nor error")
     return reply
+
+
+_PROBE = "a word no template has: Zvqxj"
+
+
+class ChatTemplate:
+    """The chat template `source`, in which only the template itself can write control tokens.
+
+    A template that deletes characters inside a text, or changes their case, can still assemble a control token from
+    harmless text; none of the supported families does.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, Any], controls: ControlTokens, now: datetime) -> None:
+        self._source = source
+        self._controls = controls
+        self._renderer = TemplateRenderer(source, special_tokens, now)
+        self._takes_parts: bool | None = None
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """The prompt for the next answer, cut where text imitates control tokens. Raises `PromptError`."""
+        chat = read_messages(messages)
+        check_text("".join(texts(chat)), "the conversation")
+        if has_parts(chat) and not self._accepts_parts():
+            chat = joined_parts(chat)
+        contents = texts(chat)
+        spans = list(_foreign(self._controls.spans("".join(contents)), chat))
+        if not spans:
+            return [Piece(self._render(chat), literal=False)]
+        marks = Marks(contents, spans, avoid=self._source)
+        return list(marks.pieces(self._render(with_texts(chat, marks.texts))))
+
+    def close(self) -> None:
+        """Ends the template's process."""
+        self._renderer.close()
+
+    def _render(self, chat: Sequence[dict[str, Any]]) -> str:
+        text = self._renderer.render(chat)
+        check_text(text, "the rendered prompt")
+        return text
+
+    def _accepts_parts(self) -> bool:
+        # Templates for plain texts print a list of parts as Python would; the probe shows it, the source does not.
+        if self._takes_parts is None:
+            content = [{"type": "text", "text": _PROBE}]
+            try:
+                prompt = self._renderer.render([{"role": "user", "content": content}])
+            except TemplateError:
+                prompt = ""
+            self._takes_parts = _PROBE in prompt and "'type'" not in prompt and '"type"' not in prompt
+        return self._takes_parts
+
+
+def _foreign(spans: Sequence[Span], chat: Sequence[Message]) -> Iterator[Span]:
+    """The spans that the model did not write.
+
+    Tokens that are not special, such as `<think>`, are part of the text of an answer: they come back with it in the
+    assistant's turns, where templates look for them.
+    """
+    ends = list(accumulate(sum(map(len, texts([message]))) for message in chat))
+    for span in spans:
+        turn = bisect_right(ends, span.start)
+        whole = span.stop <= ends[turn]
+        if span.special or not whole or chat[turn]["role"] != "assistant":
+            yield span

@@ -20,8 +20,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from .child import pack, read_body, unpack
 from .limits import output_limit
+from .template import pack, read_body, unpack
 
 
 def template_environment(now: datetime) -> ImmutableSandboxedEnvironment:
@@ -64,7 +64,7 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """Stands for `dict` without being the class, whose attributes lead further."""
+    """Replaces `dict` without being the class, whose attributes lead further."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)

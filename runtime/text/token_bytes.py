@@ -1,4 +1,4 @@
-"""The bytes that a token stands for: GPT-2's byte-level alphabet, and SentencePiece's pieces with byte fallback."""
+"""The bytes of a token: GPT-2's byte-level alphabet, and SentencePiece's pieces with byte fallback."""
 
 import codecs
 import re
@@ -97,12 +97,12 @@ class ByteFallback:
         return self.byte(token) or self.text(token, first=False).encode()
 
     def byte(self, token: str) -> bytes:
-        """The byte that `token` stands for, or nothing if it stands for text."""
+        """The byte that `token` is, or nothing if it is text."""
         match = _BYTE.fullmatch(token) if self._has_bytes else None
         return bytes.fromhex(match.group(1)) if match else b""
 
     def text(self, token: str, first: bool) -> str:
-        """The text that `token`, which is no byte, stands for at the beginning of a text or in its middle."""
+        """The text of `token`, which is not a byte, at the beginning of a text or in its middle."""
         if first:
             return str(self._decoder.decode([token]))
         text = self._middles.get(token)

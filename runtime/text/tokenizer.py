@@ -3,21 +3,23 @@
 In every prompt, control tokens come from the model's own template and never from the text of a row. Knows no rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from ..settings.errors import PromptError
-from .chat import ChatTemplate
-from .control_tokens import ControlTokens, Marks
+from tokenizers import Tokenizer as Backend
+
+from ..settings.errors import PromptError, TokenizerError
+from .control_tokens import ControlTokens, Marks, Piece, PlainText
 from .detokenizer import decoding
-from .encoder import Encoder
 from .folder import TokenizerFolder, read_folder
-from .limits import check_text
+from .limits import bounded_encoding, check_text
 from .messages import Message
 from .stream import TextStream
+from .template import ChatTemplate
 
 
 class TokenText(NamedTuple):
@@ -31,7 +33,7 @@ class Tokenizer:
     """Encodes prompts and decodes answers; one thread at a time. Close it to end its template's process."""
 
     def __init__(self, folder: TokenizerFolder, now: datetime) -> None:
-        """`now` is what templates are told when they ask for the date."""
+        """`now` is the date that templates get when they ask for it."""
         self.eos_token_ids = folder.eos_token_ids
         self._backend = folder.backend
         self._controls = ControlTokens(folder.backend, folder.template or "", folder.unknown_id)
@@ -103,3 +105,67 @@ class Tokenizer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Encoder:
+    """Pieces of text to token ids; a literal piece never becomes one of `control_ids`. Knows nothing of templates."""
+
+    def __init__(self, backend: Backend, control_ids: frozenset[int]) -> None:
+        """Raises `TokenizerError` if what the tokenizer adds around a text cannot be distinguished from the text."""
+        self._backend = backend
+        self._control_ids = control_ids
+        self._with_controls = _after_newline(self.prompt)
+        self._plain = _after_newline(PlainText(backend).ids)
+        self._prefix, self._suffix = _affixes(backend)
+
+    def text(self, text: str) -> list[int]:
+        """The ids of a text that imitates no control token, with what the tokenizer adds around it."""
+        return list(bounded_encoding(self._backend, text, affixes=True).ids)
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a rendered prompt without imitations: its template has written what belongs around it."""
+        return list(bounded_encoding(self._backend, text).ids)
+
+    def pieces(self, pieces: Iterable[Piece], affixes: bool) -> list[int]:
+        """The ids of `pieces` one after the other; `affixes` adds what the tokenizer adds around a text."""
+        literal = cache(self._literal)
+        ids = list(self._prefix) if affixes else []
+        for index, piece in enumerate(pieces):
+            if piece.literal:
+                ids += literal(piece.text)
+            else:
+                ids += self._with_controls(piece.text) if index else self.prompt(piece.text)
+        return ids + self._suffix if affixes else ids
+
+    def _literal(self, text: str) -> list[int]:
+        ids = self._plain(text)
+        if not self._control_ids.isdisjoint(ids):
+            raise PromptError(f"The tokenizer writes a control token when it reads {text!r} as text; remove it.")
+        return ids
+
+
+def _after_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """`encode` for text from the middle of a prompt.
+
+    SentencePiece puts a space before a text; after a newline, whose ids are taken off again, it does not
+    (transformers' `_encode_chat_piece`).
+    """
+    newline = encode("\n")
+
+    def encode_middle(text: str) -> list[int]:
+        ids = encode("\n" + text)
+        return ids[len(newline) :] if ids[: len(newline)] == newline else encode(text)
+
+    return encode_middle
+
+
+def _affixes(backend: Backend) -> tuple[list[int], list[int]]:
+    bare = bounded_encoding(backend, "a").ids
+    full = bounded_encoding(backend, "a", affixes=True).ids
+    begin = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
+    if not bare or begin is None:
+        raise TokenizerError(
+            f"The tokenizer reads 'a' as {bare}, and as {full} with the tokens it adds around a text; use a checkpoint "
+            "whose vocabulary has that letter and whose tokens are before or after the text."
+        )
+    return full[:begin], full[begin + len(bare) :]

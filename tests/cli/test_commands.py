@@ -75,7 +75,7 @@ def test_a_batch_answers_rows_of_every_form(
     assert numbers["tokens"]["generated"] == 4 + 5 + 6 + 6
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "1 rows are longer than the context" in printed.err
+    assert "1 row is longer than the context" in printed.err
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "nf4"])

@@ -240,13 +240,13 @@ def test_lines_are_found_in_any_style(tmp_path: Path) -> None:
         '"ram" = "1GiB"\nbatch.seed = 3\n\n[run] # here\n  kv="int8"\nuntil = """\nseed = 9\n"""\n[prepare]\n'
         'ram = "2GiB"'
     )
-    found = {(entry.command, entry.key): entry.place.rpartition(":")[2] for entry in read_entries(file)}
+    found = {(entry.command, entry.key): entry.origin.rpartition(":")[2] for entry in read_entries(file)}
     assert found == {
         ("", "ram"): "1", ("batch", "seed"): "2", ("run", "kv"): "5", ("run", "until"): "6", ("prepare", "ram"): "10",
     }  # fmt: skip
     file.write_text("run = {seed = 3}")
     (entry,) = read_entries(file)
-    assert (entry.command, entry.key, entry.place) == ("run", "seed", str(file)), "no line rather than a wrong one"
+    assert (entry.command, entry.key, entry.origin) == ("run", "seed", str(file)), "no line rather than a wrong one"
 
 
 @pytest.mark.parametrize(

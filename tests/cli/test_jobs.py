@@ -46,7 +46,7 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert cli(*batch, "--max-rows", 4, "--tokens-per-pass", 64) == 75
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "Resume with the same command" in capsys.readouterr().err
     assert cli("jobs", "ls") == 0
     listed = capsys.readouterr().out
     assert "stopped" in listed
@@ -62,12 +62,12 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert "was cancelled" in capsys.readouterr().err
     assert cli("jobs", "resume", job_id, "--max-rows", 1, "-q") == 75
     assert cli(*batch, "--ram", "3GiB", "--max-sequences", 3) == 3
-    assert "going on with job" in capsys.readouterr().err
+    assert "resuming job" in capsys.readouterr().err
     assert cli("jobs", "resume", job_id, "--failed", "-q") == 3
     assert cli(*batch) == 3
-    assert "11 answers are in" in capsys.readouterr().err
+    assert "11 answers in" in capsys.readouterr().err
     assert cli(*batch, "--max-tokens", 9) == 2
-    assert "max_tokens: was 256, is 9" in capsys.readouterr().err
+    assert "max_tokens 256 -> 9" in capsys.readouterr().err
     assert cli("jobs", "show", tmp_path / "out.jsonl", "--json") == 0
     assert json.loads(capsys.readouterr().out)["status"] == "completed"
     assert cli("jobs", "repair", job_id) == 0
@@ -133,7 +133,7 @@ def test_j12_a_second_signal_leaves_at_once_and_the_job_goes_on(
     assert process.returncode in (130, 143)
     assert not (tmp_path / "out.jsonl").exists()
     assert cli(*endless, "--max-rows", 1) == 75
-    assert "going on with job" in capsys.readouterr().err
+    assert "resuming job" in capsys.readouterr().err
 
 
 def test_j12_a_signal_before_the_passes_stops_at_once_and_leaves_nothing(endless: list[object], tmp_path: Path) -> None:

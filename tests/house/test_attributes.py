@@ -52,7 +52,5 @@ def test_no_attribute_is_born_outside_of_init(path: Path) -> None:
 
 def test_one_that_is_born_late_is_noticed() -> None:
     """As a job had them when it was one class: `measure` made what `load` needed."""
-    text = (
-        "class R:\n def __init__(self): self.a = 1\n def measure(self):\n  self.a = 2\n  self.size, self._b[0] = 1, 2"
-    )
+    text = "class R:\n def __init__(self): self.a = 1\n def measure(self):\n  self.a = 2\n  self.size, self.b[0] = 1, 2"
     assert list(late(text)) == ["R.size in measure"]

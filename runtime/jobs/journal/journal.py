@@ -1,21 +1,217 @@
-"""A job's journal: created once, recovered at every start, appended to by one process at a time."""
+"""A job's journal: created once, recovered at every start, appended to by one process at a time.
+
+Writing and making durable are apart: one thread, the `Committer`, makes the bytes durable and says up to where they
+are. A slow disk delays what counts as done, never the next pass; whatever was written while the last fdatasync ran goes
+with the next one.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ....offload.atomic_file import write_atomically
 from ...settings.errors import BadJournal, JournalFailed
-from .committer import Ballast, Committer, Mark
 from .record import VERSION, Done, JournalScan, Kind, chained, encode, encode_done, frame
 from .state import Ending, JobState, replay
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+# Rows that finish within this time share one fdatasync.
+LINGER_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The end of a record in the journal: the byte after it, and how many rows had answers and errors by then."""
+
+    end: int = 0
+    ok: int = 0
+    failed: int = 0
+
+
+class Committer:
+    """Owns no file: it synchronizes `descriptor` until it is closed. A failed fdatasync is never tried again."""
+
+    def __init__(self, descriptor: int, synced: Mark) -> None:
+        self._descriptor = descriptor
+        lock = threading.Lock()
+        # Apart, so that a row that is written does not wake a thread that waits for something else.
+        self._work = threading.Condition(lock)
+        self._hurry = threading.Condition(lock)
+        self._settled = threading.Condition(lock)
+        self._written = synced
+        self._synced = synced
+        self._urgent = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="committer", daemon=True)
+        self._thread.start()
+
+    @property
+    def synced(self) -> Mark:
+        """What is on disk for certain."""
+        return self._synced
+
+    def written(self, mark: Mark) -> None:
+        """Tells that the file reaches up to `mark`. Raises JournalFailed once the disk has failed."""
+        with self._work:
+            self._raise_failure()
+            self._written = mark
+            self._work.notify()
+
+    def wait(self) -> None:
+        """Returns when all that was written is on disk. Raises JournalFailed where it never will be."""
+        with self._settled:
+            self._urgent = True
+            self._hurry.notify()
+            while self._synced != self._written:
+                self._raise_failure()
+                self._settled.wait()
+            self._raise_failure()
+
+    def check(self) -> None:
+        """Raises JournalFailed once the disk has failed."""
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Ends the thread; what was not synchronized may be lost with the power, and with it only."""
+        with self._work:
+            self._closed = True
+            self._work.notify()
+            self._hurry.notify()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (mark := self._next()) is not None:
+            try:
+                os.fdatasync(self._descriptor)
+            except BaseException as error:
+                # Whatever it is, it must reach the one who waits.
+                self._settle(failure=error)
+                return
+            self._settle(synced=mark)
+
+    def _next(self) -> Mark | None:
+        with self._work:
+            self._work.wait_for(lambda: self._closed or self._synced != self._written)
+            self._hurry.wait_for(lambda: self._closed or self._urgent, LINGER_SECONDS)
+            self._urgent = False
+            return None if self._closed else self._written
+
+    def _settle(self, synced: Mark | None = None, failure: BaseException | None = None) -> None:
+        with self._settled:
+            self._synced = synced or self._synced
+            self._failure = failure
+            self._settled.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            # The kernel may have dropped the pages it could not write: a second fsync would report success for them.
+            raise JournalFailed(
+                f"the journal could not be written to disk ({self._failure}); rows confirmed before are safe. "
+                "Look after the disk, then start the same command again"
+            ) from self._failure
+
+
+BALLAST_NBYTES = 4 << 20
+
+
+class Ballast:
+    """A file of reserved blocks; without a path, none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def fill(self) -> None:
+        """Reserves the blocks; where the disk has none, the job's first answer will say so."""
+        if self._path is None or (self._path.exists() and self._path.stat().st_size == BALLAST_NBYTES):
+            return
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, BALLAST_NBYTES)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self.drop()
+
+    def drop(self) -> bool:
+        """Frees the blocks; whether there were any."""
+        if self._path is None or not self._path.exists():
+            return False
+        with suppress(OSError):
+            os.unlink(self._path)
+        return True
+
+
+class RecordFile:
+    """Appends chained records behind byte `end`, whose record has the CRC32 `crc`. Knows no kinds of records.
+
+    Of a record that a full disk refuses nothing remains; the ballast makes space for the last ones of a job.
+    """
+
+    def __init__(self, path: Path, descriptor: int, end: int, crc: int, ballast: Ballast) -> None:
+        self.end = end
+        self.crc = crc
+        self.ballast = ballast
+        self._path = path
+        self._descriptor = descriptor
+        self._full: OSError | None = None
+
+    def append(self, *payloads: bytes) -> list[int]:
+        """One write for all of them; returns where each begins. Raises JournalFailed where none was written."""
+        lines, begins, end, crc = [], [], self.end, self.crc
+        for payload in payloads:
+            lines.append(frame(payload, crc))
+            begins.append(end)
+            end, crc = end + len(lines[-1]), chained(payload, crc)
+        self._write(b"".join(lines))
+        self.end, self.crc = end, crc
+        return begins
+
+    def raise_full(self) -> None:
+        """Raises JournalFailed once after a write that took the ballast: the stop that follows may still be written."""
+        full, self._full = self._full, None
+        if full is not None:
+            raise self._failed(full) from full
+
+    def _write(self, lines: bytes) -> None:
+        try:
+            self._write_all(lines)
+        except OSError as error:
+            os.ftruncate(self._descriptor, self.end)
+            if error.errno not in _DISK_FULL or not self.ballast.drop():
+                raise self._failed(error) from error
+            self._full = error
+            self._retry_write(lines)
+
+    def _retry_write(self, lines: bytes) -> None:
+        """With the blocks that the ballast had."""
+        try:
+            self._write_all(lines)
+        except OSError as error:
+            os.ftruncate(self._descriptor, self.end)
+            raise self._failed(error) from error
+
+    def _write_all(self, lines: bytes) -> None:
+        position = 0
+        while position < len(lines):
+            position += os.pwrite(self._descriptor, lines[position:], self.end + position)
+
+    def _failed(self, error: OSError) -> JournalFailed:
+        return JournalFailed(
+            f"{self._path} could not be written ({error.strerror}); rows confirmed before are safe. "
+            "Free some disk space or look after the disk, then start the same command again"
+        )
 
 
 class Journal:
@@ -23,19 +219,16 @@ class Journal:
 
     def __init__(self, path: Path, ballast: Path | None = None) -> None:
         """Recovers the journal at `path`. Raises BadJournal, OtherVersion, FileNotFoundError."""
-        self._path = path
-        self._ballast = Ballast(ballast)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self.state, scan = self._recover()
+            self.state, scan = _recover(path, self._descriptor)
             # What a killed process had written need not be on disk yet; nothing counts before it is.
             os.fdatasync(self._descriptor)
         except BaseException:
             os.close(self._descriptor)
             raise
         self.num_torn_nbytes = scan.torn_nbytes
-        self._end, self._crc = scan.end, scan.crc
-        self._full: OSError | None = None
+        self._records = RecordFile(path, self._descriptor, scan.end, scan.crc, Ballast(ballast))
         self._committer = Committer(self._descriptor, self._mark())
 
     @classmethod
@@ -52,26 +245,27 @@ class Journal:
 
     def start(self, ending: Ending, **facts: Any) -> None:
         """A process begins to work on the job; `ending` is how the one before it ended."""
-        self._ballast.fill()
-        self._append_as(Kind.START, ending=ending, **facts)
+        self._records.ballast.fill()
+        self._append(Kind.START, ending=ending, **facts)
         self.sync()
 
     def begin(self, rows: Iterable[int]) -> None:
         """Rows go into work. In the page cache when this returns, which is what outlives the death of the process."""
-        self._append_as(Kind.BEGIN, rows=list(rows))
+        self._append(Kind.BEGIN, rows=list(rows))
 
     def done(self, *rows: Done) -> None:
-        """Rows have their answers. Raises JournalFailed when the disk is full, with them saved if there was room."""
+        """Rows have their answers. Raises JournalFailed on a full disk, with them saved if the ballast was enough."""
         if not rows:
             return
+        self._committer.check()
         synced = self._committer.synced.end
-        begins = self._append(*(encode_done(row, synced) for row in rows))
+        begins = self._records.append(*(encode_done(row, synced) for row in rows))
         for begin, row in zip(begins, rows, strict=True):
             self.state.done(begin, row)
-        self._tell()
+        self._report()
 
     def retry(self, rows: Iterable[int]) -> None:
-        self._append_as(Kind.RETRY, rows=list(rows))
+        self._append(Kind.RETRY, rows=list(rows))
 
     def exported(self, **facts: Any) -> None:
         self._append_settled(Kind.EXPORT, **facts)
@@ -99,85 +293,39 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _recover(self) -> tuple[JobState, JournalScan]:
-        """What the journal holds; a torn end is cut off."""
-        # After an fsync that failed, memory may hold pages that the disk does not: read what the disk has.
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        with open(self._descriptor, "rb", closefd=False) as file:
-            state, scan = replay(file)
-        if scan.corrupt or not state.opened:
-            raise BadJournal(
-                f"{self._path} is damaged at byte {scan.end}, where it had been safely on disk; "
-                "`moedge jobs repair` keeps every answer that is whole and has the others computed again"
-            )
-        if scan.torn_nbytes:
-            os.ftruncate(self._descriptor, scan.end)
-        return state, scan
-
-    def _append_as(self, kind: Kind, **content: Any) -> None:
+    def _append(self, kind: Kind, **content: Any) -> None:
+        self._committer.check()
         payload = encode(kind, self._committer.synced.end, content)
-        (begin,) = self._append(payload)
+        (begin,) = self._records.append(payload)
         self.state.apply(begin, payload)
-        self._tell()
+        self._report()
 
     def _append_settled(self, kind: Kind, **content: Any) -> None:
-        """The record says that all before it is on disk: damage there is told from a torn tail from now on."""
+        """The record says that all before it is on disk: from now on, damage there is not taken for a torn tail."""
         self.sync()
-        self._append_as(kind, **content)
+        self._append(kind, **content)
         self.sync()
 
-    def _append(self, *payloads: bytes) -> list[int]:
-        """One write for all of them; returns where each begins."""
-        self._committer.check()
-        lines, begins, end, crc = [], [], self._end, self._crc
-        for payload in payloads:
-            lines.append(frame(payload, crc))
-            begins.append(end)
-            end, crc = end + len(lines[-1]), chained(payload, crc)
-        self._write(b"".join(lines))
-        self._end, self._crc = end, crc
-        return begins
-
-    def _tell(self) -> None:
-        """The committer of what was written; whoever writes, of a disk that is full."""
+    def _report(self) -> None:
+        """To the committer, what was written; to the caller, a disk that is full."""
         self._committer.written(self._mark())
-        self._raise_full()
-
-    def _write(self, lines: bytes) -> None:
-        try:
-            self._write_all(lines)
-        except OSError as error:
-            os.ftruncate(self._descriptor, self._end)
-            if error.errno not in _DISK_FULL or not self._ballast.drop():
-                raise _failed(self._path, error) from error
-            self._full = error
-            self._retry_write(lines)
-
-    def _retry_write(self, lines: bytes) -> None:
-        """With the room that the ballast took."""
-        try:
-            self._write_all(lines)
-        except OSError as error:
-            os.ftruncate(self._descriptor, self._end)
-            raise _failed(self._path, error) from error
-
-    def _write_all(self, lines: bytes) -> None:
-        position = 0
-        while position < len(lines):
-            position += os.pwrite(self._descriptor, lines[position:], self._end + position)
-
-    def _raise_full(self) -> None:
-        """Once: the stop that follows may still be written."""
-        full, self._full = self._full, None
-        if full is not None:
-            raise _failed(self._path, full) from full
+        self._records.raise_full()
 
     def _mark(self) -> Mark:
-        return Mark(self._end, self.state.counts.ok, self.state.counts.failed)
+        return Mark(self._records.end, self.state.counts.ok, self.state.counts.failed)
 
 
-def _failed(path: Path, error: OSError) -> JournalFailed:
-    return JournalFailed(
-        f"{path} could not be written ({error.strerror}); rows confirmed before are safe. "
-        "Make room or look after the disk, then start the same command again"
-    )
+def _recover(path: Path, descriptor: int) -> tuple[JobState, JournalScan]:
+    """What the journal holds; a torn end is cut off."""
+    # After an fsync that failed, memory may hold pages that the disk does not: read what the disk has.
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    with open(descriptor, "rb", closefd=False) as file:
+        state, scan = replay(file)
+    if scan.corrupt or not state.opened:
+        raise BadJournal(
+            f"{path} is damaged at byte {scan.end}, where it had been safely on disk; "
+            "`moedge jobs repair` keeps every answer that is whole and has the others computed again"
+        )
+    if scan.torn_nbytes:
+        os.ftruncate(descriptor, scan.end)
+    return state, scan

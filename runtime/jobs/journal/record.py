@@ -1,7 +1,7 @@
 """One record of a journal: a line of ASCII JSON behind a CRC32 that also covers the record before it.
 
 `0a1b2c3d {"kind":"begin","synced":4096,"rows":[7,8]}`. Because of the chain a record that was dropped or moved is
-seen as well as a damaged one. `synced` says up to which byte the journal was known to be on disk when the record was
+noticed as well as a damaged one. `synced` says up to which byte the journal was known to be on disk when the record was
 written: damage before that is corruption, damage after it the torn tail of a crash.
 """
 

@@ -94,9 +94,9 @@ def read_state(path: Path) -> JobState:
 
 
 class JobState:
-    """`opened` is the first record, `key_offsets` the digest of what quantized keys are less, None for none.
+    """`opened` is the first record, `key_offsets` the digest of the offsets of quantized keys, None for none.
 
-    Eight bytes a row: where its answer stands in the journal, 0 for nowhere.
+    Eight bytes a row: the offset of its answer in the journal, 0 for none.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class JobState:
         record = json.loads(payload)
         kind = record.get("kind")
         if (kind == Kind.OPEN) is bool(self.opened):
-            raise BadJournal(f"a record of kind {kind!r} stands at byte {offset} of the journal, where none belongs")
+            raise BadJournal(f"the journal has a record of kind {kind!r} at byte {offset}, where none belongs")
         if kind == Kind.OPEN:
             self._open(record)
         elif kind == Kind.START:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moedge.offload.atomic_file import AtomicFile
-from moedge.runtime.jobs.journal import committer as committer_file
+from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.settings.errors import BadJournal, ExportFailed, JournalFailed, OutputExists, OutputRefused
@@ -215,7 +215,7 @@ def test_j6_a_full_disk_saves_the_row_and_the_stop_in_the_room_of_the_ballast(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
-        with pytest.raises(JournalFailed, match=r"No space left.*Make room"):
+        with pytest.raises(JournalFailed, match=r"No space left.*Free some disk space"):
             job(hook=fill)
     state = read_state(tmp_path / "out.job" / "journal")
     assert state.stopped is not None, "the stop was recorded"
@@ -245,7 +245,7 @@ def test_j6_a_disk_that_is_full_at_any_byte_of_the_journal_leaves_a_job_that_goe
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "pwrite", pwrite)
             patch.setattr(os, "posix_fallocate", no_room)
-            with pytest.raises(JournalFailed, match="Make room"):
+            with pytest.raises(JournalFailed, match="Free some disk space"):
                 job()
         stopped += 1
         with (tmp_path / "out.job" / "journal").open("rb") as file:

@@ -1,4 +1,4 @@
-"""A job that is gone on with is the job that was begun: cases I12, J8, J9, J10, J13, J14 of the failure table."""
+"""A job that is resumed is the job that was started: cases I12, J8, J9, J10, J13, J14 of the failure table."""
 
 import ctypes
 import errno
@@ -176,7 +176,7 @@ def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:
         (lambda lines: [lines[0].replace(b"row 0", b"row x"), *lines[1:]], "line 1 is not what was answered"),
         (lambda lines: lines[1:], "line 1 is not what was answered"),
         (lambda lines: [*lines, lines[0].replace(b"r0", b"new")], "no answer yet"),
-        (lambda lines: lines[:1], "has 1 rows, and row 2 was answered"),
+        (lambda lines: lines[:1], "has 1 row, and row 2 was answered"),
         (lambda lines: [*lines[:9], lines[9].replace(b"row 9", b"row x")], "no answer yet"),
     ],
 )
@@ -421,7 +421,7 @@ def test_too_many_failures_stop_the_job(job: Job, tmp_path: Path) -> None:
 
     stopped = job(hook=spoil, limits=Limits(max_failures="10%"))
     assert stopped.reason is not None
-    assert "at most 5 may" in stopped.reason
+    assert "--max-failures allows 5" in stopped.reason
     assert 5 < stopped.session.journal.state.counts.failed < 50
 
 

@@ -66,7 +66,7 @@ def test_j11_a_wall_clock_that_jumps_moves_no_deadline(monkeypatch: pytest.Monke
     steadily[0] += 9 * 3600 - 1
     assert rule.reason(0, 10) is None
     steadily[0] += 1
-    assert rule.reason(0, 10) == "it is 07:00"
+    assert rule.reason(0, 10) == "--until 07:00"
 
 
 def test_j11_the_clock_of_deadlines_goes_on_in_suspend() -> None:
@@ -79,7 +79,7 @@ def test_j11_the_clock_of_deadlines_goes_on_in_suspend() -> None:
 def test_failures_are_a_number_or_a_share(text: str, rows: int, allowed: int) -> None:
     rule = StopRule(Limits(max_failures=text))
     assert rule.reason(allowed, rows) is None
-    assert f"at most {allowed:,} may" in str(rule.reason(allowed + 1, rows))
+    assert f"--max-failures allows {allowed:,}" in str(rule.reason(allowed + 1, rows))
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "1.5", "%", "", "1e3", "nan%", "5 %"])

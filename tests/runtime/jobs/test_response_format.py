@@ -68,10 +68,10 @@ def test_nothing_else_may_end_json(chat: Make, other: dict[str, Any]) -> None:
 
 
 def test_a_file_of_one_schema_compiles_it_once(read: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedge.runtime.rows import response_format
+    from moedge.runtime.rows import fields
 
     compiled: list[str] = []
-    monkeypatch.setattr(response_format, "compile_schema", compiled.append)
+    monkeypatch.setattr(fields, "compile_schema", compiled.append)
     line = json.dumps({"prompt": "a", "response_format": wrapped(SCHEMA)})
     assert len(read("\n".join([line] * 50).encode())) == 50
     assert len(compiled) == 1

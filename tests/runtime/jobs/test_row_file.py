@@ -117,7 +117,7 @@ def test_what_comes_through_a_pipe_is_kept_and_must_be_the_same_the_next_time(
     job(input=Path("-"), limits=Limits(max_rows=2))
     assert (tmp_path / "out.job" / "input").read_bytes() == rows
     piped(pack(b'{"id":"9","prompt":"x"}\n'))
-    with pytest.raises(InputChanged, match="other rows came through the pipe"):
+    with pytest.raises(InputChanged, match="the rows from the pipe are not those"):
         job(input=Path("-"))
     assert (tmp_path / "out.job" / "input").read_bytes() == rows
     piped(rows)
@@ -127,5 +127,5 @@ def test_what_comes_through_a_pipe_is_kept_and_must_be_the_same_the_next_time(
 
 def test_rows_are_not_waited_for_from_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(io.BytesIO()))
-    with pytest.raises(InputUnreadable, match="no rows come from the terminal"):
+    with pytest.raises(InputUnreadable, match="standard input is a terminal"):
         regular_input(Path("-"), JobFolder(tmp_path))

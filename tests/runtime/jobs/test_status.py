@@ -52,20 +52,20 @@ def test_a_job_stands_where_its_last_process_left_it(folder: JobFolder, job: Job
     assert status(folder).reason == "--max-rows 3 was reached"
     lock = JobLock(folder)
     assert status(folder).phase is JobPhase.RUNNING
-    assert cancel(folder) == "it stops after the pass that is running"
+    assert cancel(folder) == "stopping after the current pass"
     assert status(folder).phase is JobPhase.CANCELLING
     lock.close()
     stopped = job(hook=lambda live: folder.cancel.touch())
     assert stopped.reason == "it was cancelled"
     assert status(folder).phase is JobPhase.CANCELLED
-    with pytest.raises(JobMismatch, match="was cancelled; `moedge jobs resume"):
+    with pytest.raises(JobMismatch, match="was cancelled; resume it with `moedge jobs resume"):
         job()
     with pytest.raises(OSError, match="broken by hand"):
         job(hook=break_by_hand, resume=ResumeOptions(cancelled=True))
     assert status(folder).phase is JobPhase.INTERRUPTED
     assert job().finished
     assert status(folder).phase is JobPhase.FINISHED
-    assert cancel(folder) == "it is finished; nothing was cancelled"
+    assert cancel(folder) == "already finished; nothing was cancelled"
 
 
 def break_by_hand(live: Any) -> None:

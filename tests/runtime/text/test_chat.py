@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from moedge.runtime.settings.errors import TemplateError
-from moedge.runtime.text.chat import ChatTemplate
 from moedge.runtime.text.control_tokens import ControlTokens, Piece
+from moedge.runtime.text.template import ChatTemplate
 
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor %}"
 EITHER = (

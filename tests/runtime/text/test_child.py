@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moedge.runtime.text.child import Child, pack, unpack
+from moedge.runtime.text.template import Child, pack, unpack
 
 
 @pytest.fixture

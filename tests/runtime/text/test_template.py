@@ -11,8 +11,7 @@ import pytest
 
 from moedge.runtime.settings.errors import TemplateError
 from moedge.runtime.text import template as template_module
-from moedge.runtime.text.child import Child
-from moedge.runtime.text.template import TemplateRenderer
+from moedge.runtime.text.template import Child, TemplateRenderer
 
 NOW = datetime(2026, 1, 2, 3, 4)
 GOOD = [{"role": "user", "content": "good"}]
@@ -195,7 +194,7 @@ def test_an_endless_render_does_not_outlive_a_killed_parent() -> None:
     code = f"""
 import time
 from datetime import datetime
-from moedge.runtime.text.child import pack
+from moedge.runtime.text.template import pack
 from moedge.runtime.text.template import TemplateRenderer
 worker = TemplateRenderer({BOMBS["nested loops"]!r}, {{}}, datetime.now(), limit_s=0.5)._start()
 worker.send(pack([]), time.monotonic() + 60)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.jobs.journal import committer as committer_file
+from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.record import HEAD_NBYTES, Done, Kind, decode_done, encode, encode_done, frame
 from moedge.runtime.jobs.journal.repair import repair
@@ -123,7 +123,7 @@ def test_j4_without_the_repair_the_next_record_would_be_lost(tmp_path: Path, mon
     path.write_bytes(path.read_bytes() + b"0bad")
     monkeypatch.setattr(os, "ftruncate", lambda descriptor, length: None)
     with Journal(path) as journal:
-        journal._end = path.stat().st_size
+        journal._records.end = path.stat().st_size
         journal.done(done(30))
     assert 30 not in answers(path)
 
