@@ -222,8 +222,8 @@ def _expectation(planned: PlanResult) -> Iterator[str]:
 
 
 def _budgets(plan: Plan) -> str:
-    names = {"device": "GPU memory", "host": "host memory"}
-    return " and ".join(f"{gib(nbytes)} of {names[tier]}" for tier, nbytes in plan.budget.memory.items())
+    host, device = f"{gib(plan.budget.host_nbytes)} of host memory", plan.budget.device
+    return host if device is None else f"{gib(device.nbytes)} of GPU memory and {host}"
 
 
 def _way(plan: Plan, streamed: int) -> str:

@@ -15,8 +15,7 @@ from ..loading.prepare import store_for
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan
-from ..plan.planner import PlanResult
-from ..plan.search_space import SearchSpace
+from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
 from ..rows.reader import RowFile, read_rows
 from ..rows.row import BadRow
@@ -173,5 +172,5 @@ class BatchRun:
         if self._loaded is None:
             return summarise_rows(counts)
         summary = summarise(self.source, self.planned, self._loaded, counts, self.seconds, self.concessions)
-        remember(self.planned, self.source, self.metrics, self.seconds.generate or 0, summary.peak_nbytes)
+        remember(self.planned, self.source, self.metrics, self.seconds.generate or 0, self._loaded.ledger)
         return summary

@@ -25,7 +25,7 @@ from ..shape.shards import (
     resident_nbytes,
     workspace_nbytes,
 )
-from .placement import Placement, device_ring, everything, minimum, on_device_nbytes, place
+from .placement import everything, minimum, on_device_nbytes
 
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.
 SLACK_SHARE = 0.25
@@ -263,11 +263,6 @@ class Candidate:
     def whole(self, num_sequences: int) -> int:
         """The budget that holds all weights, and `num_sequences` at their longest."""
         return self.fixed + self.cache.nbytes(num_sequences) + self.weights.nbytes
-
-    def place(self, budget: int, kv_nbytes: int) -> Placement | None:
-        """Where shards are held, beside a cache of `kv_nbytes`; None where they do not fit `budget` bytes."""
-        free, shards = budget - self.fixed, self.weights.shards
-        return place(shards, free - kv_nbytes, device_ring(shards, free) if self.weights.on_device else 0)
 
     def _activations(self) -> int:
         weights, cache = self.weights, self.cache
