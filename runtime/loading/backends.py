@@ -1,4 +1,4 @@
-"""What computes a model by a plan: products with scratch, threads and kernels that suit this machine, and attention."""
+"""Builds what computes a model by its plan: products with their scratch, threads and kernels, and attention."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from ...quant.kernels.product import GroupedProduct
 
 
-def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> ParallelMatmul:
+def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> ParallelMatmul:
     sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
     # Experts are computed side by side; a dense model's products have all threads each. A device is one queue of work,
     # which further threads would not fill any faster.
-    experts = place.type == "cpu" and any(layer.experts for layer in shape.layers)
+    experts = torch_device.type == "cpu" and any(layer.experts for layer in shape.layers)
     helpers = crew_size() - 1 if experts else 0
     return ParallelMatmul(
-        Workspace(workspace_nbytes(*sizes), place),
+        Workspace(workspace_nbytes(*sizes), torch_device),
         deterministic=plan.deterministic,
         integer=plan.compute == "int8",
         few_rows=measure_few_rows(plan.quant),
         helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
-        grouped=_grouped(place, plan.deterministic) if plan.grouped_experts else None,
+        grouped=_grouped(torch_device, plan.deterministic) if plan.grouped_experts else None,
     )
 
 
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The backend that the plan names; without a device Triton's runs in its interpreter."""
-    place = device.place if device else torch.device("cpu")
+    torch_device = device.place if device else torch.device("cpu")
     dtype, tiled = DTYPES[plan.dtype], plan.deterministic
     if plan.attention == "torch":
-        return TorchAttention(cache, dtype, tiled, place)
+        return TorchAttention(cache, dtype, tiled, torch_device)
     # Imports Triton, which takes a second, and which not every machine has.
     from ..attention.triton_backend import TritonAttention
 
     gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
-    return TritonAttention(cache, dtype, tiled, gpu, place)
+    return TritonAttention(cache, dtype, tiled, gpu, torch_device)
 
 
-def _grouped(place: torch.device, steady: bool) -> GroupedProduct:
+def _grouped(torch_device: torch.device, deterministic: bool) -> GroupedProduct:
     from ...quant.kernels.product import GroupedProduct
 
-    return GroupedProduct(place, steady)
+    return GroupedProduct(torch_device, deterministic)

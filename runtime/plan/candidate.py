@@ -41,7 +41,7 @@ def largest(most: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-# From the fewest to the most tokens a block: large ones are moved and gathered better, small ones waste less.
+# Tokens of a block that are tried: large blocks are moved and gathered better, small ones waste fewer positions.
 BLOCKS = (4, 8, 16, BLOCK_TOKENS)
 MOST_WASTE = 0.03
 
@@ -205,22 +205,22 @@ class WeightFootprint:
     """
 
     def __init__(
-        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device: DeviceBudget | None
+        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device_budget: DeviceBudget | None
     ) -> None:
         self.shape = shape
         self.quant = quant
         self.dtype = dtype
         self.shards: ModelShards = model_shards(shape, quant, dtype)
         self.widest = Widest.of(shape)
-        self.on_device = device is not None
-        self.gpu = None if device is None else device.gpu
+        self.on_device = device_budget is not None
+        self.gpu = None if device_budget is None else device_budget.gpu
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
-        if device is None:
+        if device_budget is None:
             self.workspace += (crew_size() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
             self.process, self.resident = PROCESS_NBYTES, resident_nbytes(shape, dtype)
         else:
-            self.process, self.resident = device.context_nbytes, on_device_nbytes(shape, dtype)
+            self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)
 
     @cached_property
     def nbytes(self) -> int:
