@@ -22,7 +22,7 @@ from .views.formatting import count, duration, gib, kernel_lines
 
 if TYPE_CHECKING:
     from ..runtime.jobs.encode import JobSize
-    from ..runtime.plan.search_space import PlanRequest
+    from ..runtime.plan.planner import PlanRequest
 
 INPUT = Annotated[
     Path | None, typer.Argument(metavar="INPUT", help="Rows as `moedge batch` takes them, to be measured.")

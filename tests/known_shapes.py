@@ -9,8 +9,7 @@ from typing import Any
 from moedge.offload.checkpoint.header import TensorEntry
 from moedge.runtime.plan.cost_model import CostModel, Rates
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import PlanResult, solve
-from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.config import ModelConfig

@@ -6,8 +6,7 @@ from moedge.offload.machine.hardware import Gpu, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, Overheads, PinLimit
 from moedge.runtime.plan.cost_model import CostModel, rates_of
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import PlanResult, solve
-from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.settings.budgets import (
     ASSUMED_CONTEXT_NBYTES,
     LIBRARIES_NBYTES,

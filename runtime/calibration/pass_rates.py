@@ -1,6 +1,6 @@
 """How fast this machine does what a pass does besides single products: experts side by side, and attention.
 
-For its profile, beside weight_rates.py; named as predictions look them up (plan/rates.py).
+For its profile, beside weight_rates.py; named as predictions look them up (plan/cost_model.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ...quant.matmul.workspace import Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
 from ..loading.kernel_trial import try_kernels, usual_needs
-from ..plan.search_space import dtype_notes
+from ..plan.planner import dtype_notes
 from .finding import Finding, fail, ok, warn
 
 # Of a product of 64 rows in bfloat16 against float64, over the largest number in it; rounding alone is below 1 %.

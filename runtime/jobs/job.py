@@ -22,8 +22,7 @@ from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
-from ..plan.planner import PlanResult
-from ..plan.search_space import SearchSpace
+from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
 from ..rows.failure import RowFailure
 from ..rows.preflight import Preflight
@@ -276,7 +275,7 @@ class Running:
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
-        remember(chosen, source, self.metrics, self._seconds or 0, summary.peak_nbytes)
+        remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
         return summary
 
 

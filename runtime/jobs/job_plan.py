@@ -24,10 +24,10 @@ from ..plan.history import (
     machine_key,
     shape_key,
 )
+from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Workload
 from ..plan.plan_file import load_plan
-from ..plan.planner import PlanResult, solve
-from ..plan.search_space import PlanRequest, choose_dtype
+from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
@@ -142,11 +142,8 @@ def plan_request(
     return known.request(headers.shape, headers.settle(settings), budget, workload)
 
 
-def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds: float, peak: int) -> None:
-    """Keeps how the prediction compares with a run of `seconds`, for the next one to be better.
-
-    `peak` is the most bytes that were in use in the tier that computes.
-    """
+def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds: float, ledger: MemoryLedger) -> None:
+    """Keeps how the prediction compares with a run of `seconds`, for the next one to be better."""
     sequences, request, plan = len(metrics.total), result.request, result.plan
     if seconds < LEAST_SECONDS or not sequences or request.hardware is None:
         return
@@ -163,7 +160,7 @@ def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds:
         predicted_tok_s=result.prediction.generated_tok_s,
         measured_tok_s=metrics.generated_tokens / seconds,
         predicted_peak_nbytes=plan.used_nbytes,
-        measured_peak_nbytes=peak,
+        measured_peak_nbytes=ledger.computing.peak or 0,
     )
     try:
         keep(record)

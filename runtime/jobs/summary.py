@@ -218,11 +218,6 @@ class RunSummary:
     weights: Weights = field(default_factory=Weights)
     given_up: list[GivenUp] = field(default_factory=list)
 
-    @property
-    def peak_nbytes(self) -> int:
-        """Seen at most in the tier that computes; 0 where nothing was measured."""
-        return (self.memory.device or self.memory.host).peak or 0
-
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)
 

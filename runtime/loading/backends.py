@@ -1,4 +1,4 @@
-"""What computes a model by a plan: products with scratch, threads and kernels that suit this machine, and attention."""
+"""Builds what computes a model by its plan: products with their scratch, threads and kernels, and attention."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
     from ...quant.kernels.product import GroupedProduct
 
 
-def make_compute(shape: ModelShape, plan: Plan, place: torch.device) -> ParallelMatmul:
+def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> ParallelMatmul:
     sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
     # Experts are computed side by side, and so are the strips of deterministic products; a dense model's other products
     # have all threads each. A device is one queue of work, which further threads would not fill any faster.
     shared = plan.deterministic or any(layer.experts for layer in shape.layers)
-    helpers = crew_size() - 1 if shared and place.type == "cpu" else 0
+    helpers = crew_size() - 1 if shared and torch_device.type == "cpu" else 0
     return ParallelMatmul(
-        Workspace(workspace_nbytes(*sizes), place),
+        Workspace(workspace_nbytes(*sizes), torch_device),
         deterministic=plan.deterministic,
         integer=plan.compute == "int8",
         few_rows=measure_few_rows(plan.quant),
         helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
-        grouped=_grouped(place, plan.deterministic) if plan.grouped_experts else None,
+        grouped=_grouped(torch_device, plan.deterministic) if plan.grouped_experts else None,
     )
 
 
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The backend that the plan names; without a device Triton's runs in its interpreter."""
-    place = device.place if device else torch.device("cpu")
+    torch_device = device.place if device else torch.device("cpu")
     dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
     if plan.attention == "torch" and not plan.stores_by_kernel:
-        return TorchAttention(cache, dtype, tiled, place)
+        return TorchAttention(cache, dtype, tiled, torch_device)
     # Imports Triton, which takes a second, and which not every machine has.
     from ..attention.triton_backend import TritonAttention, store_by_kernel
 
     if plan.attention == "torch":
-        return TorchAttention(cache, dtype, tiled, place, store_by_kernel)
+        return TorchAttention(cache, dtype, tiled, torch_device, store_by_kernel)
     gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
-    return TritonAttention(cache, dtype, tiled, gpu, place, plan.stores_by_kernel)
+    return TritonAttention(cache, dtype, tiled, gpu, torch_device, plan.stores_by_kernel)
 
 
-def _grouped(place: torch.device, steady: bool) -> GroupedProduct:
+def _grouped(torch_device: torch.device, deterministic: bool) -> GroupedProduct:
     from ...quant.kernels.product import GroupedProduct
 
-    return GroupedProduct(place, steady)
+    return GroupedProduct(torch_device, deterministic)

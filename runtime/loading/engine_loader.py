@@ -89,12 +89,12 @@ class Loading:
     def __init__(self, source: ModelSource, plan: Plan, device: Device | None = None) -> None:
         self.source = source
         self.plan = plan
-        self.place = device.place if device else torch.device("cpu")
+        self.torch_device = device.place if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
         if device is not None:
             # Before anything else is page-locked: passes need it thousands of times, wherever weights lie.
             device.pins.taken += open_ring(device.place)
-        self.compute = make_compute(source.shape, plan, self.place)
+        self.compute = make_compute(source.shape, plan, self.torch_device)
         self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
@@ -132,7 +132,7 @@ class Loading:
                 # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
                 for layer in layers:
                     layer.tile_routers()
-            if self.place.type == "cpu":
+            if self.torch_device.type == "cpu":
                 norm_in_pieces(self.model, PIECE_NUMEL if _keeps_memory(self.plan) else SMALL_PIECE_NUMEL)
             decoder = self.model.get_decoder()
             decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
@@ -143,7 +143,7 @@ class Loading:
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
             self._record_staging(parking)
-            cache = _cache(self.source.shape, specs, self.plan, self.place, offsets, parking)
+            cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking)
             self.ledger.record(self._computing, KV_CACHE, sum(pool.nbytes for pool in cache.pools))
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
@@ -199,12 +199,12 @@ def _cache(
     shape: ModelShape,
     specs: list[KVSpec],
     plan: Plan,
-    place: torch.device,
+    torch_device: torch.device,
     offsets: KeyOffsets | None,
     parking: ParkingMemory,
 ) -> KVCache:
     pools = [
-        KVPool(spec, count, place, None if offsets is None else offsets.of(spec.group), plan.deterministic)
+        KVPool(spec, count, torch_device, None if offsets is None else offsets.of(spec.group), plan.deterministic)
         for spec, count in zip(specs, plan.kv_blocks, strict=True)
     ]
     # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.

@@ -15,7 +15,7 @@ from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu, Lacks, dotted, lack_of, triton_lack
 from ...quant.tensor import TORCH_DTYPES
 from ..attention.choice import LARGEST_HEAD
-from ..plan.search_space import choose_dtype
+from ..plan.planner import choose_dtype
 
 _NO_TENSOR_CORES = "Triton uses tensor cores from compute capability {} on, this GPU has {}; matrices are widened whole"
 

@@ -13,7 +13,7 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
 from ...quant.kernels.gpu import Gpu
-from ..plan.search_space import choose_dtype
+from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape

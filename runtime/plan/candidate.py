@@ -19,7 +19,7 @@ from ..kv.spec import BLOCK_TOKENS, KVSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
-from .placement import Placement, device_ring, everything, minimum, on_device_nbytes, place
+from .placement import everything, minimum, on_device_nbytes
 
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.
 SLACK_SHARE = 0.25
@@ -35,7 +35,7 @@ def largest(most: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-# From the fewest to the most tokens a block: large ones are moved and gathered better, small ones waste less.
+# Tokens of a block that are tried: large blocks are moved and gathered better, small ones waste fewer positions.
 BLOCKS = (4, 8, 16, BLOCK_TOKENS)
 MOST_WASTE = 0.03
 
@@ -201,23 +201,23 @@ class WeightFootprint:
     """
 
     def __init__(
-        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device: DeviceBudget | None
+        self, shape: ModelShape, quant: str, dtype: str, deterministic: bool, device_budget: DeviceBudget | None
     ) -> None:
         self.shape = shape
         self.quant = quant
         self.dtype = dtype
         self.shards: ModelShards = model_shards(shape, quant, dtype)
         self.widest = Widest.of(shape)
-        self.on_device = device is not None
+        self.on_device = device_budget is not None
         self.pads_passes = deterministic and not self.on_device
-        self.gpu = None if device is None else device.gpu
+        self.gpu = None if device_budget is None else device_budget.gpu
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
-        if device is None:
+        if device_budget is None:
             self.workspace += (crew_size() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
             self.process, self.resident = PROCESS_NBYTES, resident_nbytes(shape, dtype)
         else:
-            self.process, self.resident = device.context_nbytes, on_device_nbytes(shape, dtype)
+            self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)
 
     @cached_property
     def nbytes(self) -> int:
@@ -260,11 +260,6 @@ class Candidate:
     def whole(self, num_sequences: int) -> int:
         """The budget that holds all weights, and `num_sequences` at their longest."""
         return self.fixed + self.cache.nbytes(num_sequences) + self.weights.nbytes
-
-    def place(self, budget: int, kv_nbytes: int) -> Placement | None:
-        """Where shards are held, beside a cache of `kv_nbytes`; None where they do not fit `budget` bytes."""
-        free, shards = budget - self.fixed, self.weights.shards
-        return place(shards, free - kv_nbytes, device_ring(shards, free) if self.weights.on_device else 0)
 
     def _activations(self) -> int:
         weights, cache = self.weights, self.cache

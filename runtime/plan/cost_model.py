@@ -22,7 +22,7 @@ from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
 
-# What is taken for a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
+# Rates of a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
 SLOW_DISK_BYTES_S = 5e8
 SLOW_LINK_BYTES_S = 6e9
 SLOW_MEMORY_BYTES_S = 1e10
@@ -41,7 +41,7 @@ WIDE = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one tier that computes, and of the links to it. FLOP/s are by name, then by rows at once.
+    """What one tier that computes, and the links to it, do in a second. FLOP/s are by name, then by rows at once.
 
     `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
     """
@@ -55,20 +55,19 @@ class Rates:
     measured: bool = False
 
     def curve(self, *names: str) -> Curve:
-        """Of products under the first of `names` that was measured."""
+        """The rates of products under the first of `names` that was measured."""
         return Curve(next((self.flop_s[name] for name in names if self.flop_s.get(name)), self.otherwise))
 
 
 class Curve:
-    """FLOP/s of products by how many rows they have at once, from those numbers of rows that were measured."""
+    """FLOP/s of products by how many rows they have at once, interpolated between the measured numbers of rows."""
 
     def __init__(self, rates: Mapping[int, float]) -> None:
         self._points = sorted(rates.items())
         self._rows = [rows for rows, _ in self._points]
 
     def at(self, rows: float) -> float:
-        """Between numbers of rows that were measured a product's seconds are on a straight line; beyond the most, its
-        rate stays."""
+        """A product's seconds are linear between measured numbers of rows; beyond the largest its rate is constant."""
         rows = max(1.0, rows)
         above = bisect_left(self._rows, rows)
         if above == len(self._points):
@@ -83,7 +82,7 @@ class Curve:
 
 
 def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
-    """Of the processor of a machine, or of its device; slow ones for what was not measured."""
+    """The rates of a machine's CPU, or of its device; assumed slow ones for what was not measured."""
     if machine is None:
         return _device_rates(None) if on_device else Rates()
     if on_device:
@@ -113,8 +112,8 @@ def _device_rates(machine: Machine | None) -> Rates:
     )
 
 
-# With a ring of hardly any expert half of what disk and compute could do together they do in turns: what was measured
-# from 3 experts to 24, drawn on to none (docs/performance.md).
+# With a ring of hardly any expert, disk and compute take turns for half of what they could do together. Measured from 3
+# experts to 24, extrapolated to none (docs/performance.md).
 MOST_UNHIDDEN = 0.5
 
 
@@ -122,7 +121,8 @@ MOST_UNHIDDEN = 0.5
 class _PassLoad:
     """One pass: `decoding` sequences with a token each, and `prompts` tokens of prompts, `chunk` of one at a time.
 
-    `started` prompts end in it, and get logits too. The rest is how many tokens back a mean token of each kind looks.
+    `started` prompts end in it, and get logits too. A mean token of each kind attends to `decoding_back` or
+    `prompts_back` earlier tokens.
     """
 
     decoding: float
@@ -161,7 +161,7 @@ class _PassCost:
 
 
 class _LayerKind:
-    """Layers that are alike, and how many they are."""
+    """`count` layers with the same matrices and experts."""
 
     def __init__(self, count: int, dense: tuple[Matrix, ...], experts: ExpertsShape | None) -> None:
         self.count = count
@@ -205,7 +205,7 @@ class _ModelWork:
         self._rarest = min(shares, default=1.0)
 
     def least_wanted(self, tokens: float) -> float:
-        """Of any byte of weights, the least probability that a pass of so many tokens needs it."""
+        """The least probability, over all bytes of weights, that a pass of `tokens` needs the byte."""
         return wanted_by(tokens, self._rarest)
 
 
@@ -231,14 +231,14 @@ class _PassCosts:
 
 
 def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
-    """What a ring this small keeps from overlapping, as a share; 0 where no expert streams."""
+    """The share that a ring this small keeps from overlapping; 0 where no expert streams."""
     if not placement.expert_ring:
         return 0.0
     return MOST_UNHIDDEN * max(0.0, 1 - placement.expert_ring / largest_expert(shards) / DEEP_RING_EXPERTS)
 
 
 class _ComputeCosts:
-    """What passes compute, wherever their weights come from."""
+    """Seconds of arithmetic of passes, wherever their weights come from."""
 
     def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates) -> None:
         self._shape = model.shape
@@ -246,7 +246,7 @@ class _ComputeCosts:
         self._memory_bytes_s = rates.memory_bytes_s
         self._kinds = model.kinds
         self._width = model.attention_width
-        self._groups = [_Looked.of(KVSpec(group, formats.kv, formats.kv_block)) for group in model.shape.kv_groups]
+        self._groups = [_GroupReads.of(KVSpec(group, formats.kv, formats.kv_block)) for group in model.shape.kv_groups]
         name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
         # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
         name = name if formats.dtype == "bf16" else WIDE
@@ -269,16 +269,16 @@ class _ComputeCosts:
         return seconds + _products(self._together, union * kind.expert_numel, rows) + overheads.expert_s * union
 
     def _attention(self, load: _PassLoad) -> float:
-        """Scores and sums over what tokens look back to. Keys and values are read once for a chunk."""
-        decoding = self._looking(load.decoding, 1.0, load.decoding_back)
-        return decoding + (self._looking(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
+        """Seconds of attention over earlier tokens. Keys and values are read once for a chunk."""
+        decoding = self._attention_to(load.decoding, 1.0, load.decoding_back)
+        return decoding + (self._attention_to(load.prompts, load.chunk, load.prompts_back) if load.prompts else 0.0)
 
-    def _looking(self, tokens: float, chunk: float, back: float) -> float:
+    def _attention_to(self, tokens: float, chunk: float, back: float) -> float:
         rate, seconds = self._attending.at(chunk), 0.0
         for group in self._groups:
-            seen = min(back, group.window or back)
-            flop = 4 * tokens * seen * self._width
-            read = tokens / max(1.0, chunk) * seen * group.token_nbytes
+            attended = min(back, group.window or back)
+            flop = 4 * tokens * attended * self._width
+            read = tokens / max(1.0, chunk) * attended * group.token_nbytes
             seconds += group.num_layers * max(flop / rate, read / self._memory_bytes_s)
         return seconds
 
@@ -293,15 +293,15 @@ def _products(rate: Curve, numel: float, rows: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
-    """Layers whose tokens look back equally far; `token_nbytes` of one layer's keys and values."""
+class _GroupReads:
+    """Layers with the same window; a token's keys and values take `token_nbytes` in each."""
 
     num_layers: int
     window: int | None
     token_nbytes: float
 
     @classmethod
-    def of(cls, spec: KVSpec) -> _Looked:
+    def of(cls, spec: KVSpec) -> _GroupReads:
         return cls(len(spec.group.layers), spec.group.window, spec.record_nbytes / spec.block)
 
 
@@ -323,7 +323,7 @@ class _Streamed:
         return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
 
     def arrivals(self, tokens: float) -> float:
-        """Experts that come."""
+        """Experts that are read."""
         return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
 
 
@@ -413,14 +413,14 @@ def _round(job: Workload, live: float, tokens_per_pass: int, times: int, beginni
     riding = live * (job.mean_generated - decoding) / filling * (0.5 if beginning else 1.0)
     prompts = live * job.mean_prompt / filling
     chunk, back = min(job.mean_prompt, prompts), job.mean_prompt / 2
-    load = _PassLoad(riding, prompts, chunk, live / filling, _looked_at(job), back)
+    load = _PassLoad(riding, prompts, chunk, live / filling, _mean_context(job), back)
     yield _Phase(times * filling, load)
     if decoding:
         yield _Phase(times * decoding, _decoding(job, live))
 
 
 def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> float:
-    """Of one round. They are full; where prompts are long, all passes are, and a round outlasts an answer."""
+    """Passes of one round. They are full; where prompts are long, all are, and a round takes longer than an answer."""
     prompts, free = job.mean_prompt * live, tokens_per_pass - live
     if prompts <= job.mean_generated * free:
         return max(1.0, prompts / free)
@@ -428,10 +428,10 @@ def _passes_with_prompts(job: Workload, live: float, tokens_per_pass: int) -> fl
 
 
 def _decoding(job: Workload, live: float) -> _PassLoad:
-    return _PassLoad(live, 0.0, 1.0, 0.0, _looked_at(job), 0.0)
+    return _PassLoad(live, 0.0, 1.0, 0.0, _mean_context(job), 0.0)
 
 
-def _looked_at(job: Workload) -> float:
+def _mean_context(job: Workload) -> float:
     return job.mean_prompt + job.mean_generated / 2
 
 
@@ -486,11 +486,11 @@ class CostModel:
         self._works: dict[tuple[str, str], _ModelWork] = {}
         self._passes: dict[tuple[object, ...], list[_Passes]] = {}
 
-    def weights(self, quant: str, dtype: str, deterministic: bool, device: DeviceBudget | None) -> WeightFootprint:
-        """The model in a weight format; `device` is the budget of the device that computes, if one does."""
-        key = (quant, dtype, deterministic, device and (device.context_nbytes, device.gpu))
+    def weights(self, quant: str, dtype: str, deterministic: bool, granted: DeviceBudget | None) -> WeightFootprint:
+        """The model in a weight format; `granted` is the budget of the device that computes, if one does."""
+        key = (quant, dtype, deterministic, granted and (granted.context_nbytes, granted.gpu))
         if key not in self._weights:
-            self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, device)
+            self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, granted)
         return self._weights[key]
 
     def predict(self, plan: Plan, workload: Workload) -> Prediction:

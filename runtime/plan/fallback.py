@@ -19,7 +19,7 @@ from ..settings.settings import Settings
 from ..shape.shards import model_shards
 from .candidate import CacheSize
 from .placement import MIN_RING_EXPERTS, Plan, largest_expert
-from .search_space import PlanRequest, SearchSpace
+from .planner import PlanRequest, SearchSpace
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What was predicted of this machine's runs and what they took: kept, shown, and learned from. Torch-free.
+"""Predicted and measured speeds of this machine's runs: kept, shown, and learned from. Torch-free.
 
 One small file in the user's state folder, newest first, replaced by a rename: killed at any moment, the old one or the
 new one is there. A damaged one counts as empty.

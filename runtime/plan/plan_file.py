@@ -16,8 +16,7 @@ from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
 from .placement import Plan
-from .planner import PlanResult
-from .search_space import PlanRequest, SearchSpace
+from .planner import PlanRequest, PlanResult, SearchSpace
 from .what_if import Point, Suggestion
 
 SCHEMA = "moedge.plan/2"

@@ -1,28 +1,211 @@
-"""Chooses precision, cache, passes and placement for a request: the plan with the shortest predicted time of all that
-the settings leave open, found by branch and bound. Torch-free."""
+"""What is asked of the planner, what the settings leave open, and the search for the best plan. Torch-free.
+
+Precision, cache, passes and placement are chosen together: of all that the settings leave open, the plan with the
+shortest predicted time is found by branch and bound.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...quant.kernels.gpu import interpreted
+from ...offload.machine.hardware import Hardware
+from ...offload.machine.profile import Machine
+from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
+from ..kv.spec import KVSpec
 from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import resident_nbytes
-from .candidate import Candidate, WeightFootprint
+from ..shape.shards import FORMATS, resident_nbytes
+from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
 from .cost_model import CostModel, Prediction
 from .memory_ledger import MemoryLedger
-from .placement import Placement, Plan, Workload, stage_for_device
-from .search_space import PlanRequest, SearchSpace, dtype_notes
+from .placement import Plan, Workload, device_ring, place, stage_for_device
 
+# What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
+SMALL_KV = "int8"
+# Tokens of a pass that are tried; fewer make passes that memory allows where it is shortest, more pay nowhere.
+LEAST_TOKENS, MOST_TOKENS = 64, 8192
+# More sequences than this were never useful: they take Python longer than weights take to arrive.
+MOST_SEQUENCES = 4096
+# Sequences differ from their mean: this many times the blocks of mean sequences, and no pass waits for one.
+SPARE_BLOCKS = 1.1
 # A less lossy weight format is taken as long as it takes no more than this times as long as the fastest.
 WORTH = 1.5
 # Sums that are added up in two ways may differ by this factor.
 ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanRequest:
+    """What is asked: a model on a machine (`costs`), a workload, a memory budget, and settings.
+
+    `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. Requests
+    that are made from each other share `costs`.
+    """
+
+    costs: CostModel
+    workload: Workload
+    budget: MemoryBudget
+    settings: Settings = field(default_factory=Settings)
+    hardware: Hardware | None = None
+    profile: Machine | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.costs.shape
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The budget of the tier that computes: a device's where there is one, else the host's."""
+        return self.budget.host_nbytes if self.budget.device is None else self.budget.device.nbytes
+
+    def with_budget(self, tier: str, nbytes: int) -> PlanRequest:
+        """The same with another budget of "host" or "device" memory."""
+        return replace(self, budget=self.budget.with_tier(tier, nbytes))
+
+    def with_settings(self, **changes: object) -> PlanRequest:
+        return replace(self, settings=replace(self.settings, **changes))  # type: ignore[arg-type]
+
+
+class SearchSpace:
+    """Makes the candidates of one request, in the formats and limits that its settings leave open.
+
+    Raises SettingError for settings that contradict each other or make no sense.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        shape, settings, workload = request.shape, request.settings, request.workload
+        for name, value in (("tokens-per-pass", settings.tokens_per_pass), ("max-sequences", settings.max_sequences)):
+            if value is not None and value < 1:
+                raise SettingError(f"--{name} must be at least 1, not {value}")
+        self.request = request
+        device = request.budget.device
+        self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
+        self.quants = _quants(settings)
+        self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
+        self._block = choose_block(workload.mean_live)
+        self._specs: dict[str, tuple[KVSpec, ...]] = {}
+
+    def weights(self, quant: str) -> WeightFootprint:
+        """The model's weights in a format."""
+        request = self.request
+        return request.costs.weights(quant, self.dtype, request.settings.deterministic, request.budget.device)
+
+    def candidate(
+        self, quant: str, longest: int | None = None, tokens: int = 0, live: int = 1, kv: str = ""
+    ) -> Candidate:
+        """By default one for the job's longest rows, one after the other in the smallest passes."""
+        settings = self.request.settings
+        longest = max(1, self.request.workload.longest if longest is None else longest)
+        kv = kv or (SMALL_KV if settings.kv == "auto" else settings.kv)
+        if kv not in self._specs:
+            self._specs[kv] = tuple(KVSpec(group, kv, self._block) for group in self.request.shape.kv_groups)
+        return Candidate(self.weights(quant), CacheSize(self._specs[kv], longest, tokens or self.tokens()[0]), live)
+
+    def tokens(self) -> list[int]:
+        """Tokens per pass to try: what the user says, else powers of two up to what the job can fill."""
+        if self.request.settings.tokens_per_pass is not None:
+            return [self.request.settings.tokens_per_pass]
+        useful = self.most_live * (1 + self.request.workload.mean_prompt)
+        sizes = [LEAST_TOKENS]
+        while sizes[-1] < min(useful, MOST_TOKENS):
+            sizes.append(2 * sizes[-1])
+        return sizes
+
+    def sequences(self, tokens: int) -> Iterator[int]:
+        """Numbers of live sequences to try: steps of a half and a third, and those that make the job's rounds equal."""
+        most = min(self.most_live, tokens)
+        steps = {step << power for power in range(13) for step in (2, 3)} | {1}
+        equal = {-(-self.request.workload.sequences // rounds) for rounds in range(1, 9)}
+        yield from sorted({live for live in steps | equal | {most} if live <= most})
+
+    def cached(self, live: int, longest: int) -> int:
+        """Sequences at their longest whose blocks let `live` sequences of mean length run together."""
+        mean = min(longest, self.request.workload.mean_prompt + self.request.workload.mean_generated)
+        return max(1, min(live, -(-int(SPARE_BLOCKS * live * mean) // longest)))
+
+    def longest(self) -> int:
+        """The longest sequence that fits in the smallest format: the job's, where it fits. Raises DoesNotFit."""
+        quant, least, budget = self.smallest_quant, self.request.workload.least, self.request.budget_nbytes
+        if (candidate := self.candidate(quant, least)).smallest > budget:
+            raise self._does_not_fit(candidate, budget)
+        more = largest(
+            self.request.workload.longest - least + 1,
+            lambda more: self.candidate(quant, least - 1 + more).smallest <= budget,
+        )
+        return least - 1 + more
+
+    @property
+    def smallest_quant(self) -> str:
+        """The weight format of the smallest candidate."""
+        return min(self.quants, key=lambda quant: (self.weights(quant).streaming_nbytes, self.weights(quant).nbytes))
+
+    @property
+    def smallest(self) -> int:
+        """The least budget of the tier that computes in which every row of the job fits."""
+        return self.candidate(self.smallest_quant).smallest
+
+    @property
+    def for_every_row(self) -> str:
+        """That budget as a person would type it."""
+        return self._option(self.smallest)
+
+    def _does_not_fit(self, candidate: Candidate, budget: int) -> DoesNotFit:
+        on_device = self.request.budget.device is not None
+        tier, cpu = ("device", "; --gpu-mem 0 computes on the CPU") if on_device else ("host", "")
+        smaller = "Shorter prompts or a smaller --tokens-per-pass need"
+        if candidate.weights.quant != "nf4":
+            smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
+        return DoesNotFit(
+            f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "
+            f"{candidate.weights.quant}: the smallest that works is {self._option(candidate.smallest)}, of which "
+            f"{candidate.fixed / MIB:,.0f} MiB are for the process and what a pass computes with"
+            f"{self._beyond(candidate)}. {smaller} less{cpu}."
+        )
+
+    def _option(self, nbytes: int) -> str:
+        return f"{'--ram' if self.request.budget.device is None else '--gpu-mem'} {-(-nbytes // MIB)}MiB"
+
+    def _beyond(self, shortest: Candidate) -> str:
+        """What `shortest`, the candidate for the job's shortest rows, leaves out."""
+        # Compared as they are printed, in whole MiB.
+        if self.for_every_row == self._option(shortest.smallest):
+            return ""
+        return f", and fits only the shortest rows; every row takes {self.for_every_row}"
+
+
+def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:
+    """What is computed in. `auto` is the checkpoint's dtype, but float16 for bfloat16 on a GPU that is slow at it."""
+    if wanted != "auto":
+        return wanted
+    return "fp16" if checkpoint == "bf16" and gpu is not None and not gpu.computes_bf16 else checkpoint
+
+
+def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...]:
+    """What a person should know of the arithmetic on a GPU without tensor cores for bfloat16."""
+    if gpu is None or gpu.computes_bf16:
+        return ()
+    why = f"compute capability {dotted(gpu.capability)} has no tensor cores for bfloat16"
+    if wanted == "bf16":
+        return (f"{why}: --dtype bf16 is several times slower than fp16 there; --dtype auto takes fp16",)
+    if wanted == "auto" and checkpoint == "bf16":
+        return (f"arithmetic is fp16: {why}",)
+    return ()
+
+
+def _quants(settings: Settings) -> tuple[str, ...]:
+    """The weight formats that the settings leave open, from exact to smallest."""
+    if settings.compute == "auto":
+        return FORMATS if settings.quant == "auto" else (settings.quant,)
+    if settings.quant not in ("auto", settings.compute):
+        raise SettingError(
+            f"--compute {settings.compute} multiplies weights in {settings.compute}, and --quant {settings.quant} was "
+            "asked for; leave one of the two away"
+        )
+    return (settings.compute,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +310,7 @@ class _Search:
                 candidate = self._candidate(quant, tokens, live)
                 cached = self._cached(candidate)
                 blocks = candidate.cache.blocks(cached)
-                free = self._budget.computing_nbytes - candidate.fixed - candidate.cache.nbytes_of(blocks)
+                free = self._request.budget_nbytes - candidate.fixed - candidate.cache.nbytes_of(blocks)
                 if free < candidate.weights.streaming_nbytes:
                     break
                 least = costs.least_seconds(candidate, settings.compute, blocks, free, self._request.workload)
@@ -149,7 +332,7 @@ class _Search:
         space = self.space
         if self._request.settings.kv == "auto":
             native = space.candidate(quant, self._longest, tokens, live, space.dtype)
-            if native.whole(min(space.most_live, tokens)) <= self._budget.computing_nbytes:
+            if native.whole(min(space.most_live, tokens)) <= self._request.budget_nbytes:
                 return native
         return space.candidate(quant, self._longest, tokens, live)
 
@@ -164,13 +347,11 @@ class _Search:
 
     def _placed(self, candidate: Candidate, cached: int) -> Plan:
         """Raises DoesNotFit where the host cannot take what a device does not hold."""
-        placement = candidate.place(self._budget.computing_nbytes, candidate.cache.nbytes(cached))
-        assert placement is not None, "a candidate leaves the least that weights take"
-        plan = self._finish(candidate, placement, cached)
+        plan = self._in_computing_tier(candidate, cached)
         if self._budget.device is None:
             return replace(plan, free_nbytes=self._budget.host_nbytes - plan.used_nbytes)
         weights = candidate.weights
-        staging = stage_for_device(weights.shape, weights.shards, placement, self._budget, plan.dtype)
+        staging = stage_for_device(weights.shape, weights.shards, plan.placement, self._budget, plan.dtype)
         # Where every sequence has its blocks at its longest, none is preempted.
         waits = plan.kv_sequences < plan.max_sequences and staging.disk_nbytes == 0
         parked = candidate.cache.parked(plan.kv_blocks, staging.free_nbytes if waits else 0)
@@ -179,7 +360,7 @@ class _Search:
 
     def _cached(self, candidate: Candidate) -> int:
         """Where all weights are held, blocks take what is left: nothing else could use it."""
-        budget = self._budget.computing_nbytes
+        budget = self._request.budget_nbytes
         least = self.space.cached(candidate.live, candidate.cache.longest)
         if candidate.whole(least) > budget:
             return least
@@ -187,7 +368,12 @@ class _Search:
         most = min(self.space.most_live, candidate.tokens_per_pass)
         return max(least, candidate.cache.sequences_in(free, most))
 
-    def _finish(self, candidate: Candidate, placement: Placement, cached: int) -> Plan:
+    def _in_computing_tier(self, candidate: Candidate, cached: int) -> Plan:
+        """The plan, as far as it concerns the tier that computes."""
+        free, shards = self._request.budget_nbytes - candidate.fixed, candidate.weights.shards
+        ring = device_ring(shards, free) if candidate.weights.on_device else 0
+        placement = place(shards, free - candidate.cache.nbytes(cached), ring)
+        assert placement is not None, "a candidate leaves the least that weights take"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
         needs = AttentionNeeds(frozenset(group.head_dim for group in shape.kv_groups), weights.gpu, interpreted())

@@ -9,8 +9,7 @@ from ..settings.budgets import GIB
 from ..settings.errors import DoesNotFit, SettingError
 from ..shape.shards import FORMATS
 from .memory_ledger import OPTIONS
-from .planner import PlanResult, solve
-from .search_space import PlanRequest, SearchSpace
+from .planner import PlanRequest, PlanResult, SearchSpace, solve
 
 # Budgets are shown in these shares of what is granted, and a suggestion is worth showing from this gain on.
 SHARES = (0.5, 0.75, 1.0, 1.5, 2.0)

@@ -51,11 +51,6 @@ class MemoryBudget:
     disk_nbytes: int | None = None
 
     @property
-    def computing_nbytes(self) -> int:
-        """The budget of the tier that computes: the device's where there is one, else the host's."""
-        return self.host_nbytes if self.device is None else self.device.nbytes
-
-    @property
     def memory(self) -> dict[str, int]:
         """Bytes of memory by tier, the fastest tier first."""
         device = {} if self.device is None else {"device": self.device.nbytes}

@@ -19,7 +19,7 @@ from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine, load
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.fallback import Fallback, FallbackPolicy
 from moedge.runtime.plan.placement import Plan
-from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.plan.planner import PlanRequest
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
 

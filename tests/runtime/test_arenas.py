@@ -17,7 +17,7 @@ from moedge.runtime.source.model_source import ModelSource, open_source
 JOB = Workload(40, 120, 120, 40 * 80, 40 * 40)
 
 
-# The host's threads may be fewer than the processor's, so that fewer of them need scratch.
+# torch may use fewer threads than the CPU has, so that fewer of them need scratch.
 BOUNDED = {"scratch of products"}
 
 

@@ -11,8 +11,7 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.fallback import FallbackPolicy
 from moedge.runtime.plan.placement import MIN_RING_EXPERTS, Plan, Workload
-from moedge.runtime.plan.planner import budget_range, make_plan
-from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.plan.planner import PlanRequest, budget_range, make_plan
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
 from moedge.runtime.settings.settings import Settings

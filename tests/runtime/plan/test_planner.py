@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from known_shapes import choose, known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.plan import candidate as drafts
+from moedge.runtime.plan import candidate, planner
 from moedge.runtime.plan.cost_model import CostModel, Rates
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import WORTH, PlanResult, budget_range, solve
-from moedge.runtime.plan.search_space import PlanRequest
+from moedge.runtime.plan.planner import WORTH, PlanRequest, PlanResult, budget_range, solve
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
@@ -241,8 +240,8 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
 
         return call
 
-    monkeypatch.setattr(drafts, "place", counted("placed", drafts.place))
-    monkeypatch.setattr(drafts, "model_shards", counted("packed", drafts.model_shards))
+    monkeypatch.setattr(planner, "place", counted("placed", planner.place))
+    monkeypatch.setattr(candidate, "model_shards", counted("packed", candidate.model_shards))
     monkeypatch.setattr(CostModel, "least_seconds", counted("candidates", CostModel.least_seconds))
     costs, job = CostModel(known_shape("gpt-oss-120b"), FAST), Workload(1000, 768, 768, 512_000, 256_000)
     for budget in (12, 20, 40):

@@ -1,0 +1,72 @@
+"""The ledger lists all bytes of a plan by tier, and refuses a peak over any tier's budget."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from known_shapes import plain_model
+
+from moedge.runtime.plan.memory_ledger import KV_CACHE, PARKED, STAGED, WEIGHTS, MemoryLedger
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
+from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.settings import Settings
+
+GIB, MIB = 1 << 30, 1 << 20
+SHAPE = plain_model(window=128)
+# Most rows are short, so that more run together than fit at their longest, and some are parked.
+JOB = Workload(512, 600, 20, 512 * 30, 512 * 100)
+SETTINGS = Settings(max_sequences=512, tokens_per_pass=1024)
+BUDGETS = {
+    "host": MemoryBudget(3 * GIB, None, 20 * GIB),
+    "device": MemoryBudget(40 * GIB, DeviceBudget(3 * GIB, 100 * MIB, 300 * MIB)),
+    "device and disk": MemoryBudget(3 * GIB, DeviceBudget(2 * GIB, 100 * MIB, 300 * MIB)),
+}
+
+
+@pytest.fixture(params=BUDGETS)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return make_plan(SHAPE, SETTINGS, BUDGETS[request.param], JOB)
+
+
+def test_the_arenas_of_every_tier_add_up_to_what_the_plan_uses(plan: Plan) -> None:
+    ledger = MemoryLedger.of(plan, SHAPE)
+    assert ledger.computing.planned == plan.used_nbytes
+    host = ledger.tiers["host"]
+    assert host.planned == plan.budget.host_nbytes - plan.free_nbytes
+    assert [tier.budget for tier in ledger.tiers.values()] == [*plan.budget.memory.values(), plan.budget.disk_nbytes]
+    assert ledger.computing.arenas[KV_CACHE].planned == plan.kv_nbytes
+    weights = ledger.computing.arenas[WEIGHTS].planned
+    if plan.staging is not None:
+        assert (host.arenas[PARKED].planned > 0) == (sum(plan.parked_blocks) > 0)
+        weights += host.arenas[STAGED].planned + plan.staging.disk_nbytes
+        assert weights == plan.weights_nbytes
+    assert (ledger.tiers["disk"].planned > plan.weights_nbytes) == plan.streams
+
+
+def test_a_plan_is_the_same_after_json(plan: Plan) -> None:
+    assert Plan.from_json(json.loads(json.dumps(plan.as_dict()))) == plan
+    assert Plan.from_json(json.loads(json.dumps(replace(plan, kv_tokens=1).as_dict()))) != plan
+
+
+@pytest.mark.parametrize(("tier", "option"), [("host", "--ram"), ("device", "--gpu-mem")])
+def test_a_peak_over_the_budget_of_any_tier_is_refused_with_the_budget_that_would_do(tier: str, option: str) -> None:
+    ledger = MemoryLedger.of(make_plan(SHAPE, SETTINGS, BUDGETS["device"], JOB), SHAPE)
+    for other in ledger.tiers.values():
+        other.peak = other.budget
+    ledger.check()
+    assert ledger.over_budget == []
+    ledger.tiers[tier].peak = (ledger.tiers[tier].budget or 0) + MIB
+    assert [each.tier for each in ledger.over_budget] == [tier]
+    wanted = (ledger.tiers[tier].budget or 0) // MIB + 1 + 64
+    with pytest.raises(DoesNotFit, match=f"Give {option} {wanted}MiB"):
+        ledger.check()
+
+
+def test_an_arena_that_the_plan_does_not_list_is_not_recorded() -> None:
+    ledger = MemoryLedger.of(make_plan(SHAPE, SETTINGS, BUDGETS["host"], JOB), SHAPE)
+    with pytest.raises(KeyError):
+        ledger.record("host", STAGED, 1)
+    ledger.record("host", WEIGHTS, 7)
+    assert [(tier, name, arena.actual) for tier, name, arena in ledger.allocated] == [("host", WEIGHTS, 7)]
