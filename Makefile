@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu coverage lint links bench matrix tables clean
+.PHONY: demo test test-isa test-gpu coverage lint links bench matrix tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes four settings.
+test-isa: $(STAMP)
+	$(BIN)/python tests/isa.py $(ARGS)
 
 # The tests that need an NVIDIA GPU; skipped where there is none.
 test-gpu: $(STAMP)
