@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo test test-all test-gpu coverage lint links bench matrix tables clean
+.PHONY: demo test test-all test-isa test-gpu coverage lint links bench matrix tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
@@ -17,6 +17,10 @@ test: $(STAMP)
 # Every case of every law.
 test-all: $(STAMP)
 	$(PYTEST)
+
+# The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes four settings.
+test-isa: $(STAMP)
+	$(BIN)/python tests/isa.py $(ARGS)
 
 # The tests that need an NVIDIA GPU; skipped where there is none.
 test-gpu: $(STAMP)
