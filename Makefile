@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu coverage lint links bench matrix tables clean
+.PHONY: demo test test-gpu coverage lint links bench matrix kernels kernels-quick tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
@@ -43,7 +43,14 @@ matrix: $(STAMP)
 	$(BIN)/python bench/kill.py
 	$(BIN)/python bench/job_scale.py
 	$(BIN)/python bench/kernels.py check
-	$(BIN)/python bench/kernels.py compile
+
+# Every kernel under every Triton that a supported torch pins, for sm75 to sm120; goes on where it was interrupted.
+kernels: $(STAMP)
+	$(BIN)/python bench/compiling/main.py
+
+# One launch of each kernel, under the oldest and the newest of them.
+kernels-quick: $(STAMP)
+	$(BIN)/python bench/compiling/main.py --quick
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)
