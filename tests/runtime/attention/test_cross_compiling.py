@@ -1,7 +1,6 @@
 """Kernels compile for GPUs that are not there, by the rules: one or two launches of each; `make kernels` takes all."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,8 +16,7 @@ TRITON = version("triton")
 def compile_quick(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """With the Triton that is installed. In a process of its own: this one has the interpreter."""
     command = [sys.executable, "bench/compiling/main.py", "--quick", "--json", "--triton", TRITON, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
