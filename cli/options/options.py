@@ -184,7 +184,7 @@ DETERMINISTIC = Annotated[
         "--deterministic",
         envvar="MOEDGE_DETERMINISTIC",
         show_envvar=False,
-        help="A row's tokens depend on nothing but the row: same bits in any batch.",
+        help="A row's tokens depend on nothing but the row, on one machine: same bits in any batch.",
     ),
 ]
 RAM = Annotated[
