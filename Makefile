@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo test test-all test-gpu coverage lint links bench matrix tables clean
+.PHONY: demo test test-all test-isa test-gpu coverage lint links bench matrix kernels kernels-quick tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
@@ -17,6 +17,10 @@ test: $(STAMP)
 # Every case of every law.
 test-all: $(STAMP)
 	$(PYTEST)
+
+# The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes four settings.
+test-isa: $(STAMP)
+	$(BIN)/python tests/isa.py $(ARGS)
 
 # The tests that need an NVIDIA GPU; skipped where there is none.
 test-gpu: $(STAMP)
@@ -49,7 +53,14 @@ matrix: $(STAMP)
 	$(BIN)/python bench/kill.py
 	$(BIN)/python bench/job_scale.py
 	$(BIN)/python bench/kernels.py check
-	$(BIN)/python bench/kernels.py compile
+
+# Every kernel under every Triton that a supported torch pins, for sm75 to sm120; goes on where it was interrupted.
+kernels: $(STAMP)
+	$(BIN)/python bench/compiling/main.py
+
+# One launch of each kernel, under the oldest and the newest of them.
+kernels-quick: $(STAMP)
+	$(BIN)/python bench/compiling/main.py --quick
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)

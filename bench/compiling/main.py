@@ -52,7 +52,7 @@ def main() -> int:
     if options.json:
         print("\n".join(map(json.dumps, reports)))
     if options.update:
-        record(reports)
+        record(reports, keep=bool(options.quick or options.triton or options.arch))
     ratchet = json.loads(RATCHET.read_text())
     wrong += [f"{title(one)}: {words}" for one in reports for words in [*one["broken"], *worse(one, ratchet)]]
     summary(reports, versions, archs, time.monotonic() - begin)
@@ -123,9 +123,9 @@ def link() -> None:
 # --- the ratchet
 
 
-def record(reports: list[Report]) -> None:
-    """Writes the worst over all Tritons; what was not compiled now keeps its record."""
-    old: Ratchet = json.loads(RATCHET.read_text()) if RATCHET.exists() else {}
+def record(reports: list[Report], keep: bool) -> None:
+    """Writes the worst over all Tritons; what was not compiled now keeps its record, if told so."""
+    old: Ratchet = json.loads(RATCHET.read_text()) if keep else {}
     found: Ratchet = {}
     for one in reports:
         if "error" in one or one.get("hot", True):

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -35,7 +37,13 @@ def oldest_and_newest_pinned() -> list[str]:
 
 
 def install(version: str) -> Path:
-    """The folder that holds this Triton alone. Raises RuntimeError where pip cannot install it."""
+    """The folder that holds this Triton: this environment's, or one that has nothing else.
+
+    Raises RuntimeError where pip cannot install it.
+    """
+    if (spec := find_spec("triton")) is not None and metadata.version("triton") == version:
+        assert spec.origin is not None
+        return Path(spec.origin).parents[1]
     folder = CACHE / f"triton-{version}"
     if not (folder / f"triton-{version}.dist-info").exists():
         _pip("install", "--no-deps", "--upgrade", "--target", str(folder), f"triton=={version}")
@@ -68,10 +76,10 @@ def wheel_pins(requirement: str) -> tuple[str, str | None] | None:
         report = json.loads(_pip("install", *options, requirement))
     except (RuntimeError, ValueError, subprocess.TimeoutExpired):
         return None
-    metadata = report["install"][0]["metadata"]
-    needs = map(Requirement, metadata.get("requires_dist", []))
+    wheel = report["install"][0]["metadata"]
+    needs = map(Requirement, wheel.get("requires_dist", []))
     pins = [str(need.specifier) for need in needs if need.name == "triton"]
-    return metadata["version"].split("+")[0], pins[0].removeprefix("==") if pins else None
+    return wheel["version"].split("+")[0], pins[0].removeprefix("==") if pins else None
 
 
 def _supported_torch() -> str:

@@ -193,7 +193,7 @@ DETERMINISTIC = Annotated[
         "--deterministic",
         envvar="MOEDGE_DETERMINISTIC",
         show_envvar=False,
-        help="Bit-identical results for a row in any batch (slower).",
+        help="Bit-identical results for a row in any batch, on one machine (slower).",
     ),
 ]
 RAM = Annotated[

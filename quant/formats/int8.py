@@ -3,6 +3,8 @@
 weight[n, k] is about codes[n, k] * scales[n]; codes are in [-127, 127].
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from torch import Tensor
 ROUNDER = 12582912.0
 # Keeps the scale of a row of zeros, or nearly so, a normal number; the row's codes are then 0.
 SMALLEST_ABSMAX = 1e-30
+# Columns of codes whose products float32 sums up without rounding: 1024 * 127 * 127 < 2^24.
+EXACT_COLUMNS = 1024
+# Codes that are widened at a time for that.
+WIDE_CODES = 1 << 21
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
@@ -68,4 +74,28 @@ def multiply_integers(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> Non
     values = x.float()
     steps = torch.maximum(values.amax(1), values.amin(1).neg_()).clamp_(min=SMALLEST_ABSMAX).div_(127).unsqueeze(1)
     rounded = values.mul(steps.reciprocal()).round_().to(torch.int8)
-    out.copy_(torch._int_mm(rounded, codes.t()).float().mul_(steps).mul_(scales))
+    sums = torch._int_mm(rounded, codes.t()) if sums_are_exact() else _sums(rounded, codes)
+    out.copy_(sums.float().mul_(steps).mul_(scales))
+
+
+@cache
+def sums_are_exact() -> bool:
+    """Whether torch's product of integers is one here.
+
+    oneDNN adds products in pairs of 16 bits on x86 processors without VNNI, and cuts off what does not fit.
+    """
+    largest = torch.full((33, 64), 127, dtype=torch.int8)
+    products = (torch._int_mm(largest[:count], largest.t()) for count in (1, len(largest)))
+    return all(bool((product == 64 * 127 * 127).all()) for product in products)
+
+
+def _sums(x: Tensor, codes: Tensor) -> Tensor:
+    """x [T, K] times codes [N, K] transposed, int8 in -127 to 127, as float32 sums of few enough products: int32."""
+    sums = torch.zeros(len(x), len(codes), dtype=torch.int32)
+    for column in range(0, x.shape[1], EXACT_COLUMNS):
+        columns = slice(column, column + EXACT_COLUMNS)
+        wide = x[:, columns].float()
+        for row in range(0, len(codes), rows := WIDE_CODES // EXACT_COLUMNS):
+            part = codes[row : row + rows, columns].float()
+            sums[:, row : row + rows] += (wide @ part.t()).to(torch.int32)
+    return sums

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 
 from moedge.quant.matmul.thread_pool import torch_threads
 
-pytestmark = pytest.mark.numerics
-
 # Each costs seconds; bench/matrix_models.py runs every family.
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "llama", "llama4_text", "mimo_v2_flash")
+# Those that tests/isa.py runs under other instruction sets, where every second counts several times.
+ISA_FAMILIES = ("qwen3_moe", "gemma3_text")
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic", "-q")
 # Tokens per pass, sequences: the two furthest apart, and one family at those between as well.
 LIMITS = [(16, 3), (1024, 64)]
 MORE_LIMITS = {"qwen3_moe": [(16, 64), (1024, 3)]}
 LENGTHS = (3, 40, 17, 70, 1, 33)
 NEW_TOKENS = 20
+
+under_every_isa = partial(pytest.param, marks=pytest.mark.numerics)
 
 Answer = Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]
 
@@ -84,7 +87,7 @@ def answer(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [under_every_isa(name) if name in ISA_FAMILIES else name for name in FAMILIES])
 def test_tokens_are_those_of_transformers_in_any_batch(
     family: str,
     checkpoint: Callable[[str], Path],
@@ -121,7 +124,11 @@ def test_sampled_rows_differ_from_greedy_ones_and_by_seed(
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("quant", [["none"], ["int4"], ["nf4"], ["int8", "--compute", "int8"]], ids="-".join)
+@pytest.mark.parametrize(
+    "quant",
+    [under_every_isa(["none"]), under_every_isa(["int4"]), ["nf4"], under_every_isa(["int8", "--compute", "int8"])],
+    ids="-".join,
+)
 def test_low_precision_is_exact_across_batches_too(
     quant: list[str], checkpoint: Callable[[str], Path], answer: Answer
 ) -> None:
@@ -134,7 +141,8 @@ def test_low_precision_is_exact_across_batches_too(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "kv"),
-    [("qwen3_moe", kv) for kv in ("int8", "int8/int4", "int4")] + [("gpt_oss", "int4"), ("gemma3_text", "int8")],
+    [("qwen3_moe", kv) for kv in ("int8", "int8/int4", "int4")]
+    + [under_every_isa("gpt_oss", "int4"), ("gemma3_text", "int8")],
 )
 def test_quantized_caches_are_exact_across_batches(
     family: str, kv: str, checkpoint: Callable[[str], Path], answer: Answer
@@ -148,6 +156,7 @@ def test_quantized_caches_are_exact_across_batches(
         assert len(told["plan"]["key_offsets"]) == 16
 
 
+@pytest.mark.numerics
 def test_a_job_that_goes_on_with_other_threads_gives_the_same_bits(
     checkpoint: Callable[..., Path],
     cli: Callable[..., int],

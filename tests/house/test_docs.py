@@ -59,6 +59,19 @@ def test_no_test_names_a_fault_that_the_page_lacks() -> None:
             assert case.upper() in fault_rows(), f"{path}: {case}"
 
 
+def test_every_promise_of_bits_is_a_test_that_exists() -> None:
+    promises = table_rows("exactness.md")[1:]
+    seen = [row for row in promises if len(row) == 5]
+    assert len(seen) > 15
+    for what, default, deterministic, test, setting in seen:
+        if default == deterministic == "not promised":
+            assert (test, setting) == ("", ""), what
+            continue
+        file, name = test.split("::")
+        assert f"def {name}(" in (DOCS.parent / file).read_text(), test
+        assert re.match("deterministic; |default; |both", setting), f"{test}: no setting"
+
+
 def test_every_fault_of_memory_and_settings_is_made_to_happen() -> None:
     rows = [row for case, row in fault_rows().items() if case[0] in "MK"]
     assert [row[0] for row in rows] == [*(f"M{n}" for n in range(1, 11)), *(f"K{n}" for n in range(1, 6))]

@@ -7,7 +7,10 @@ import pytest
 import torch
 from grouped_cases import Case, Product
 
+from moedge.quant.format import get_format
 from moedge.quant.kernels.operands import Gate
+from moedge.quant.kernels.product import GroupedProduct
+from moedge.quant.kernels.warm_up import warm_up_launches
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -46,3 +49,28 @@ def test_another_matrix_is_noticed() -> None:
     product.matrices[1], product.matrices[2] = product.matrices[2], product.matrices[1]
     product.launch().run()
     assert (product.out.cpu() - reference).norm() / reference.norm() > 0.1
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("format_name", cases.FORMATS)
+def test_a_warm_up_launches_every_tile_height_and_reads_no_matrix(format_name: str, steady: bool) -> None:
+    """Far more is read than the few bytes that stand in for matrices, if anything is: the process would end."""
+    layout = get_format(format_name).layout((8192, 1 << 16), "bfloat16")
+    product = GroupedProduct(DEVICE, steady)
+    launches = warm_up_launches(product, layout, torch.bfloat16, bias=True, gate=GATES["silu"], gathers=True)
+    assert [launch.arguments[-1].rows for launch in launches] == ([16] if steady else [16, 32, 64])
+    for launch in launches:
+        # One program of each run of outputs is the same as all of them.
+        launch._replace(grid=(1, 2)).run()
+
+
+def test_tensors_that_are_not_aligned_are_refused() -> None:
+    product = Product.make(Case("none", 40, 64, device=DEVICE))
+    product.biases = [torch.zeros(41, device=DEVICE)[1:] for _ in product.spans]
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        product.launch()
+
+
+def test_rows_that_leave_biases_unaligned_are_not_taken() -> None:
+    matrices = [Product.make(Case("none", num_rows, 64)).matrices for num_rows in (40, 42)]
+    assert [GroupedProduct(DEVICE).takes(each) for each in matrices] == [True, False]

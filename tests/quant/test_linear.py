@@ -116,6 +116,19 @@ def test_integer_products_are_those_of_rounded_activations(dtype: torch.dtype) -
     assert not y[5].any()
 
 
+@pytest.mark.parametrize("shape", [(100, 192), (5000, 64), (70, 3000)])
+def test_sums_of_integers_are_exact_where_torch_s_are_not(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without VNNI oneDNN's sums saturate. Sums in float32 of few enough products have the same bits as integers'."""
+    packed, x = pack(torch.ones(shape) * 3, "int8"), torch.ones(7, shape[1])
+    packed.planes[0].copy_(torch.randint(96, 128, shape, generator=torch.Generator().manual_seed(2)))
+    monkeypatch.setattr(int8, "sums_are_exact", lambda: False)
+    y = integer_compute().linear(x, packed)
+    sums = packed.planes[0].long().sum(1) * 127
+    assert torch.equal(y, (sums.float() * (1 / torch.tensor(127.0)) * packed.planes[1]).expand(7, -1))
+
+
 def test_integer_products_cost_what_rounding_to_127_steps_costs() -> None:
     packed = pack(gaussian(256, 1024, torch.bfloat16), "int8")
     x = gaussian(64, 1024, torch.bfloat16, seed=1)

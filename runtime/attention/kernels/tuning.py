@@ -43,7 +43,7 @@ def has_dot(capability: tuple[int, int]) -> bool:
     return capability >= DOT_CAPABILITY
 
 
-def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: bool, kind: str) -> Cut:
+def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: bool, kind: str = "native") -> Cut:
     """For single tokens; `group` query heads share a KV head; `wide` are float32 models; `kind` is the format of keys
     or values that takes fewer bits: native, int8 or int4.
     """

@@ -18,8 +18,6 @@ from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.shape.model_shape import KVGroup
 
-pytestmark = pytest.mark.numerics
-
 LENGTHS = (1, 31, 75, 32, 130, 2)
 # (query heads, KV heads, head size): every head size and group size that models have, each once.
 SHAPES = [(2, 2, 64), (8, 2, 80), (5, 1, 96), (16, 1, 128), (4, 2, 256)]
@@ -137,6 +135,7 @@ def test_decode_and_prefill_agree_with_float64(kv_format: str, name: str, shape:
         assert worst(setup.run(chunk), setup.wanted()) < 2e-6, (chunk, tiled)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("kv_format", ["bf16", "fp16"])
 def test_narrow_native_formats_and_other_blocks(kv_format: str, block: int) -> None:
@@ -146,6 +145,7 @@ def test_narrow_native_formats_and_other_blocks(kv_format: str, block: int) -> N
         assert worst(setup.run(chunk), setup.wanted()) < 2e-6
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_tiled_attention_has_the_same_bits_in_every_chunking(kv_format: str, name: str) -> None:
@@ -164,6 +164,7 @@ def test_a_dropped_shift_is_seen() -> None:
     assert worst(setup.run(1), setup.wanted()) > 1e-3
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("block", [8, 32])
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "all"])
