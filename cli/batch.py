@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,26 +51,18 @@ def batch(
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
     from ..runtime.rows.row import Defaults
-    from ..runtime.settings.budgets import Budgets
     from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
+    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
+    settings = replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
-        settings=Settings(
-            dtype=dtype,
-            quant=quant,
-            kv=kv,
-            tokens_per_pass=tokens_per_pass,
-            max_sequences=max_sequences,
-            deterministic=deterministic,
-            compute=compute,
-            attention=attention,
-        ),
+        settings=settings,
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
-        budgets=Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem),
+        budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,

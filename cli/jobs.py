@@ -83,14 +83,13 @@ def resume(
     from ..runtime.jobs.request import ResumeOptions, resumed
     from ..runtime.jobs.status import find_job
     from ..runtime.jobs.stop import Limits
-    from ..runtime.settings.budgets import Budgets
     from .views.job_view import JobView
 
     folder = find_job(job)
     request = resumed(
         read_state(folder.journal).opened,
         folder.input,
-        Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem),
+        options.budgets(ram, gpu_mem, disk, disk_dir),
         Limits(until, max_rows, max_failures),
         ResumeOptions(failed=failed, drift=tuple(accept_drift or ())),
     )

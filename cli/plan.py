@@ -70,7 +70,6 @@ def plan(
     Exits with 4 where the job does not fit, and says what would.
     """
     from ..runtime.jobs.job_plan import equal_rows, measured_job, plan_request
-    from ..runtime.settings.budgets import Budgets
     from ..runtime.settings.settings import Settings
     from ..runtime.source.headers import read_headers
 
@@ -86,7 +85,7 @@ def plan(
         deterministic=deterministic,
         compute=compute,
     )
-    budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem)
+    budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
     request = plan_request(headers, settings, budgets, machine, workload)
     raise typer.Exit(_answer(model, request, size, explain, as_json, save))
 

@@ -44,7 +44,6 @@ def run(
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
     from ..runtime.api.single_prompt import Wish, answer
-    from ..runtime.settings.budgets import Budgets
     from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
     from .views.formatting import escape_controls
@@ -58,7 +57,7 @@ def run(
     settings = Settings(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
-    budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem)
+    budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
     wish = Wish(max_tokens, temperature, seed, raw)
     for piece in answer(model, prompt, settings, budgets, wish):
         print(escape_controls(piece), end="", flush=True)

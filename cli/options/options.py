@@ -12,6 +12,7 @@ from ...offload.budget import BadSize, parse_size
 
 if TYPE_CHECKING:
     from ...moe.streaming_mode import ExpertOptions
+    from ...runtime.settings.budgets import Budgets
 
 # More than `auto` may keep free.
 _ANY_MACHINE = 1 << 62
@@ -289,3 +290,10 @@ def experts(stream: Stream, hold: Hold) -> ExpertOptions:
     from ...moe.streaming_mode import Hold as Policy
 
     return ExpertOptions(None if stream == "auto" else Mode(stream), Policy(hold))
+
+
+def budgets(ram: str, gpu_mem: str, disk: str, disk_dir: Path | None) -> Budgets:
+    """The budgets that the four options of that name ask for."""
+    from ...runtime.settings.budgets import Budgets
+
+    return Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem)

@@ -35,7 +35,7 @@ def tight(checkpoint: Callable[[str], Path]) -> tuple[Path, str]:
     """A model, and memory in which not all of it can lie."""
     model = checkpoint("qwen3_moe")
     with open_source(str(model)) as source:
-        settings = Settings("auto", "none", tokens_per_pass=18, max_sequences=3)
+        settings = Settings(dtype="auto", quant="none", tokens_per_pass=18, max_sequences=3)
         smallest, whole = budget_range(source.shape, settings, Workload(3, 9))
     return model, f"{(smallest + whole) // 2}B"
 

@@ -20,8 +20,7 @@ from moedge.runtime.kv.parking import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.plan.placement import LIBRARIES_NBYTES
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets, MemoryBudget
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.weights import lanes
 
@@ -60,7 +59,7 @@ def test_no_more_is_page_locked_than_the_machine_s_limit_allows(case: Any, fakes
     """The machine would give more; slab, rings and the ring for uploads share four fifths of what was measured."""
     tiny, fake = case("mixtral"), fakes.FakeDevice()
     found = Machine(Hardware("", 1, 1, (), ""), 1.0, pin=PinLimit(RING_NBYTES * 5 // 4 + 5 * MIB // 4, True))
-    tiers.Tiers(0, fake.device).limit_pins(found)
+    tiers.MachineMemory(MemoryBudget(0), fake.device).limit_pins(found)
     with fake, engine(tiny, fake):
         assert 0 < fake.cuda.nbytes_pinned <= found.pin.usable
         assert fake.device.pins.taken == fake.cuda.nbytes_pinned
@@ -119,13 +118,14 @@ def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monke
     """On a card where they take five times as much as the allowance beyond what is seen."""
     with fakes.FakeDevice(larger=20) as fake:
         monkeypatch.setattr(tiers, "find_device", lambda: fake.device)
-        room = tiers.open_tiers(Budgets(gpu_mem="8GiB")).room
+        granted = tiers.open_memory(Budgets(gpu_mem="8GiB")).budget.device
+        assert granted is not None
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             x = torch.ones(1, 1, 8, 8, dtype=dtype, device=fake.place)
             functional.linear(x, x[0, 0])
             functional.scaled_dot_product_attention(x, x, x)
         assert fake.device.context_nbytes > 5 * LIBRARIES_NBYTES // 2
-        assert room.context_nbytes == fake.device.context_nbytes + LIBRARIES_NBYTES
+        assert granted.context_nbytes == fake.device.context_nbytes + LIBRARIES_NBYTES
 
 
 def test_pins_are_given_back_where_a_ring_cannot_be_had(

@@ -54,7 +54,7 @@ def count(
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(tiny_config("qwen3_moe", num_hidden_layers=LAYERS)).save_pretrained(folder)
     build_tokenizer(folder, 384)
-    settings = Settings("bf16", "nf4", "int8", tokens_per_pass=64, max_sequences=3)
+    settings = Settings(dtype="bf16", quant="nf4", kv="int8", tokens_per_pass=64, max_sequences=3)
     with ExitStack() as opened:
         source = opened.enter_context(open_source(str(folder)))
         case = tiny_engine.Case(source, folder, settings, lengths=(2, 5, 3), new_tokens=3)

@@ -14,20 +14,22 @@ from typing import Any
 
 import pytest
 
+from moedge.offload.machine.hardware import Hardware
 from moedge.quant.kernels import trial as products
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.launch import Launch
 from moedge.runtime.attention import trial as attention
 from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
-from moedge.runtime.jobs import batch_run
+from moedge.runtime.jobs import job as states
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.kernel_trial import KernelNeeds
-from moedge.runtime.plan.candidate import CostCache, Speed
-from moedge.runtime.plan.placement import DeviceRoom, Workload
-from moedge.runtime.plan.plan_file import document, load_plan, plan_from_json, refuse_other_budgets
-from moedge.runtime.plan.what_if import PlanRequest
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.plan_file import document, load_plan
+from moedge.runtime.plan.planner import PlanRequest, solve
+from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
 
@@ -64,7 +66,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(tiers, "find_device", lambda: fake and fake.device)
         # In its place, so that the launches which are counted are those of passes.
-        patch.setattr(batch_run, "rehearse", lambda *_: fake and fake.launched.clear())
+        patch.setattr(states, "rehearse", lambda *_: fake and fake.launched.clear())
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -178,33 +180,37 @@ JOB = Workload(3, 46, 8, 60, 18)
 
 
 def question(shape: Any, settings: Settings, job: Any, gpu: Gpu) -> PlanRequest:
-    room = DeviceRoom(1 << 33, 600 << 20, 1 << 30, gpu)
-    return PlanRequest(CostCache(shape), settings, job, 1 << 36, room, Speed())
+    budget = MemoryBudget(1 << 36, DeviceBudget(1 << 33, 600 << 20, 1 << 30, gpu))
+    return PlanRequest(
+        costs=CostModel(shape),
+        workload=job,
+        budget=budget,
+        settings=settings,
+        hardware=Hardware("a CPU", 2, 1 << 36, (), "a disk"),
+    )
 
 
 def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernels(
     case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.cli.views.plan_view import print_plan
-    from moedge.offload.machine.hardware import Hardware
+    from moedge.cli.plan import print_plan
 
-    tiny, hardware = case("qwen3_moe"), Hardware("a CPU", 2, 1 << 36, (), "a disk")
+    tiny = case("qwen3_moe")
     whole = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28))
     part = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28, Lacks(attention="it does not compile")))
-    documents = [
-        json.loads(json.dumps(document("a model", hardware, each, each.answer(), [], [], 0))) for each in (whole, part)
-    ]
+    documents = [json.loads(json.dumps(document("a model", solve(each), [], [], 0))) for each in (whole, part)]
     assert [found["plan"]["lacks"] for found in documents] == [{}, {"attention": "it does not compile"}]
     print_plan(documents[1], explain=False)
     assert "torch computes in place of the GPU's kernels for attention. it does not compile" in capsys.readouterr().out
-    plan = plan_from_json(documents[0]["plan"])
-    assert plan == whole.answer().plan
-    (tmp_path / "plan.json").write_text(json.dumps(documents[0]))
-    assert load_plan(tmp_path / "plan.json", tiny.source.shape, hardware, tiny.settings) == plan
-    refuse_other_budgets(plan, whole)
-    refuse_other_budgets(plan_from_json(documents[1]["plan"]), part)
+    plan = Plan.from_json(documents[0]["plan"])
+    assert plan == solve(whole).plan
+    files = [tmp_path / "whole.json", tmp_path / "part.json"]
+    for file, content in zip(files, documents, strict=True):
+        file.write_text(json.dumps(content))
+    assert load_plan(files[0], whole) == plan
+    assert load_plan(files[1], part) == solve(part).plan
     with pytest.raises(SettingError, match=r"kernels for attention\. it does not compile"):
-        refuse_other_budgets(plan, part)
+        load_plan(files[0], part)
 
 
 @pytest.mark.parametrize(
@@ -221,18 +227,18 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
 def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
     capability: tuple[int, int], wanted: str, dtype: str, note: str, case: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.cli.views.plan_view import print_plan
-    from moedge.offload.machine.hardware import Hardware
+    from moedge.cli.plan import print_plan
 
     tiny = case("qwen3_moe")
     shape = replace(tiny.source.shape, dtype="bf16")
-    asked = question(shape, Settings(wanted, "none"), JOB, Gpu(capability, 14))
-    plan = asked.answer().plan
+    asked = question(shape, Settings(dtype=wanted, quant="none"), JOB, Gpu(capability, 14))
+    result = solve(asked)
+    plan = result.plan
     assert plan.dtype == dtype
     assert plan.kv == dtype, "where all have room keys and values are native"
     assert len(plan.notes) == bool(note)
     assert note in "".join(plan.notes)
-    hardware = Hardware("a CPU", 2, 1 << 36, (), "a disk")
-    print_plan(document("a model", hardware, asked, asked.answer(), [], [], 0), explain=False)
+    print_plan(document("a model", result, [], [], 0), explain=False)
     assert note in capsys.readouterr().out
-    assert replace(asked, room=None).answer().plan.dtype == ("bf16" if wanted == "auto" else wanted)
+    without_gpu = replace(asked, budget=MemoryBudget(1 << 36))
+    assert solve(without_gpu).plan.dtype == ("bf16" if wanted == "auto" else wanted)

@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4}
 # The floors inside runtime, from the ground up: a folder imports folders of lower lines only, or its own.
 RUNTIME = [
-    {"settings", "text"},
-    {"shape", "sampling"},
-    {"kv", "rows"},
+    {"settings"},
+    {"text", "shape"},
+    {"sampling", "kv"},
+    {"rows"},
     {"engine", "jobs.journal", "attention.kernels"},
     {"attention"},
     {"model", "plan"},

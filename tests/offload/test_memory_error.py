@@ -9,7 +9,7 @@ import torch
 
 from moedge.offload.errors import is_out_of_memory
 from moedge.runtime.engine.oom_retry import SplitRetry
-from moedge.runtime.loading.oom_fallback import load_conceding
+from moedge.runtime.loading.engine_loader import load_with_fallback
 
 MEMORY = [
     MemoryError(),
@@ -54,7 +54,7 @@ def test_memory_that_gives_out_is_conceded_to_in_loading_and_in_a_pass(error: Ex
             raise raised.pop()
         return loaded
 
-    assert load_conceding(load, plans) is loaded  # type: ignore[arg-type]
+    assert load_with_fallback(load, plans) is loaded  # type: ignore[arg-type]
     assert len(conceded) == 1
     replay = SplitRetry(load, lambda: None)
     raised.append(error)
@@ -69,6 +69,6 @@ def test_what_no_smaller_plan_mends_ends_the_job(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        load_conceding(fail, SimpleNamespace(plan=None))  # type: ignore[arg-type]
+        load_with_fallback(fail, SimpleNamespace(plan=None))  # type: ignore[arg-type]
     with pytest.raises(type(error)):
         SplitRetry(fail, lambda: None)._attempt(None)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from grouped_cases import Case, Product
 
-from moedge.quant.format import get_format
+from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.kernels.warm_up import warm_up_launches

@@ -15,7 +15,10 @@ from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.model.runner import ModelRunner
-from moedge.runtime.plan.planner import Settings, Workload, make_plan
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.source.model_source import ModelSource, open_source
 
@@ -47,7 +50,7 @@ def all_logits(source: ModelSource, settings: Settings, num_threads: int, monkey
 
     with monkeypatch.context() as patch, torch_threads(num_threads):
         patch.setenv("OMP_NUM_THREADS", str(num_threads))
-        with closing(load_engine(source, make_plan(source.shape, settings, 4 << 30, JOB))) as loaded:
+        with closing(load_engine(source, make_plan(source.shape, settings, MemoryBudget(4 << 30), JOB))) as loaded:
             patch.setattr(ModelRunner, "forward", kept)
             for sequence in sequences:
                 loaded.engine.add(sequence)

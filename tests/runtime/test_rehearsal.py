@@ -16,6 +16,7 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
@@ -29,7 +30,7 @@ def rehearsed(folder: Path, tokens: Iterator[int] | None = None, **changed: Any)
     settings = Settings(**{"dtype": "fp32", "quant": "none", "tokens_per_pass": 64, "max_sequences": 4, **changed})
     job = Workload(4, 40)
     with open_source(str(folder)) as source:
-        plan = make_plan(source.shape, settings, AMPLE, job)
+        plan = make_plan(source.shape, settings, MemoryBudget(AMPLE), job)
         ids = prompt_tokens(fixed_token_ids(source.folder), source.shape.vocab) if tokens is None else tokens
         with closing(load_engine(source, plan)) as loaded:
             rehearse(loaded, plan, job, ids)
