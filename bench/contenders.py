@@ -138,7 +138,7 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
 
     torch.set_num_threads(task.threads)
     quant, _, compute = task.setting.partition("+")
-    budgets = Budgets(task.ram, disk_dir=Path(task.scratch))
+    budgets = Budgets(ram=task.ram, disk_dir=Path(task.scratch))
     with open_source(task.model) as source:
         # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
         most = max(task.batches)

@@ -42,8 +42,8 @@ from moedge.runtime.settings.settings import Settings
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_moe" / "model"
 FAKED = [(states, name) for name in (
-    "open_source", "plan_job", "load_engine", "load_with_fallback", "FallbackPolicy", "Tokenizer", "rehearse", "store_for",
-    "summarise",
+    "open_source", "plan_job", "load_engine", "load_with_fallback", "FallbackPolicy", "Tokenizer", "rehearse",
+    "store_for", "summarise",
 )] + [(requests, "_model")]  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     host, disk = budgets.host_nbytes(), budgets.disk_nbytes()
     device = find_device() if budgets.wants_device else None
     if device is None:
-        budgets.without_device()
+        if budgets.wants_device:
+            budgets.without_device()
         return MachineMemory(MemoryBudget(host, None, disk))
     nbytes = parse_size(budgets.gpu_mem, device.total, device.available, auto_device)
     # An earlier run of this process may have left a limit.

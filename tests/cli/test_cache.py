@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,15 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     from moedge.runtime.jobs import job as states
     from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import budget_range
+    from moedge.runtime.settings.budgets import MemoryBudget
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
     plan_job = states.plan_job
 
-    def tight(source: Any, settings: Any, budgets: Any, host: int, room: Any, job: Workload, *rest: Any) -> Any:
+    def tight(source: Any, settings: Any, budgets: Any, budget: MemoryBudget, job: Workload, *rest: Any) -> Any:
         short = Workload(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
-        return plan_job(source, settings, budgets, budget_range(source.shape, settings, short)[0], room, job)
+        smallest = budget_range(source.shape, settings, short)[0]
+        return plan_job(source, settings, budgets, replace(budget, host_nbytes=smallest), job)
 
     monkeypatch.setattr(states, "plan_job", tight)
     monkeypatch.setattr(states, "rehearse", lambda *arguments: None)

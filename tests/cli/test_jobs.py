@@ -189,7 +189,7 @@ def streaming(source, *arguments, plan_job=states.plan_job):
     planned = plan_job(source, *arguments)
     shards = model_shards(source.shape, planned.plan.quant, planned.plan.dtype)
     plan = replace(planned.plan, placement=minimum(shards))
-    return replace(planned, choice=replace(planned.choice, plan=plan))
+    return replace(planned, plan=plan)
 
 states.plan_job = streaming
 DirectFile.read, Running.passes = dying_read, three_passes_and_more

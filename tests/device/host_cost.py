@@ -71,6 +71,7 @@ class HostCost:
         self._pinned: set[int] = set()
         self._thread = 0
         self.pending: Any = None
+        self.transferring = False
         self.counts: defaultdict[int, Cost] = defaultdict(Cost)
         # What was counted, by layer, kind and name: for whoever looks for a figure's cause.
         self.causes: Counter[tuple[int, str, str]] = Counter()
@@ -155,7 +156,7 @@ class HostCost:
         begin = tensor.data_ptr()
         if tensor.untyped_storage().data_ptr() in self._pinned:
             return True
-        return any(at <= begin < at + nbytes for at, nbytes in self._fake.cuda.registered.items())
+        return bool(self._fake.cuda.is_pinned(begin, begin + tensor.numel() * tensor.element_size()))
 
     def _kernels(self) -> Callable[[Launch], None]:
         """In place of kernels, whose interpreter would take most of the time: zeros where memory was never written."""
@@ -170,7 +171,8 @@ class HostCost:
         return launched
 
     def _waited(self, point: Any) -> None:
-        self.add("waits", f"{type(point).__name__}.synchronize")
+        if not self.transferring:
+            self.add("waits", f"{type(point).__name__}.synchronize")
 
     def _counted(self, method: Callable[[Any], None], note: Callable[[Any], None]) -> Callable[[Any], None]:
         def counted(this: Any) -> None:
@@ -200,7 +202,12 @@ class _Above(TorchFunctionMode):
         self._costs.add("waits", name, _lists(name, args))
         crossing = name == "copy_" and _is_there(args[0]) != _is_there(args[1])
         self._costs.pending = func if self._computes(args, kwargs) and not crossing else None
-        result = func(*args, **kwargs)
+        # How the fake device makes a transfer wait is its own affair.
+        self._costs.transferring = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._costs.transferring = False
         self._costs.pending = None
         if name == "pin_memory" or kwargs.get("pin_memory"):
             self._costs.pin(result)

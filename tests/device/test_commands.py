@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moedge.offload import device as devices
+from moedge.runtime.loading import machine_memory
 
 EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")
 
@@ -27,7 +27,7 @@ def batch(
 
     def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
         out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
-        monkeypatch.setattr(devices, "find_device", lambda: fake and fake.device)
+        monkeypatch.setattr(machine_memory, "find_device", lambda: fake and fake.device)
         arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
         monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:

@@ -5,6 +5,7 @@ Tokens tell little of that: they differ only where two logits are nearly equal.
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
-from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 pytestmark = pytest.mark.numerics
@@ -62,9 +63,11 @@ def all_logits(source: ModelSource, settings: Settings, num_threads: int, monkey
 def in_many_ways(
     model: Path, formats: tuple[str, str, str], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Logits]:
+    dtype, quant, kv = formats
+    settings = Settings(dtype=dtype, quant=quant, kv=kv, deterministic=deterministic)
     with open_source(str(model)) as source:
         return [
-            all_logits(source, Settings(*formats, tokens, together, deterministic=deterministic), threads, monkeypatch)
+            all_logits(source, replace(settings, tokens_per_pass=tokens, max_sequences=together), threads, monkeypatch)
             for tokens, together, threads in WAYS
         ]
 

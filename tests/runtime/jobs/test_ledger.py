@@ -137,7 +137,10 @@ def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
     def install_with(measured: float) -> None:
         def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, given: Any) -> Any:
             used.append(given or KeyOffsets((torch.full((1, 2), measured),)))
-            return SimpleNamespace(engine=fake.FakeEngine(), streamed=None, close=lambda: None, key_offsets=used[-1])
+            ledger = SimpleNamespace(over_budget=[])
+            return SimpleNamespace(
+                engine=fake.FakeEngine(), streamed=None, close=lambda: None, key_offsets=used[-1], ledger=ledger
+            )
 
         def install_other(*arguments: Any) -> None:
             install(*arguments)
@@ -527,7 +530,11 @@ def given_engine(fake: ModuleType, closed: list[bool]) -> SimpleNamespace:
     """One that a job is given, ready for its first pass."""
     streamed = SimpleNamespace(start_counting=lambda: None, nbytes_moved=0, fail=lambda cause: None)
     return SimpleNamespace(
-        engine=fake.FakeEngine(), streamed=streamed, close=lambda: closed.append(True), key_offsets=None
+        engine=fake.FakeEngine(),
+        streamed=streamed,
+        close=lambda: closed.append(True),
+        key_offsets=None,
+        ledger=SimpleNamespace(over_budget=[]),
     )
 
 
