@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge", "prepare"):
     from moedge.cli.options.process import settle
     from moedge.offload.heap import return_memory
-    from moedge.runtime.plan.placement import Workload
-    from moedge.runtime.settings.budgets import MemoryBudget
-    from moedge.runtime.settings.settings import Settings
 
     settle()
     return_memory()
@@ -132,8 +129,10 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     import torch
 
     from moedge.runtime.loading.prepare import store_for
+    from moedge.runtime.plan.placement import Workload
     from moedge.runtime.plan.planner import make_plan
-    from moedge.runtime.settings.budgets import Budgets
+    from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+    from moedge.runtime.settings.settings import Settings
     from moedge.runtime.source.model_source import open_source
 
     torch.set_num_threads(task.threads)
