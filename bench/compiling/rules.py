@@ -31,7 +31,8 @@ PART_REGISTERS, PARTS, REGISTER_STEP, WARP = 16 << 10, 4, 8, 32
 # Of shared memory the driver takes 1 KiB a block, since sm80.
 RESERVED = 1024
 LEAST_WARPS, LEAST_WIDTH, MOST_SPILLED = 12, 8, 256
-# Of hot kernels: ptxas rounds registers down, and stores what only the last lines need before the loop.
+# Of hot kernels: ptxas rounds registers down, and stores what only the last lines need before the loop. With a Triton
+# that no torch pins, also in it.
 MOST_SPILLED_ONCE = 16
 
 
@@ -44,8 +45,8 @@ def warps_per_sm(facts: dict[str, Any], arch: int) -> int:
     return warps * min(blocks, limits.shared * 1024 // shared if shared else blocks)
 
 
-def broken(subject: Any, facts: dict[str, Any], arch: int) -> Iterator[str]:
-    """The rules that the compiled subject breaks, in words."""
+def broken(subject: Any, facts: dict[str, Any], arch: int, pinned: bool = True) -> Iterator[str]:
+    """The rules that the compiled subject breaks, in words; `pinned` says that a torch brings this Triton."""
     width = min(LEAST_WIDTH, subject.line)
     narrow = [nbytes for nbytes in facts["codes"] if nbytes < width]
     if narrow:
@@ -61,7 +62,7 @@ def broken(subject: Any, facts: dict[str, Any], arch: int) -> Iterator[str]:
     warps = warps_per_sm(facts, arch)
     if warps < facts["warps"]:
         yield "it does not fit an SM"
-    if subject.hot and (facts["spills_in_loop"] or facts["spill"] > MOST_SPILLED_ONCE):
+    if subject.hot and ((facts["spills_in_loop"] and pinned) or facts["spill"] > MOST_SPILLED_ONCE):
         where = "in a loop" if facts["spills_in_loop"] else "outside of loops"
         yield f"{facts['spill']} bytes spill {where}, wanted none in loops and {MOST_SPILLED_ONCE} elsewhere"
     if subject.hot and warps < LEAST_WARPS:

@@ -155,7 +155,8 @@ def attention(capability: tuple[int, int], row: dict[str, Any]) -> Subject:
     config = (
         f"{WORDS[row['dtype']]} head {head} group {row['group']} block {row['block']} {keys}/{values} {row['features']}"
     )
-    hot = row["kernel"] != "extend" and head <= 128 and not wide
+    # Below sm80 plans compute in float16.
+    hot = row["kernel"] != "extend" and head <= 128 and not wide and (cut.dot or row["dtype"] == "float16")
     line = min(code_nbytes(head, kind, dtype) for kind in row["kv"])
     splits = 4 if row["kernel"] == "split decode" else 1
     return Subject(row["kernel"], config, hot, cut.dot and not wide, line, lambda: _attend(case, cut, splits)[0])

@@ -16,6 +16,7 @@ import facts
 import rules
 import subjects
 import triton
+import tritons
 from triton.runtime.driver import driver
 
 # All that becomes code on the device, and what reads it.
@@ -69,7 +70,8 @@ def report(subject: subjects.Subject, found: dict[str, Any], arch: int) -> dict[
     if "error" in found:
         return about | {"broken": [f"does not compile: {found['error']}"]}
     warps = rules.warps_per_sm(found, arch)
-    broken = list(rules.broken(subject, found, arch))
+    pinned = triton.__version__ in tritons.pinned().values()
+    broken = list(rules.broken(subject, found, arch, pinned))
     return about | found | {"hot": subject.hot, "dots": subject.dots, "warps_per_sm": warps, "broken": broken}
 
 

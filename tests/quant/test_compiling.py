@@ -71,6 +71,13 @@ def test_each_rule_can_be_broken(changed: dict[str, Any], words: str) -> None:
     assert any(words in broken for broken in rules.broken(HOT, FACTS | changed, 86))
 
 
+def test_a_triton_that_no_torch_pins_may_spill_a_little_in_a_loop() -> None:
+    facts = FACTS | {"spill": 16, "spills_in_loop": True}
+    assert list(rules.broken(HOT, facts, 120, pinned=False)) == []
+    assert len(list(rules.broken(HOT, facts, 120, pinned=True))) == 1
+    assert len(list(rules.broken(HOT, facts | {"spill": 24}, 120, pinned=False))) == 1
+
+
 def test_what_is_not_hot_may_only_improve() -> None:
     report = {"name": "extend", "arch": 86, "hot": False, "spill": 8, "warps_per_sm": 8}
     assert main.worse(report, {"extend": {"86": [8, 8]}}) == []
