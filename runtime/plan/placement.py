@@ -1,7 +1,7 @@
 """What will run: the workload, the plan for it, and which weight shards are held where. Closed form, torch-free.
 
 KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
-every pass, than as a held expert (docs/design.md). So `place` divides what the cache and the scratch leave.
+every pass, than as a held expert (docs/internals.md). So `place` divides what the cache and the scratch leave.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def stage(shards: ModelShards, held: Placement, free_nbytes: int) -> Placement |
     """What `free_nbytes` of host memory keep of the shards that stream to a device which holds `held`.
 
     `held` counts as kept too, because neither comes from disk. There are rings even where all is kept: what cannot be
-    page-locked goes through them (docs/design.md). None where not even the rings fit.
+    page-locked goes through them (docs/internals.md). None where not even the rings fit.
     """
     rings = minimum(shards)
     dense_ring = rings.dense_ring if held.dense_ring else 0

@@ -84,3 +84,45 @@ def test_every_fault_of_memory_and_settings_is_made_to_happen() -> None:
             assert re.search(rf"\b{case}\b", text, re.IGNORECASE) or f"_{case.lower()}_" in text, (
                 f"{file} names no {case}"
             )
+
+
+def shown_code(page: Path) -> list[tuple[str, list[str]]]:
+    """(file, lines) of every Python block, whose first line is a comment that names the file."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    named = [block.splitlines() for block in blocks]
+    return [(lines[0].removeprefix("# "), [line.strip() for line in lines[1:] if line.strip()]) for lines in named]
+
+
+def missing_lines(code: list[str], source: str) -> list[str]:
+    """Lines that the source does not have, or not in this order."""
+    left = iter([line.strip() for line in source.splitlines()])
+    return [line for line in code if line not in left]
+
+
+def test_every_line_of_code_that_the_design_shows_is_in_the_tree() -> None:
+    shown = shown_code(DOCS / "design.md")
+    assert [file for file, _ in shown] == ["runtime/engine/engine.py", "moe/expert.py"]
+    for file, code in shown:
+        assert code
+        assert not missing_lines(code, (DOCS.parent / file).read_text())
+
+
+def test_code_that_is_not_in_the_tree_is_noticed() -> None:
+    assert missing_lines(["a = 1", "b = 2"], "a = 1\n  b = 2\n") == []
+    assert missing_lines(["b = 2", "a = 1"], "a = 1\n  b = 2\n") == ["a = 1"]
+
+
+def named_files(page: Path) -> set[str]:
+    """Files and folders that a page names in backticks by their path from the root."""
+    return set(re.findall(r"`((?:cli|runtime|moe|offload|quant|tests|bench|api|docs)/[\w./-]*)`", page.read_text()))
+
+
+def test_every_file_that_design_and_internals_name_exists() -> None:
+    for page in ("design.md", "internals.md"):
+        names = named_files(DOCS / page)
+        assert len(names) > 20
+        assert not [name for name in names if not (DOCS.parent / name).exists()], page
+
+
+def test_the_design_fits_two_pages() -> None:
+    assert len((DOCS / "design.md").read_text().splitlines()) <= 150
