@@ -1,1 +1,1 @@
-"""transformers' model definitions, driven through three seams: attention, experts, weights. See docs/design.md."""
+"""transformers' model definitions, driven through three seams: attention, experts and weights. See docs/design.md."""
