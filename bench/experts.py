@@ -41,7 +41,7 @@ from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.loading.prepare import place_for, prepare
+from moedge.runtime.loading.prepare import prepare, store_path
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -214,7 +214,7 @@ def main() -> None:
     prepare_process()
     with open_source(options.model) as source:
         dtype = source.shape.dtype
-        store = place_for(source, options.quant, dtype, options.stores)
+        store = store_path(source, options.quant, dtype, options.stores)
         prepare(source, store, options.quant, dtype, Budgets())
         if options.table == "speed":
             speed_table(options, store)

@@ -68,9 +68,9 @@ def bias_keys(loaded: LoadedEngine, source: ModelSource, with_offsets: bool) -> 
     model: Any = BiasedModel(loaded)
     offsets = measure(model, fixed_token_ids(source.folder))
     for pool in loaded.engine.scheduler.cache.pools:
-        if pool.frame is not None:
+        if pool.key_transform is not None:
             of_group = offsets.of(pool.spec.group)
-            pool.frame = KeyTransform(of_group if with_offsets else torch.zeros_like(of_group))
+            pool.key_transform = KeyTransform(of_group if with_offsets else torch.zeros_like(of_group))
 
 
 def compare(native: LoadedEngine, other: LoadedEngine, windows: list[list[int]]) -> tuple[float, float, float]:

@@ -32,7 +32,7 @@ from moedge.offload.heap import return_memory
 from moedge.offload.page_locked import allocate
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.loading.prepare import place_for, prepare
+from moedge.runtime.loading.prepare import prepare, store_path
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     return_memory()
     with open_source(options.model) as source:
-        store = place_for(source, options.quant, source.shape.dtype, options.stores)
+        store = store_path(source, options.quant, source.shape.dtype, options.stores)
         prepare(source, store, options.quant, source.shape.dtype, Budgets())
         files = sorted(store.glob("layer-*.safetensors"))
         print("| memory | sequences | pass s | disk roof s | compute roof s | pass/roof | tok/s | read/plan |")

@@ -32,7 +32,7 @@ def prepare(
     import time
 
     from ..offload.memory import host_peak
-    from ..runtime.loading.prepare import place_for, precision
+    from ..runtime.loading.prepare import precision, store_path
     from ..runtime.loading.prepare import prepare as write_store
     from ..runtime.settings.budgets import Budgets
     from ..runtime.source.model_source import open_source
@@ -41,7 +41,7 @@ def prepare(
     begun = time.perf_counter()
     with open_source(model) as source:
         formats = precision(source, quant, dtype)
-        target = output or place_for(source, *formats, disk_dir)
+        target = output or store_path(source, *formats, disk_dir)
         say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
         budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir)
         write_store(source, target, *formats, budgets, repair=True)

@@ -27,12 +27,12 @@ def _refuse(cause: str, tokens: int) -> None:
 
 
 class SplitRetry:
-    """`compute` runs a batch; `concede(cause, tokens)` gives something up for it, or raises MemoryGaveOut."""
+    """`compute` runs a batch; `fall_back(cause, tokens)` gives something up for it, or raises MemoryGaveOut."""
 
     def __init__(self, compute: Callable[[Batch], Sampled], free: Callable[[], None]) -> None:
         self._compute = compute
         self._free = free
-        self.concede: Callable[[str, int], None] = _refuse
+        self.fall_back: Callable[[str, int], None] = _refuse
 
     def run(self, batch: Batch) -> Sampled:
         """Raises MemoryGaveOut where nothing is left to give up."""
@@ -47,12 +47,12 @@ class SplitRetry:
             gc.collect()
             self._free()
             if part.num_tokens > 1:
-                self.concede(sampled, part.num_tokens)
+                self.fall_back(sampled, part.num_tokens)
                 waiting.extendleft(reversed(halves(part)))
                 continue
             # What was freed may be enough for a single token.
             if part is failed:
-                self.concede(sampled, 1)
+                self.fall_back(sampled, 1)
             failed = part
             waiting.appendleft(part)
         return done[0][1] if len(done) == 1 else _joined(done)

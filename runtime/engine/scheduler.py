@@ -108,10 +108,10 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
         """Gives a running sequence its tokens of the pass, at the cost of the youngest where nothing else is left."""
-        if sequence.num_pending == 1 and self.cache.grow_in_place(sequence.table):
+        if sequence.num_pending == 1 and self.cache.grow_within_block(sequence.table):
             draft.choose(sequence, 1)
             return
-        while (room := self.cache.room(sequence.table)) < 1:
+        while (room := self.cache.headroom(sequence.table)) < 1:
             youngest = self.running[-1]
             self._preempt(youngest)
             draft.drop(youngest)
@@ -146,7 +146,7 @@ class Scheduler:
             claimed += claim
             self.waiting.popleft()
             self._count_opened(sequence)
-            count = min(sequence.num_pending, draft.tokens_left, self.cache.room(table))
+            count = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
             self.cache.grow(table, table.num_tokens + count)
             self.cache.publish(table, sequence.tokens)
             sequence.status = SequenceStatus.RUNNING

@@ -14,7 +14,7 @@ from ...offload.machine.hardware import crew_size
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
-from ..attention.choice import JOB_NUMEL, PARTS_NBYTES, PIECE_TOKENS
+from ..attention.choice import PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, KVSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
@@ -153,8 +153,8 @@ def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int
     """
     item = ITEM_NBYTES[dtype]
     pieces = num_sequences * (longest // PIECE_TOKENS + 1)
-    job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
-    parts = min(PARTS_NBYTES, pieces * widest.dense * item)
+    job = min(TILE_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
+    parts = min(PARTIALS_NBYTES, pieces * widest.dense * item)
     return DECODING_THREADS * job + parts + 3 * num_sequences * widest.dense * 4
 
 

@@ -1,4 +1,4 @@
-"""Gives every layer's experts their source: held where all are, else the one supply that streams the rest."""
+"""Gives every layer's experts their source: memory where all are held, else the cache that streams the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .routing_profile import Profile
 
 
 class ModelExperts:
-    """The experts of all layers; `supply` is None where all of them are held."""
+    """The experts of all layers; `supply` streams them, and is None where all of them are held."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ModelExperts:
         live: int,
         profile: Profile,
     ) -> None:
-        """`live` tokens are in a usual pass, as far as is known before one; `profile` is what earlier jobs saw."""
+        """`live` is the expected number of tokens of a pass; `profile` has the routing counts of earlier jobs."""
         self._memory = memory
         self._lanes = lanes
         self._layers = layers
@@ -50,33 +50,33 @@ class ModelExperts:
 
     @property
     def num_held(self) -> int:
-        """Experts that are held where they compute, over all layers."""
+        """The number of experts that are held where they compute, over all layers."""
         return sum(key in self._memory.held for key in self._memory.experts)
 
     @property
-    def seen(self) -> Profile:
-        """What this job adds to the profile."""
+    def observed(self) -> Profile:
+        """The counts that this job adds to the profile."""
         return {name: counts - self._profile.get(name, 0.0) for name, counts in self._counts().items()}
 
     def start_counting(self) -> None:
-        """Passes so far, a rehearsal's of made-up rows, do not belong to the job."""
+        """Forgets the counts of passes so far: a rehearsal's invented rows do not belong to the job."""
         self._start_from_profile()
         self.popularity.start_counting()
         if self.supply is not None:
             self.supply.start_counting()
 
     def _counts(self) -> Profile:
-        found = {f"layers.{layer}.follows": table.cpu() for layer, table in self.affinity.follows.items()}
-        for layer, seen in self.popularity.layers.items():
-            found[f"layers.{layer}.chosen"] = torch.from_numpy(seen.chosen.copy())
-            found[f"layers.{layer}.tokens"] = torch.tensor([seen.tokens], dtype=torch.float64)
-        return found
+        counts = {f"layers.{layer}.follows": table.cpu() for layer, table in self.affinity.follows.items()}
+        for layer, stats in self.popularity.layers.items():
+            counts[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
+            counts[f"layers.{layer}.tokens"] = torch.tensor([stats.tokens], dtype=torch.float64)
+        return counts
 
     def _start_from_profile(self) -> None:
-        for layer, seen in self.popularity.layers.items():
+        for layer, stats in self.popularity.layers.items():
             chosen = self._profile.get(f"layers.{layer}.chosen")
-            seen.chosen[:] = 0.0 if chosen is None else chosen.numpy()
-            seen.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
+            stats.chosen[:] = 0.0 if chosen is None else chosen.numpy()
+            stats.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
         for layer, table in self.affinity.follows.items():
             before = self._profile.get(f"layers.{layer}.follows")
             table.zero_() if before is None else table.copy_(before)
@@ -93,12 +93,12 @@ class ModelExperts:
             return None
         held = {ExpertKey(*key): self._memory.shard(key) for key in self._memory.experts if key in self._memory.held}
         sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in self.popularity.layers}
-        chances = {layer: seen.wanted_by(live) for layer, seen in self.popularity.layers.items()}
+        probabilities = {layer: stats.wanted_by(live) for layer, stats in self.popularity.layers.items()}
         largest = max(sizes.values())
         return ExpertSupply(
             ExpertFetchQueue(stream, self._shard),
             ExpertSlots(held, self._bind, self._move_out),
-            self._options.policy(held, sizes, chances),
+            self._options.policy(held, sizes, probabilities),
             ModeChoice(self.popularity, self._options.stream),
             Forecast(self.popularity, self.affinity, LookAhead(self._routers())),
             RouterLatency(

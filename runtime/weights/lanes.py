@@ -1,6 +1,6 @@
-"""Which way streamed shards take: from disk into host memory, or through pinned host memory to the device.
+"""The lanes of streamed shards: from disk into host memory, or through pinned host memory to the device.
 
-The one place that chooses between lanes; streams, events and threads are theirs.
+The only file that chooses between lanes; streams, events and threads belong to the lanes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .memory import DENSE, ShardKey, WeightMemory
 
 
 class Lanes:
-    """A stream of dense shards and one of experts, None where nothing of the kind streams. Close it when done."""
+    """A stream of dense shards and one of experts; each is None where no such shard streams. Close it when done."""
 
     def __init__(self, memory: WeightMemory, plan: Plan, store: Store | None) -> None:
         self._memory = memory
@@ -37,7 +37,7 @@ class Lanes:
         self._pins: _Pins | None = None
         self.dense: ShardStream[Any] | None = None
         self.experts: ShardStream[Any] | None = None
-        # Any expert may come from the disk when some do: which ones are held changes from pass to pass.
+        # If some experts come from the disk, any expert may: which ones are held changes from pass to pass.
         may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
         with ExitStack() as opened:
             opened.callback(self.close)
@@ -55,18 +55,18 @@ class Lanes:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """How long compute stood still for want of bytes: from readers, from copies to the device."""
+        """Seconds that compute waited for bytes: for readers, and for copies to the device."""
         disk = sum(reader.seconds_waited for reader in self.readers)
         return disk, sum(copier.seconds_waited for copier in self._copiers)
 
     def shard(self, key: ShardKey) -> Shard:
-        """Where the bytes of a shard come from that is not held."""
+        """Where to read the bytes of a shard that is not held."""
         if run := self._memory.staged.get(key):
             return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), run.start)
         assert self._store is not None
-        place = place_of(self._store, key)
-        name = f"{place.path.name} {place.tensor} {place.index}"
-        return Shard(name, place.nbytes, place.offset, place.path, place.crc32)
+        extent = extent_of(self._store, key)
+        name = f"{extent.path.name} {extent.tensor} {extent.index}"
+        return Shard(name, extent.nbytes, extent.offset, extent.path, extent.crc32)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -79,23 +79,23 @@ class Lanes:
             return None
         shards = [self.shard(key) for key in keys]
         if self._pins is None:
-            memory = HostMemory(ring)
-            self.ring_nbytes.append(memory.nbytes)
-            return ShardStream(self._readers(shards, memory), Ring(ring), memory.bytes)
+            host = HostMemory(ring)
+            self.ring_nbytes.append(host.nbytes)
+            return ShardStream(self._readers(shards, host), Ring(ring), host.bytes)
         device = self._pins.device
-        room = device.allocate(ring)
-        self.ring_nbytes.append(room.numel())
-        return ShardStream(self._copies(shards, room, self._pins, kind), Ring(ring), room)
+        memory = device.allocate(ring)
+        self.ring_nbytes.append(memory.numel())
+        return ShardStream(self._copies(shards, memory, self._pins, kind), Ring(ring), memory)
 
-    def _copies(self, shards: list[Shard], room: Any, pins: _Pins, kind: int) -> Lane[Any]:
-        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, room)
+    def _copies(self, shards: list[Shard], memory: Any, pins: _Pins, kind: int) -> Lane[Any]:
+        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, memory)
         self._copiers.append(direct)
         rest = [shard for shard in shards if not pins.is_direct(shard)]
         if not rest:
             return direct
         ring, pinned = pins.rings[kind]
         host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
-        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, room)
+        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, memory)
         return StagedLane(host, staging, direct, pins.is_direct)
 
     def _readers(self, shards: list[Shard], memory: HostMemory) -> ReaderLane:
@@ -105,14 +105,14 @@ class Lanes:
         return lane
 
     def _source(self, file: Path | None) -> Source:
-        """A file, or the slab as far as it could not be pinned."""
+        """The bytes of a file, or of the slab, whose end may not be pinned."""
         return HostBytes(self._memory.slab.view) if file is None else DirectFile(file)
 
 
 class _Pins:
-    """What of the host is page-locked: the slab alone where that suffices, else the rings first, then the slab.
+    """The page-locked host memory: the slab alone where that suffices, else the rings first, then the slab.
 
-    With pinned rings everything can be streamed to the device, at the price of a copy in the host.
+    Through pinned rings everything can be streamed to the device, at the cost of a copy in the host.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Pins:
             opened.pop_all()
 
     def is_direct(self, shard: Shard) -> bool:
-        """Whether the device copies the shard by itself from where it lies."""
+        """Whether the device can copy the shard directly from the pinned slab."""
         return shard.file is None and shard.offset + shard.nbytes <= self.slab.nbytes
 
     def close(self) -> None:
@@ -143,9 +143,9 @@ class _Pins:
             pinned.close()
 
 
-def place_of(store: Store, key: ShardKey) -> ShardPlace:
-    """Where a layer's shard lies in a store."""
+def extent_of(store: Store, key: ShardKey) -> ShardPlace:
+    """The extent of a layer's shard in a store."""
     layer = store.layers[key.layer]
-    place = layer.dense if key.expert == DENSE else layer.experts[key.expert]
-    assert place is not None
-    return place
+    extent = layer.dense if key.expert == DENSE else layer.experts[key.expert]
+    assert extent is not None
+    return extent

@@ -1,4 +1,4 @@
-"""Weights during passes: held shards bound once, the others as they arrive, ahead of compute."""
+"""Weights during passes: held shards are bound once, the others as they arrive, ahead of compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...offload.stream.stream import Arrival
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Plan
 from .experts import ModelExperts
-from .lanes import Lanes, place_of
+from .lanes import Lanes, extent_of
 from .memory import HEAD, ShardKey, WeightMemory
 from .routing_profile import Profile, kept, merge, profile_shapes
 
@@ -23,7 +23,7 @@ from .routing_profile import Profile, kept, merge, profile_shapes
 class StreamedWeights:
     """Binds a model's shards to its layers; `arrivals` drives the layers of a pass. Close it when done.
 
-    `memory` is filled; what it does not keep comes from `store`.
+    `memory` has been filled; shards that it does not keep come from `store`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StreamedWeights:
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes that were allocated for shards on their way to where they compute."""
+        """Bytes that were allocated for streamed shards where they compute."""
         return sum(self._lanes.ring_nbytes)
 
     @property
@@ -75,22 +75,22 @@ class StreamedWeights:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """How long compute waited for passes so far: for the disk, for the link to the device."""
+        """Seconds that compute waited in passes so far: for the disk, and for the link to the device."""
         disk, link = self._lanes.seconds_waited
         return disk - self._waited_before[0], link - self._waited_before[1]
 
     @property
     def seconds_reading(self) -> float:
-        """How long readers had something to read, of the kind of shards that takes longest."""
+        """Seconds in which the busiest reader had something to read."""
         return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
     def nbytes_moved(self) -> int:
-        """Grows with every chunk that a reader brings or a device is sent, also of shards that are not whole yet."""
+        """Bytes read and copied so far, including chunks of shards that are not complete yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)
 
     def fail(self, cause: BaseException) -> None:
-        """Whoever waits for bytes gets StreamBroken from `cause`."""
+        """Makes all waits for bytes raise StreamBroken from `cause`."""
         for reader in self._lanes.readers:
             reader.fail(cause)
 
@@ -101,8 +101,8 @@ class StreamedWeights:
         self.experts.start_counting()
 
     def arrivals(self) -> Iterator[int]:
-        """Layers of one pass, each usable until the next is asked for."""
-        # Shards come in a fixed order: what a pass that broke off has left comes, and goes again.
+        """Yields the layers of one pass; each is usable until the next one is requested."""
+        # Shards come in a fixed order: drain those that an aborted pass left queued.
         deque(self._passing, maxlen=0)
         if self._lanes.dense is not None:
             self._passing = self._lanes.dense.cycle(len(self._arriving))
@@ -115,13 +115,13 @@ class StreamedWeights:
     def close(self) -> None:
         self._lanes.close()
         if self._store is not None:
-            # Of a store that belongs to others, or on a full disk, nothing is kept: it is worth no error.
+            # Best effort: the store may belong to another user, and the disk may be full.
             with suppress(OSError):
-                merge(self._store.folder, self.experts.seen)
+                merge(self._store.folder, self.experts.observed)
             self._store.close()
 
     def _profile(self) -> Profile:
-        """What earlier jobs saw."""
+        """The routing counts of earlier jobs."""
         if self._store is None:
             return {}
         counts = [layer.shards.num_experts for layer in self._layers]
@@ -138,7 +138,7 @@ def fill_from_store(memory: WeightMemory, store: Store) -> None:
     for key in (*memory.held, *memory.staged):
         if not memory.nbytes(key):
             continue
-        place = store.head if key == HEAD else place_of(store, key)
-        assert place is not None
+        extent = store.head if key == HEAD else extent_of(store, key)
+        assert extent is not None
         with memory.fill(key) as shard:
-            store.read_into(place, shard.numpy().data, check=True)
+            store.read_into(extent, shard.numpy().data, check=True)

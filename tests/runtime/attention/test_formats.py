@@ -7,7 +7,7 @@ import torch
 
 from moedge.quant.kv.codec import Coded
 from moedge.quant.kv.format import KV_FORMATS
-from moedge.runtime.attention.decode import Summed
+from moedge.runtime.attention.decode import Reduced
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.attention.torch_backend import TorchAttention
 from moedge.runtime.engine.batch import pack
@@ -53,11 +53,11 @@ def reference(
     n, num_heads, _ = q.shape
     group, q = num_heads // len(keys), q.double()
     scores = torch.zeros(num_heads, n, n, dtype=torch.float64)
-    turned = q if pool.frame is None else q @ pool.frame.rotation.double()
+    turned = q if pool.key_transform is None else q @ pool.key_transform.rotation.double()
     for head in range(num_heads):
         scores[head] = turned[:, head] @ keys[head // group].T
-        if pool.frame is not None:
-            scores[head] += (q[:, head] @ pool.frame.offsets[1, head // group].double()).unsqueeze(1)
+        if pool.key_transform is not None:
+            scores[head] += (q[:, head] @ pool.key_transform.offsets[1, head // group].double()).unsqueeze(1)
     scores *= call.scale
     if call.softcap:
         scores = torch.tanh(scores / call.softcap) * call.softcap
@@ -88,7 +88,7 @@ class Setup:
         self.attention = TorchAttention(self.cache, torch.float32, tiled)
         self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in LENGTHS]
         self.q = [torch.randn(length, self.num_heads, dim) for length in LENGTHS]
-        bias = self.pool.frame.offsets[1] if self.pool.frame else 0
+        bias = self.pool.key_transform.offsets[1] if self.pool.key_transform else 0
         self.k = [torch.randn(length, kv_heads, dim) + bias for length in LENGTHS]
         self.v = [torch.randn(length, kv_heads, dim) + 0.3 for length in LENGTHS]
         sinks = torch.linspace(-2, 3, self.num_heads) if asked.get("sinks") else None
@@ -159,8 +159,8 @@ def test_tiled_attention_has_the_same_bits_in_every_chunking(kv_format: str, nam
 def test_a_dropped_shift_is_seen() -> None:
     """Negative control: with sinks, scores that lack the keys' offset are wrong, so the test above can fail."""
     setup = Setup((8, 2, 64), "int8", False, "sinks")
-    assert setup.pool.frame is not None
-    setup.pool.frame.shifts = lambda layer, q: torch.zeros(len(q), 8)  # type: ignore[method-assign]
+    assert setup.pool.key_transform is not None
+    setup.pool.key_transform.shifts = lambda layer, q: torch.zeros(len(q), 8)  # type: ignore[method-assign]
     assert worst(setup.run(1), setup.wanted()) > 1e-3
 
 
@@ -168,12 +168,12 @@ def test_a_dropped_shift_is_seen() -> None:
 @pytest.mark.parametrize("block", [8, 32])
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_sums_over_many_small_sweeps(name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one piece at a time the result is the same."""
-    for limit in ("JOB_NUMEL", "PARTS_NBYTES"):
+def test_reductions_of_many_small_waves(name: str, kv_format: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scratch for one piece at a time the result is the same."""
+    for limit in ("TILE_NUMEL", "PARTIALS_NBYTES"):
         monkeypatch.setattr(f"moedge.runtime.attention.decode_plan.{limit}", 0)
-    added, add = [], Summed.add
-    monkeypatch.setattr(Summed, "add", lambda self, other: (added.append(1), add(self, other))[1])
+    added, add = [], Reduced.add
+    monkeypatch.setattr(Reduced, "add", lambda self, other: (added.append(1), add(self, other))[1])
     setup = Setup((8, 2, 64), kv_format, False, name, block)
     assert worst(setup.run(1), setup.wanted()) < 2e-6
     assert len(added) >= sorted(LENGTHS)[-2], "two sequences, a piece or more each, in as many passes"

@@ -90,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
             if not text.num_pending:
                 text.token_ids.append(data.draw(st.integers(1, 3)))
             count = min(data.draw(st.integers(1, 9)), text.num_pending)
-            assert (count <= self.cache.room(text.table)) == (count == 0 or self._can_grow(text, count))
+            assert (count <= self.cache.headroom(text.table)) == (count == 0 or self._can_grow(text, count))
             before = self._snapshot()
             if self.cache.grow(text.table, text.table.num_tokens + count):
                 grown.append((text, count))
@@ -143,8 +143,8 @@ class CacheMachine(RuleBasedStateMachine):
         if text in self.waiting:
             self.waiting.remove(text)
         self.running.append(text)
-        count = min(text.num_pending, self.cache.room(text.table))
-        assert count > 0, "admitted, and no room for a single token"
+        count = min(text.num_pending, self.cache.headroom(text.table))
+        assert count > 0, "admitted, but not a single token fits"
         assert self.cache.grow(text.table, text.table.num_tokens + count)
         self.cache.publish(text.table, text.tokens)
         return [(text, count)]

@@ -38,7 +38,7 @@ def test_a_store_keeps_what_loading_would_measure(
         stored = kept(tmp_path / "store", source.shape)
         with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
             assert loaded.key_offsets is not None
-            frames = [pool.frame for pool in loaded.engine.scheduler.cache.pools]
+            frames = [pool.key_transform for pool in loaded.engine.scheduler.cache.pools]
             digest = loaded.key_offsets.digest
     assert measured is not None
     assert stored is not None
@@ -51,7 +51,7 @@ def test_native_keys_have_none(checkpoint: Callable[[str], Path]) -> None:
     with open_source(str(checkpoint("qwen3_moe"))) as source:
         loaded = load_engine(source, quantized_plan(source.shape, "fp32"))
     assert loaded.key_offsets is None
-    assert all(pool.frame is None for pool in loaded.engine.scheduler.cache.pools)
+    assert all(pool.key_transform is None for pool in loaded.engine.scheduler.cache.pools)
 
 
 def test_the_fixed_text_is_long_enough_in_any_vocabulary(checkpoint: Callable[[str], Path]) -> None:

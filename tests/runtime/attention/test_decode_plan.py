@@ -1,4 +1,4 @@
-"""Every token meets each position that it sees exactly once; nothing unwritten is multiplied in place."""
+"""Every token attends to each of its positions exactly once; no unwritten bytes are multiplied in place."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.attention.decode_plan import DENSE, Decodings, Pieces, Share, shares
-from moedge.runtime.attention.pass_pages import GroupPlaces
+from moedge.runtime.attention.decode_plan import DENSE, DecodePlanCache, Pieces, Tile, tiles
+from moedge.runtime.attention.pass_pages import GroupSlots
 from moedge.runtime.attention.protocol import AttentionCall
 from moedge.runtime.engine.batch import Chunk
 from moedge.runtime.kv.cache import KVCache
@@ -39,22 +39,22 @@ class Pool:
         return Pieces.of(call, self.tables, self.block)
 
     def wanted(self, call: AttentionCall) -> list[tuple[int, int]]:
-        """(owner, slot of the pool) of all that is seen."""
+        """(owner, slot of the pool) of every visible position."""
         found = []
         for owner, (chunk, table) in enumerate(self.tables.items()):
-            for position in range(call.first_seen(chunk.past), chunk.past + 1):
+            for position in range(call.first_visible(chunk.past), chunk.past + 1):
                 found.append((owner, int(table[position // self.block]) * self.block + position % self.block))
         return sorted(found)
 
 
-def met(found: list[Share], block: int) -> list[tuple[int, int]]:
+def met(found: list[Tile], block: int) -> list[tuple[int, int]]:
     pairs = []
-    for share in found:
-        slots = (share.pieces.block_ids[:, :, None] * block + np.arange(block)).reshape(len(share.pieces), -1)
-        hidden = share.pieces.hidden(slots.shape[1])
-        for index in np.flatnonzero(share.wanted):
-            seen = slots[index] if hidden is None else slots[index][~hidden[index]]
-            pairs += [(int(share.pieces.owners[index]), slot) for slot in seen.tolist()]
+    for tile in found:
+        slots = (tile.pieces.block_ids[:, :, None] * block + np.arange(block)).reshape(len(tile.pieces), -1)
+        hidden = tile.pieces.hidden(slots.shape[1])
+        for index in np.flatnonzero(tile.wanted):
+            visible = slots[index] if hidden is None else slots[index][~hidden[index]]
+            pairs += [(int(tile.pieces.owners[index]), slot) for slot in visible.tolist()]
     return sorted(pairs)
 
 
@@ -65,44 +65,44 @@ def test_every_position_is_met_once(
     pool, call = Pool(past, block, idle, shared, most), AttentionCall(0, 1.0, window)
     pieces = pool.pieces(call)
     tokens = pieces.block_ids.shape[1] * block
-    found = list(shares(pieces, tokens, pool.num_blocks, most))
+    found = list(tiles(pieces, tokens, pool.num_blocks, most))
     assert met(found, block) == pool.wanted(call)
-    for share in found:
-        assert 0 < len(share.pieces) <= most
-        if share.begin is not None:
-            assert share.pieces.hidden(tokens) is None
-            assert share.pieces.block_ids[:, 0].tolist() == list(range(share.begin, share.begin + len(share.pieces)))
-            assert share.wanted.mean() >= DENSE
+    for tile in found:
+        assert 0 < len(tile.pieces) <= most
+        if tile.begin is not None:
+            assert tile.pieces.hidden(tokens) is None
+            assert tile.pieces.block_ids[:, 0].tolist() == list(range(tile.begin, tile.begin + len(tile.pieces)))
+            assert tile.wanted.mean() >= DENSE
 
 
 def test_a_full_pool_is_multiplied_in_place() -> None:
     pool, call = Pool([1023] * 16, 32, 0, 0, 0), AttentionCall(0, 1.0)
-    assert all(share.begin is not None for share in shares(pool.pieces(call), 32, pool.num_blocks, 64))
+    assert all(tile.begin is not None for tile in tiles(pool.pieces(call), 32, pool.num_blocks, 64))
     pool = Pool([1023] * 16, 32, 3000, 0, 0)
-    assert all(share.begin is None for share in shares(pool.pieces(call), 32, pool.num_blocks, 64))
+    assert all(tile.begin is None for tile in tiles(pool.pieces(call), 32, pool.num_blocks, 64))
 
 
 @given(pasts, blocks, st.integers(0, 30))
-def test_sums_name_every_wanted_place_of_a_sequence(past: list[int], block: int, idle: int) -> None:
+def test_reductions_name_every_wanted_row_of_a_sequence(past: list[int], block: int, idle: int) -> None:
     pool, call = Pool(past, block, idle, 0, 1), AttentionCall(0, 1.0)
     spec = SimpleNamespace(block=block, group=SimpleNamespace(kv_heads=KV_HEADS, head_dim=DIM))
     cache = SimpleNamespace(pools=[SimpleNamespace(spec=spec, memory=range(pool.num_blocks))])
     nothing = torch.empty(0)
-    decodings = Decodings(cast("KVCache", cache), 2, 2, "cpu")
-    found = decodings.of(call, 0, GroupPlaces(nothing, nothing, nothing, pool.tables), HEADS)
-    assert decodings.of(call, 0, GroupPlaces(nothing, nothing, nothing, pool.tables), HEADS) is not found
+    plans = DecodePlanCache(cast("KVCache", cache), 2, 2, "cpu")
+    found = plans.of(call, 0, GroupSlots(nothing, nothing, nothing, pool.tables), HEADS)
+    assert plans.of(call, 0, GroupSlots(nothing, nothing, nothing, pool.tables), HEADS) is not found
     counted = np.zeros(len(past), dtype=np.int64)
-    for sweep in found.sweeps:
-        sums = sweep.sums
-        owners = torch.cat([job.owners for job in sweep.jobs])
-        assert torch.equal(owners[sums.places], sums.owners)
-        assert len(sums.places.unique()) == len(sums.places)
-        ends = torch.cat([sums.bounds[1:], torch.tensor([len(sums.lanes)], dtype=torch.int32)])
+    for wave in found.waves:
+        reduction = wave.reduction
+        owners = torch.cat([task.owners for task in wave.tasks])
+        assert torch.equal(owners[reduction.rows], reduction.owners)
+        assert len(reduction.rows.unique()) == len(reduction.rows)
+        ends = torch.cat([reduction.offsets[1:], torch.tensor([len(reduction.head_rows)], dtype=torch.int32)])
         for owner in range(len(past)):
             for head in (0, HEADS - 1):
-                bag = slice(int(sums.bounds[owner * HEADS + head]), int(ends[owner * HEADS + head]))
-                places = sums.places[sums.owners == owner]
-                assert torch.equal(sums.lanes[bag].long(), places * HEADS + head)
-            counted[owner] += len(places)
+                bag = slice(int(reduction.offsets[owner * HEADS + head]), int(ends[owner * HEADS + head]))
+                rows = reduction.rows[reduction.owners == owner]
+                assert torch.equal(reduction.head_rows[bag].long(), rows * HEADS + head)
+            counted[owner] += len(rows)
     joined = -(-32 // block)
     assert counted.tolist() == [-(-(tokens // block + 1) // joined) for tokens in past]
