@@ -31,8 +31,8 @@ def load_libraries(device: Device) -> None:
     """
     for dtype in _DTYPES:
         try:
-            _multiply(device.place, dtype)
-            _attend(device.place, dtype)
+            _multiply(device.torch_device, dtype)
+            _attend(device.torch_device, dtype)
         except RuntimeError as error:
             # What a GPU has no kernel for fails where it is wanted, with words of its own.
             if is_out_of_memory(error):
