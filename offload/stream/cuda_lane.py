@@ -52,7 +52,7 @@ class Bytes(Protocol):
 
 
 class CudaLane:
-    """A Lane from `host`, a slab's tensor whose pinned part is `pinned`, into `memory`, the ring's tensor on the device.
+    """A Lane from `host`, a slab's tensor of which `pinned` is page-locked, into `memory`, the ring on the device.
 
     Unpinned bytes are copied too, but the copy blocks the calling thread: send them through a StagedLane instead.
     """

@@ -61,7 +61,7 @@ class ShardStream(Generic[View_co]):
         return recalled
 
     def next(self) -> Arrival[View_co]:
-        """Waits for the oldest requested shard. Raises StreamBroken if it cannot arrive, ValueError if there is none."""
+        """Waits for the oldest requested shard. Raises StreamBroken if it cannot arrive, ValueError without one."""
         self._run_ahead()
         if not self._ahead:
             raise ValueError(self._why_none_arrives())
@@ -76,7 +76,7 @@ class ShardStream(Generic[View_co]):
         return arrival
 
     def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
-        """Releases the oldest held arrival. Its slot is overwritten after `used` (default: after all compute so far)."""
+        """Releases the oldest held arrival; its slot is overwritten after `used`, by default all compute so far."""
         if not self._live or self._live[0] is not arrival:
             raise ValueError(f"{arrival.shard} is not the oldest arrival held; release arrivals in their order")
         self._live.popleft()

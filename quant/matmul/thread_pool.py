@@ -107,7 +107,7 @@ class _Task:
         self._share = share
 
     def __call__(self) -> None:
-        # torch's number of threads is per thread, and so is inference mode, in which the caller's tensors may be written.
+        # Each thread has its own number of torch threads and its own inference mode, which writing some tensors needs.
         torch.set_num_threads(self._share)
         with torch.inference_mode():
             try:

@@ -47,7 +47,7 @@ class Workspace:
         return memory[:numel].view(num_rows, like.shape[1])
 
     def cut(self, layout: Layout, dtype: torch.dtype, deterministic: bool) -> Scratch:
-        """The views for a product of activations of `dtype` with such a matrix. Raises FormatError if it is too small."""
+        """The views for a product of activations of `dtype` with such a matrix. Raises FormatError if too small."""
         key = (layout.format, layout.shape, layout.dtype, dtype, deterministic)
         if key not in self._cuts:
             self._cuts[key] = self._cut(layout, dtype_name(dtype), deterministic)

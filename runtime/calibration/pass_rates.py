@@ -65,7 +65,9 @@ def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
     rates = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows, EXPERT_SHAPE[1]).to(dtype)
-        rates[rows] = rows * flop / best_seconds(partial(compute.share, experts, partial(_multiply, x)), _SECONDS)
+        rates[rows] = (
+            rows * flop / best_seconds(partial(compute.parallel_for, experts, partial(_multiply, x)), _SECONDS)
+        )
     return rates
 
 

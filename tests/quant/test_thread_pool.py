@@ -47,7 +47,7 @@ def test_threads_are_shared_out_and_given_back(deterministic: bool, shares: set[
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_what_a_job_raises_arrives_and_the_crew_works_on(culprit: int) -> None:
+def test_what_a_job_raises_arrives_and_the_pool_works_on(culprit: int) -> None:
     pool, meeting = WorkerPool(2), threading.Barrier(2, timeout=PATIENCE)
     threads = torch.get_num_threads()
 
@@ -82,7 +82,7 @@ def test_jobs_may_wait_for_jobs_that_are_under_way() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_jobs_raise_arrives_and_the_crew_works_on(size: int) -> None:
+def test_what_jobs_raise_arrives_and_the_pool_works_on(size: int) -> None:
     def jobs() -> Iterator[int]:
         yield 0
         raise ZeroDivisionError
@@ -116,7 +116,7 @@ def test_tensors_of_the_caller_can_be_written_whatever_mode_they_were_made_in() 
         assert out.tolist() == [0, 1, 2, 3]
 
 
-def test_threads_end_with_their_crew() -> None:
+def test_threads_end_with_their_pool() -> None:
     pool = WorkerPool(3)
     threads = [thread for thread in threading.enumerate() if thread.name == "moedge-worker"]
     before = len(threads)

@@ -292,7 +292,7 @@ def test_a_manifest_that_contradicts_itself_or_the_files_is_refused(folder: Path
     crcs = last["shards_crc32"]
     for says, files in (
         ("damaged", [head, head, first, *others, last, resident]),
-        ("have gaps", [head, first, last, resident]),
+        ("without gaps", [head, first, last, resident]),
         (
             "cannot be cut into",
             [head, first, *others, {**last, "shards_crc32": crcs | {"experts": ["0" * 8] * 5}}, resident],

@@ -190,7 +190,7 @@ def test_a_reader_killed_from_outside_is_noticed() -> None:
     stream.close()
 
 
-def test_a_reader_that_dies_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_ends_without_an_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(index: int) -> None:
         if index == 3:
             raise SystemExit
@@ -198,7 +198,7 @@ def test_a_reader_that_dies_without_a_word_is_noticed(monkeypatch: pytest.Monkey
     stream, lane = open_stream(Interrupted(before), num_threads=1)
     fail = lane.fail
     monkeypatch.setattr(lane, "fail", lambda cause: None)
-    with pytest.raises(StreamBroken, match="died without a word"):
+    with pytest.raises(StreamBroken, match="ended without an error"):
         check(stream, 100)
     monkeypatch.setattr(lane, "fail", fail)
     stream.close()
