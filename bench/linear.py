@@ -3,9 +3,9 @@
     python bench/linear.py [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
 
 Prints microseconds, the best of rounds in which every candidate takes its turn:
-1. the products of Compute beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
-2. what constants were chosen by, TILE and STRIP_WEIGHTS, and what measure_few_rows finds: where kernels on codes meet
-   widening.
+1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
+2. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
+   on codes are faster than dequantizing first.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels
-from moedge.quant.matmul.gemv import measure_few_rows
+from moedge.quant.matmul.gemv import measure_gemv_max_rows
 from moedge.quant.matmul.matmul import Matmul
 from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.quant.matmul.workspace import Workspace
@@ -90,18 +90,18 @@ def print_tiles(weight: Tensor, repeats: int) -> None:
     print_table("tiles over a plain matrix (us)", rows)
 
 
-def print_few_rows(weight: Tensor, repeats: int, name: str) -> None:
+def print_gemv_max_rows(weight: Tensor, repeats: int, name: str) -> None:
     packed = pack(weight, name)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(weight.dtype), False))
     rows = {}
     for num_rows in (1, 4, 8, 12, 16, 24, 32, 48):
         x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
         candidates: Candidates = {
-            "kernel": partial(Matmul(workspace, few_rows={name: num_rows}).linear, x, packed),
-            "widened": partial(Matmul(workspace, few_rows={}).linear, x, packed),
+            "kernel": partial(Matmul(workspace, gemv_max_rows={name: num_rows}).linear, x, packed),
+            "widened": partial(Matmul(workspace, gemv_max_rows={}).linear, x, packed),
         }
         rows[str(num_rows)] = best_times(candidates, repeats)
-    print_table(f"{name}: torch's kernel or widened (us); measured: up to {measure_few_rows(name)} rows", rows)
+    print_table(f"{name}: torch's kernel or widened (us); measured: up to {measure_gemv_max_rows(name)} rows", rows)
 
 
 def print_strips(weight: Tensor, repeats: int) -> None:
@@ -131,5 +131,5 @@ if __name__ == "__main__":
     print_products(matrix, arguments.repeats)
     print_tiles(matrix, arguments.repeats)
     for name in ("int8", "int4"):
-        print_few_rows(matrix, arguments.repeats, name)
+        print_gemv_max_rows(matrix, arguments.repeats, name)
     print_strips(torch.randn(4096, 4096).to(matrix.dtype), arguments.repeats)

@@ -177,9 +177,9 @@ def mix_experts(
         return []
 
     fetched = experts.fetch(groups, hidden)
-    compute.share(left_alone(next(fetched, [])), run_expert)
+    compute.parallel_for(left_alone(next(fetched, [])), run_expert)
     # Whichever thread is free takes the next that arrives: nobody waits for the others of a group.
-    compute.share(chain.from_iterable(map(left_alone, fetched)), run_expert)
+    compute.parallel_for(chain.from_iterable(map(left_alone, fetched)), run_expert)
     return combine(rows, groups, weights)
 
 

@@ -2,7 +2,7 @@
 
 from known_shapes import CONFIGS, known_shape
 
-from moedge.offload.machine.hardware import Gpu, Hardware
+from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, Overheads, PinLimit
 from moedge.runtime.plan.cost_model import CostModel, rates_of
 from moedge.runtime.plan.placement import Workload
@@ -22,7 +22,7 @@ HOST = 32 * GIB
 JOB = Workload(2000, 768, 768, 2000 * 512, 2000 * 256)
 # Not a machine that was measured: round numbers of a card with 20 TFLOP/s behind PCIe 4.0, and a good NVMe disk.
 PROFILE = Machine(
-    Hardware("any", 8, 64 * GIB, (Gpu("any", 8 * GIB),), "nvme"),
+    Hardware("any", 8, 64 * GIB, (GpuInfo("any", 8 * GIB),), "nvme"),
     4e10,
     Disk(True, GIB, (DiskRead(1 << 22, 4, 3e9),)),
     Link(1e10, 2.2e10),

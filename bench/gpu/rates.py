@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moedge.offload.machine.device import measure_link, measure_pin_limit
+from moedge.offload.machine.link import measure_link, measure_pin_limit
 from moedge.offload.machine.timing import best_seconds
 from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.quant.matmul.workspace import Workspace

@@ -8,7 +8,7 @@ from typing import Any
 
 import rates
 
-from moedge.offload.machine.device import measure_link
+from moedge.offload.machine.link import measure_link
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.placement import Plan
 from moedge.runtime.shape.model_shape import ModelShape

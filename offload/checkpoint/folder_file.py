@@ -1,4 +1,4 @@
-"""Files of a folder that nobody vouches for, opened without leaving it and without waiting. Torch-free."""
+"""Opens files of an untrusted folder: none outside of it, and none that would block. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..errors import BadCheckpoint
 
 
 def open_inside(folder: Path, name: str) -> int:
-    """A descriptor, for reading, of a regular file in `folder`; `name` is bare.
+    """Opens a regular file in `folder` for reading and returns its descriptor; `name` has no path separator.
 
-    A link may stay in the folder or lead to the blobs of the hub cache that the folder is a snapshot of; one that
-    leads elsewhere would let a checkpoint read any file of the machine. Raises BadCheckpoint.
+    A link may point into the folder, or to the blobs of the hub cache if the folder is a snapshot of it. Any other link
+    would let a checkpoint read any file of the machine. Raises BadCheckpoint.
     """
     path = folder / name
     try:
@@ -33,7 +33,7 @@ def open_inside(folder: Path, name: str) -> int:
 
 
 def read_inside(folder: Path, name: str, most: int) -> bytes:
-    """The bytes of a file that may have `most` of them. Raises BadCheckpoint."""
+    """The bytes of a file that has at most `most` of them. Raises BadCheckpoint."""
     descriptor = open_inside(folder, name)
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(most + 1)
@@ -43,11 +43,11 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
 
 
 def blob_id(folder: Path, name: str) -> str | None:
-    """The hub's hash of a file that is a link into the blobs of a cache; None for every other."""
+    """The hub's hash of a file that is a link into the blobs of a cache; None for any other file."""
     real = (folder / name).resolve()
     return real.name if real.parent in _roots(folder.resolve())[1:] else None
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Where links may lead: models--x/snapshots/REVISION has its bytes in models--x/blobs."""
+    """The folders that links may point into: models--x/snapshots/REVISION has its bytes in models--x/blobs."""
     return [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]

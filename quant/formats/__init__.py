@@ -1,1 +1,1 @@
-"""Weight formats: how a matrix becomes codes and scales, and back. `format` lists them and imports no torch."""
+"""Weight formats: the dtypes, the layout of each format in bytes, and the code that packs and unpacks it."""

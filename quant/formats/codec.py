@@ -1,4 +1,4 @@
-"""Which code packs and unpacks which format: the one table to extend when a format is added."""
+"""The table of codecs, which pack and unpack each format; extend it when a format is added."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,22 +10,23 @@ from . import int4, int8, nf4, plain
 
 
 class Codec(Protocol):
-    """Turns runs of n rows of a matrix [N, K] into the same rows of its planes, and back.
+    """Converts n consecutive rows of a matrix [N, K] to the same rows of its planes, and back.
 
-    `planes` come in the order of the format's rules, with rows to the end of the last block. `wide` is float32
-    scratch [as many rows, scratch.wide_columns].
+    `planes` are in the order of the format's rules and have R rows, n rounded up to whole blocks. `wide` is float32
+    scratch [R, scratch.wide_columns].
     """
 
     def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-        """Fills the planes from `weight` [n, K], finite, any strides."""
+        """Fills the planes from `weight` [n, K], finite, with any strides."""
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
         """Writes the rows into `out` [n, K], contiguous, of any weight dtype."""
 
-    def factor(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What is cheapest to multiply by, and the factors [n] per row left out of it.
+    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Unpacks the rows without the scales that are cheaper to apply to a product; returns (matrix, scales).
 
-        That is a matrix [n, K] of any strides in the memory of `out`, scratch [rows of planes, K].
+        The matrix [n, K], of any strides, is in the memory of `out`, scratch [R, K]. `scales` [n] are the factors per
+        row that are still to be applied; None if the matrix has all of them.
         """
 
 

@@ -1,1 +1,1 @@
-"""Keys and values in 8 or 4 bits: the layout of a block, its codec, and the transform of keys before it."""
+"""Formats of the KV cache: the layout of a record, encoding and decoding, and the transform of quantized keys."""

@@ -1,1 +1,1 @@
-"""Products with packed matrices on a CPU: which kernel computes one, on which threads, in which scratch."""
+"""Matmuls of activations with packed matrices: on one thread, on a worker pool, or by a GPU kernel."""

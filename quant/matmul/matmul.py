@@ -1,4 +1,4 @@
-"""Products of activations with packed matrices, on whatever device they are. Knows kernels and when each is best."""
+"""Matmuls of activations with packed matrices on their device. Knows the kernels and when each is the fastest."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from ..tensor import PackedTensor, dtype_name
 from .thread_pool import torch_threads
 from .workspace import Scratch, Workspace
 
-# Rows up to which torch's kernels on codes are taken where nothing was measured (few_rows.py).
-FEW_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24})
+# The number of rows up to which torch's kernels on codes are used if nothing was measured (gemv.py).
+GEMV_MAX_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24})
 
 
 class Matmul:
-    """How activations meet packed matrices: as fast as possible, or so that a row's bits depend on that row alone.
+    """Multiplies activations by packed matrices, as fast as possible or so that a row's bits depend on that row alone.
 
-    `deterministic`: one kernel per format whatever the number of rows; rows go through it TILE at a time, copied to
-    the same place and padded with zeros, and matrices in strips, each on one thread, so that every call has the same
-    shapes, strides, alignment and threads. What is then left to vary is the machine and its libraries. Plain products
-    do differ: the same row among 1 and 64, or 64 and 300 others, meets other kernels that sum in another order, and
-    so it does with another number of threads.
+    `deterministic`: there is one kernel per format, whatever the number of rows. Rows are multiplied TILE at a time,
+    copied to the same buffer and padded with zeros, and matrices in strips, each on one thread, so that every call has
+    the same shapes, strides, alignment and number of threads. Then results depend only on the machine and its
+    libraries. Other products vary: among 1, 64 or 300 other rows, or with another number of threads, the same row is
+    computed by kernels that sum in another order.
 
-    `integer`: matrices in int8 meet activations rounded to int8, each row with a scale of its own (W8A8). Integer sums
-    are exact, so such products are deterministic as they are.
+    `integer`: int8 matrices are multiplied by activations that are rounded to int8, with a scale per row (W8A8).
+    Integer sums are exact, so such products are always deterministic.
+
+    `gemv_max_rows`: by format, the number of rows up to which torch's kernels on codes are used.
     """
 
     def __init__(
@@ -39,18 +41,18 @@ class Matmul:
         workspace: Workspace,
         deterministic: bool = False,
         integer: bool = False,
-        few_rows: Mapping[str, int] = FEW_ROWS,
+        gemv_max_rows: Mapping[str, int] = GEMV_MAX_ROWS,
     ) -> None:
         self.workspace = workspace
         self.deterministic = deterministic
         self.integer = integer
-        self.few_rows = few_rows
+        self.gemv_max_rows = gemv_max_rows
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, K] times packed [N, K] transposed, plus bias [N]: [T, N] in x's dtype, any weight dtype.
+        """x [T, K] times packed [N, K] transposed, plus bias [N]: [T, N] in x's dtype, which is any weight dtype.
 
-        In `out` where given: rows without gaps, in other memory than x. Raises FormatError if the workspace is too
-        small for such a product (scratch.scratch_nbytes).
+        Writes to `out` if given, whose rows are contiguous and do not overlap x. Raises FormatError if the workspace is
+        too small for the product (scratch.scratch_nbytes).
         """
         y = x.new_empty(len(x), packed.shape[0]) if out is None else out
         if self.integer and packed.layout.format == "int8":
@@ -64,12 +66,12 @@ class Matmul:
         return y if bias is None else y.add_(bias)
 
     def _kernel(self, x: Tensor, packed: PackedTensor) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor] | None:
-        """The kernel that multiplies by codes as they lie, where there is one and rows are few.
+        """The kernel that multiplies by codes in place, if there is one and rows are few; else None.
 
-        In float32 and float16 these kernels are slower than widening even for one row.
+        In float32 and float16 these kernels are slower than dequantizing, even for one row.
         """
         name = packed.layout.format
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.few_rows.get(name, 0):
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.gemv_max_rows.get(name, 0):
             return None
         if name == "int8":
             return int8.multiply if int8.has_kernel(x.shape[1]) else None
@@ -86,19 +88,20 @@ class Matmul:
         direct = is_direct(packed.layout, dtype_name(x.dtype))
         planes = packed.rows(strip)
         part = y[:, strip]
-        weight, factor = (planes[0], None) if direct else CODECS[packed.layout.format].factor(planes, *scratch[:2])
+        codec = CODECS[packed.layout.format]
+        weight, scales = (planes[0], None) if direct else codec.unpack_unscaled(planes, *scratch[:2])
         weight = weight[: part.shape[1]]
         if self.deterministic:
             _multiply_tiles(x, weight, part, scratch)
         else:
             torch.mm(x, weight.t(), out=part)
-        if factor is not None:
-            part.mul_(factor)
+        if scales is not None:
+            part.mul_(scales)
 
 
 def strips(layout: Layout, deterministic: bool) -> list[slice]:
-    """The runs of rows of a matrix that are multiplied together."""
-    # Slices, since torch.split costs eight times as much as one of them.
+    """The slices of rows of a matrix that are multiplied together."""
+    # Slices, since torch.split takes eight times as long as one of them.
     rows = strip_rows(layout, deterministic)
     return [slice(start, start + rows) for start in range(0, layout.shape[0], rows)]
 

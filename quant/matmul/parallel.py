@@ -1,4 +1,4 @@
-"""Products for a model: one at a time with as many threads as pay, or many side by side."""
+"""The matmuls of a model: one at a time with a useful number of threads, or many in parallel on a worker pool."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch
 from torch import Tensor
 
 from ..tensor import PackedTensor
-from .matmul import FEW_ROWS, Matmul, strips
+from .matmul import GEMV_MAX_ROWS, Matmul, strips
 from .thread_pool import WorkerPool, torch_threads
 from .workspace import Workspace
 
 if TYPE_CHECKING:
-    # Triton is imported where a device wants it, not here.
+    # Triton is imported only if a device uses it.
     from ..kernels.product import GroupedProduct
 
 Job = TypeVar("Job")
 
-# Threads take about 0.1 ms to wake up and meet again. An operation on fewer numbers than this takes one of them no
-# longer than a few tenths, so half of its work is not worth a meeting.
+# Threads take about 0.1 ms to wake up and synchronize. One thread computes an operation on fewer numbers than this in a
+# few tenths of a millisecond at most, so sharing the work does not pay.
 FEW_NUMBERS = 1 << 20
-# The same for products: bytes of a matrix that are read once for every so many rows.
+# The same limit for products, in bytes of a matrix that are read once for every ROWS_A_SWEEP rows.
 SMALL_NBYTES = 2 << 20
 ROWS_A_SWEEP = 16
 
 
 class ParallelMatmul(Matmul):
-    """Products that use all of torch's threads where that pays; `helpers` are workspaces of threads for `share`.
+    """Products that use all of torch's threads if that is faster.
 
-    `grouped` multiplies rows by many matrices at once, where a device has a kernel for that.
+    `helpers` are the workspaces of further threads for `parallel_for`. `grouped` multiplies rows by many matrices at
+    once, if the device has a kernel for that.
     """
 
     def __init__(
@@ -39,32 +40,32 @@ class ParallelMatmul(Matmul):
         workspace: Workspace,
         deterministic: bool = False,
         integer: bool = False,
-        few_rows: Mapping[str, int] = FEW_ROWS,
+        gemv_max_rows: Mapping[str, int] = GEMV_MAX_ROWS,
         helpers: Sequence[Workspace] = (),
         grouped: GroupedProduct | None = None,
     ) -> None:
-        super().__init__(workspace, deterministic, integer, few_rows)
+        super().__init__(workspace, deterministic, integer, gemv_max_rows)
         self.grouped = grouped
-        self._members = [Matmul(each, deterministic, integer, few_rows) for each in (workspace, *helpers)]
-        self._crew = WorkerPool(len(self._members))
+        self._workers = [Matmul(each, deterministic, integer, gemv_max_rows) for each in (workspace, *helpers)]
+        self._pool = WorkerPool(len(self._workers))
         self._num_threads = torch.get_num_threads()
         self._real, self._padded = 1, 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the scratch of all threads."""
-        return sum(member.workspace.nbytes for member in self._members)
+        """The bytes of the scratch of all threads."""
+        return sum(worker.workspace.nbytes for worker in self._workers)
 
     @property
     def device(self) -> torch.device:
-        """Where products are computed."""
+        """The torch device on which products are computed."""
         return self.workspace.buffer.device
 
     @contextmanager
     def small_steps(self, numbers: int) -> Iterator[None]:
-        """While inside, operations use one thread if those on `numbers` numbers are too small for more.
+        """While entered, operations use one thread if `numbers` numbers per operation are too few for more.
 
-        Always one where bits must depend neither on the size of a pass nor on the number of threads.
+        They always use one thread if bits must depend neither on the size of a pass nor on the number of threads.
         """
         if self.device.type != "cpu" or (numbers >= FEW_NUMBERS and not self.deterministic):
             yield
@@ -74,12 +75,12 @@ class ParallelMatmul(Matmul):
 
     @property
     def pads_passes(self) -> bool:
-        """Whether hidden states are to have a multiple of VECTOR_ROWS rows: elementwise operations see all of them."""
+        """Whether hidden states must have a multiple of VECTOR_ROWS rows (see scratch.VECTOR_ROWS)."""
         return self.deterministic and self.device.type == "cpu"
 
     @contextmanager
     def padded_pass(self, num_tokens: int, num_rows: int) -> Iterator[None]:
-        """While inside, of every `num_rows` rows of hidden states the last ones stand for no token."""
+        """While entered, only the first `num_tokens` of every `num_rows` rows of hidden states belong to tokens."""
         self._real, self._padded = num_tokens, num_rows
         try:
             yield
@@ -87,13 +88,13 @@ class ParallelMatmul(Matmul):
             self._real, self._padded = 1, 1
 
     def real_rows(self, num_rows: int) -> int:
-        """How many of the first rows are of tokens, where every token has the same number of rows."""
+        """How many of the first `num_rows` rows belong to tokens, if every token has the same number of rows."""
         return num_rows * self._real // self._padded
 
-    def share(self, jobs: Iterable[Job], work: Callable[[Job, Matmul], None]) -> None:
-        """Calls work(job, products) for jobs that do not depend on each other, side by side with the helpers."""
+    def parallel_for(self, jobs: Iterable[Job], work: Callable[[Job, Matmul], None]) -> None:
+        """Calls work(job, matmul) for independent jobs, in parallel on the calling thread and the helpers."""
         with torch_threads(self._num_threads):
-            self._crew.run(jobs, lambda job, member: work(job, self._members[member]), steady=self.deterministic)
+            self._pool.run(jobs, lambda job, worker: work(job, self._workers[worker]), deterministic=self.deterministic)
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if _is_small(x, packed):
@@ -102,17 +103,17 @@ class ParallelMatmul(Matmul):
             return super().linear(x, packed, bias, out)
 
     def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
-        """Deterministic products share their strips out, since one operation must not be split among threads."""
+        """Distributes the strips of deterministic products, since threads must not share a single operation."""
         if not self.deterministic or self.device.type != "cpu" or _is_small(x, packed):
             super()._multiply_strips(x, packed, y)
             return
-        self._crew.run(
+        self._pool.run(
             strips(packed.layout, deterministic=True),
-            lambda strip, member: self._members[member].multiply_strip(x, packed, y, strip),
-            steady=True,
+            lambda strip, worker: self._workers[worker].multiply_strip(x, packed, y, strip),
+            deterministic=True,
         )
 
 
 def _is_small(x: Tensor, packed: PackedTensor) -> bool:
-    """Whether a product is over before several threads would have met."""
+    """Whether a product is done before several threads would have synchronized."""
     return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES

@@ -1,4 +1,4 @@
-"""Scratch that products share: allocated once, cut into views. Knows no kernel."""
+"""Scratch memory that products share; it is allocated once and cut into views. Knows no kernel."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ..tensor import dtype_name, view
 
 
 class Scratch(NamedTuple):
-    """What one product writes on its way: a strip [rows, K], its scales, a tile [TILE, K] and its product."""
+    """The scratch of one product: a strip [rows, K], its scales, a tile [TILE, K] and the tile's product."""
 
     weight: Tensor
     wide: Tensor
@@ -20,11 +20,11 @@ class Scratch(NamedTuple):
 
 
 class Workspace:
-    """One flat scratch on a device. Every product uses it from its start, so two threads need two of them."""
+    """One flat buffer on a device. Every product uses it from its start, so two threads need two workspaces."""
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
         self.buffer = torch.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
-        # Cutting costs more than a small product, and a model has only a handful of matrix shapes.
+        # Making the views takes longer than a small product, and a model has only a handful of matrix shapes.
         self._cuts: dict[tuple[str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
 
         self._rows: dict[torch.dtype, Tensor] = {}
@@ -34,20 +34,20 @@ class Workspace:
         return self.buffer.numel()
 
     def rows(self, num_rows: int, like: Tensor) -> Tensor:
-        """Room for rows as wide as those of `like` [., D], unfilled; the same memory in every call, which only grows.
+        """An uninitialized buffer [num_rows, D] like `like` [., D]; all calls return the same memory, which only grows.
 
         New memory would be mapped page by page every time, which takes longer than filling it.
         """
         numel = num_rows * like.shape[1]
-        room = self._rows.get(like.dtype)
-        if room is None or room.numel() < numel:
-            # What inference mode allocates could not be written outside of it.
+        memory = self._rows.get(like.dtype)
+        if memory is None or memory.numel() < numel:
+            # A tensor that is allocated in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                room = self._rows[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return room[:numel].view(num_rows, like.shape[1])
+                memory = self._rows[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return memory[:numel].view(num_rows, like.shape[1])
 
     def cut(self, layout: Layout, dtype: torch.dtype, deterministic: bool) -> Scratch:
-        """Views for a product of activations of `dtype` with such a matrix. Raises FormatError if they do not fit."""
+        """The views for a product of activations of `dtype` with such a matrix. Raises FormatError if too small."""
         key = (layout.format, layout.shape, layout.dtype, dtype, deterministic)
         if key not in self._cuts:
             self._cuts[key] = self._cut(layout, dtype_name(dtype), deterministic)
@@ -60,6 +60,6 @@ class Workspace:
                 f"A workspace of {self.nbytes} bytes was found; a product of {dtype} rows with {layout.format}"
                 f" {list(layout.shape)} wants {end_of(planes)}. Make it as large as the largest scratch_nbytes."
             )
-        # What inference mode views could not be written outside of it.
+        # A view that is made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             return Scratch(*(view(self.buffer, plane) for plane in planes))

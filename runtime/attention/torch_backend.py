@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...offload.machine.hardware import crew_size
+from ...offload.machine.hardware import num_workers
 from ...quant.matmul.thread_pool import WorkerPool
 from ..engine.batch import Batch, Chunk
 from ..kv.allocator import NO_BLOCK
@@ -69,7 +69,7 @@ class TorchAttention:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._slots = PassSlots(cache, device)
         # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
-        self._workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else crew_size())
+        self._workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
         self._plans = DecodePlanCache(cache, self._workers.size, dtype.itemsize, device)
         self._decoder = Decoder(self._workers, dtype, device)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import FORMATS
 from ...quant.kv.format import KV_FORMATS
-from ...quant.matmul.gemv import measure_few_rows
+from ...quant.matmul.gemv import measure_gemv_max_rows
 from ...quant.matmul.matmul import Matmul
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
@@ -60,12 +60,14 @@ def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
     experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
     nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
     workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
-    compute = ParallelMatmul(workspaces[0], few_rows=measure_few_rows(format_name), helpers=workspaces[1:])
+    compute = ParallelMatmul(workspaces[0], gemv_max_rows=measure_gemv_max_rows(format_name), helpers=workspaces[1:])
     flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     rates = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows, EXPERT_SHAPE[1]).to(dtype)
-        rates[rows] = rows * flop / best_seconds(partial(compute.share, experts, partial(_multiply, x)), _SECONDS)
+        rates[rows] = (
+            rows * flop / best_seconds(partial(compute.parallel_for, experts, partial(_multiply, x)), _SECONDS)
+        )
     return rates
 
 
@@ -149,8 +151,8 @@ def _case(integer: bool, format_name: str, device: str) -> Case:
     matrices = cycle(_matrices(format_name, device))
     first = next(matrices)
     nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
-    few_rows = measure_few_rows(format_name) if device == "cpu" else {}
-    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, few_rows=few_rows)
+    gemv_max_rows = measure_gemv_max_rows(format_name) if device == "cpu" else {}
+    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, gemv_max_rows=gemv_max_rows)
 
     def case(num_rows: int) -> Callable[[], None]:
         x = torch.randn(num_rows, SHAPE[1], device=device).bfloat16()

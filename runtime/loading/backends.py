@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...offload.device import Device
-from ...offload.machine.hardware import crew_size
+from ...offload.machine.hardware import num_workers
 from ...quant.kernels.gpu import INTERPRETER, Gpu
-from ...quant.matmul.gemv import measure_few_rows
+from ...quant.matmul.gemv import measure_gemv_max_rows
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
 from ...quant.tensor import TORCH_DTYPES
@@ -30,12 +30,12 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
     # Experts are computed in parallel, and so are the strips of deterministic products; a dense model's other products
     # use all threads each. A device is one queue of work, which more threads would not fill faster.
     shared = plan.deterministic or any(layer.experts for layer in shape.layers)
-    helpers = crew_size() - 1 if shared and torch_device.type == "cpu" else 0
+    helpers = num_workers() - 1 if shared and torch_device.type == "cpu" else 0
     return ParallelMatmul(
         Workspace(workspace_nbytes(*sizes), torch_device),
         deterministic=plan.deterministic,
         integer=plan.compute == "int8",
-        few_rows=measure_few_rows(plan.quant),
+        gemv_max_rows=measure_gemv_max_rows(plan.quant),
         helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
         grouped=_grouped(torch_device, plan.deterministic) if plan.grouped_experts else None,
     )
@@ -43,7 +43,7 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
 
 def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
     """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
-    torch_device = device.place if device else torch.device("cpu")
+    torch_device = device.torch_device if device else torch.device("cpu")
     dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
     if plan.attention == "torch" and not plan.stores_by_kernel:
         return TorchAttention(cache, dtype, tiled, torch_device)

@@ -88,11 +88,11 @@ class Loading:
     def __init__(self, source: ModelSource, plan: Plan, device: Device | None = None) -> None:
         self.source = source
         self.plan = plan
-        self.torch_device = device.place if device else torch.device("cpu")
+        self.torch_device = device.torch_device if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
         if device is not None:
             # Before anything else is page-locked: every plan uses it thousands of times.
-            device.pins.taken += open_ring(device.place)
+            device.pins.taken += open_ring(device.torch_device)
         self.compute = make_compute(source.shape, plan, self.torch_device)
         self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
@@ -121,7 +121,7 @@ class Loading:
         self.memory.seal()
         device = self.memory.device
         if device is not None:
-            move_resident(self.model, device.place)
+            move_resident(self.model, device.torch_device)
         with ExitStack() as opened:
             streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
             opened.callback(streamed.close)

@@ -39,7 +39,7 @@ def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
     if lack := triton_lack(gpu.capability):
         return gpu._replace(lacks=Lacks.everything(lack))
     # Imports Triton.
-    trials = _trials(device.place, gpu, needs)
+    trials = _trials(device.torch_device, gpu, needs)
     lacks = {}
     for family, trial in trials.items():
         if family == "experts" and not tuning.supports(gpu.capability):

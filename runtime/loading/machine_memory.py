@@ -30,8 +30,8 @@ def load_libraries(device: Device) -> None:
     """
     for dtype in _DTYPES:
         try:
-            _multiply(device.place, dtype)
-            _attend(device.place, dtype)
+            _multiply(device.torch_device, dtype)
+            _attend(device.torch_device, dtype)
         except RuntimeError as error:
             # A missing kernel raises its own error where it is needed.
             if is_out_of_memory(error):

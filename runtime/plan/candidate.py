@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...moe.expected_rows import most_rows
-from ...offload.machine.hardware import crew_size
+from ...offload.machine.hardware import num_workers
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
@@ -214,7 +214,7 @@ class WeightFootprint:
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device_budget is None:
-            self.workspace += (crew_size() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
+            self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
             self.process, self.resident = PROCESS_NBYTES, resident_nbytes(shape, dtype)
         else:
             self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described, uncollected
+from ...offload.checkpoint.json_object import described, gc_paused
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
 from .config import ModelConfig, head_dim, kv_heads
@@ -92,7 +92,7 @@ def read_shape(folder: Path) -> ModelShape:
     Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
     """
     config = ModelConfig.read(folder)
-    with uncollected(), Checkpoint(folder) as checkpoint:
+    with gc_paused(), Checkpoint(folder) as checkpoint:
         tensors = by_layer(config, checkpoint.entries)
         check_tensors(config, checkpoint, tensors)
         return model_shape(config, checkpoint.entries, tensors)

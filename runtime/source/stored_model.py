@@ -97,7 +97,7 @@ def read_resident(store: Store, model: PreTrainedModel) -> None:
         )
     for name, tensor in stored.items():
         value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
-        store.read_into(tensor.place, _view(value), check=True)
+        store.read_into(tensor.extent, _view(value), check=True)
         path, _, attribute = name.rpartition(".")
         is_parameter = isinstance(wanted[name], nn.Parameter)
         setattr(
@@ -110,8 +110,8 @@ def extract_files(store: Store, folder: Path) -> None:
     """Writes the checkpoint's small files into `folder`."""
     for name, tensor in store.resident.items():
         if name.startswith(FILE_PREFIX) and name.removeprefix(FILE_PREFIX) in SMALL_FILES:
-            data = bytearray(tensor.place.nbytes)
-            store.read_into(tensor.place, memoryview(data), check=True)
+            data = bytearray(tensor.extent.nbytes)
+            store.read_into(tensor.extent, memoryview(data), check=True)
             (folder / name.removeprefix(FILE_PREFIX)).write_bytes(data)
 
 

@@ -41,7 +41,7 @@ class ModelExperts:
         self._options = options
         counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
         self.popularity = Popularity(counts)
-        self.affinity = Affinity(counts, "cpu" if memory.device is None else memory.device.place)
+        self.affinity = Affinity(counts, "cpu" if memory.device is None else memory.device.torch_device)
         self._profile = profile
         self._start_from_profile()
         self.supply = self._open_supply(live)

@@ -12,7 +12,7 @@ from typing import Any
 from ...offload.device import Device
 from ...offload.host_memory import HostMemory
 from ...offload.page_locked import Pinned
-from ...offload.store.shard_file import ShardPlace
+from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane
 from ...offload.stream.lane import Lane, Ring, Shard
@@ -143,7 +143,7 @@ class _Pins:
             pinned.close()
 
 
-def extent_of(store: Store, key: ShardKey) -> ShardPlace:
+def extent_of(store: Store, key: ShardKey) -> ShardExtent:
     """The extent of a layer's shard in a store."""
     layer = store.layers[key.layer]
     extent = layer.dense if key.expert == DENSE else layer.experts[key.expert]

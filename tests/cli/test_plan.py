@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.machine.hardware import Gpu, Hardware
+from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_machine
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan.history import UNTAUGHT, last_runs
@@ -183,7 +183,7 @@ def test_a_plan_for_something_else_is_refused(
 def test_another_machine_is_planned_for_from_its_profile(
     checkpoint: Callable[[str], Path], planned: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    gpu = Hardware("another", 8, 32 << 30, (Gpu("a GPU", 8 << 30),), "nvme ext4")
+    gpu = Hardware("another", 8, 32 << 30, (GpuInfo("a GPU", 8 << 30),), "nvme ext4")
     disk = Disk(True, 1 << 30, (DiskRead(1 << 22, 4, 3e9),))
     save_machine(Machine(gpu, 4e10, disk, Link(1e10, 2e10)), tmp_path / "box.json")
     found = planned(checkpoint("mixtral"), "--machine", tmp_path / "box.json")
@@ -201,7 +201,7 @@ def test_a_plan_says_what_the_gpu_s_kernels_lack_as_far_as_doctor_tried_them(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    turing = Hardware("another", 8, 32 << 30, (Gpu("a GPU", 8 << 30, "7.5", 40),), "nvme ext4")
+    turing = Hardware("another", 8, 32 << 30, (GpuInfo("a GPU", 8 << 30, "7.5", 40),), "nvme ext4")
     save_machine(Machine(turing, 4e10, link=Link(1e10, 2e10), kernel_lacks=tried), tmp_path / "box.json")
     model = files("moedge.demo") / "model"
     plan = planned(model, "--machine", tmp_path / "box.json")["plan"]

@@ -343,7 +343,7 @@ def passes(case: Any, costs: HostCost, plan: Any, device: Any, experts: Any) -> 
         )
     )
     # Made once a process.
-    nf4._level_pairs(device.place)
+    nf4._level_pairs(device.torch_device)
     with closing(load_engine(case.source, plan, None, device, experts, offsets)) as loaded:
         costs.watch(loaded.model._model.get_decoder())
         for index, ids in enumerate(case.prompts):

@@ -6,7 +6,7 @@ import torch
 
 from moedge.moe.fetch_queue import ExpertFetchQueue
 from moedge.moe.policy import ExpertKey
-from moedge.offload.stream.lane import ALIGNMENT, Mark, Place, Ring, Shard
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 
 
@@ -26,8 +26,8 @@ class InstantLane:
         self.memory = memory
         self.started: list[str] = []
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Copied:
-        self.memory[place.offset : place.end] = shard.offset
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Copied:
+        self.memory[slot.offset : slot.end] = shard.offset
         self.started.append(shard.name)
         return Copied()
 

@@ -209,7 +209,7 @@ def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> Non
         writer.finish({})
     with Store.open(tmp_path) as store:
         assert list(store.resident) == ["z", "m", "a"]
-        assert {name: tensor.place.offset - 4096 for name, tensor in store.resident.items()} == {
+        assert {name: tensor.extent.offset - 4096 for name, tensor in store.resident.items()} == {
             "z": 0,
             "m": 8,
             "a": 18,
@@ -219,13 +219,13 @@ def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> Non
 def test_a_full_disk_is_one_sentence_and_the_next_run_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, pwrite, room = tmp_path / "other", os.pwrite, 60_000
+    other, pwrite, left = tmp_path / "other", os.pwrite, 60_000
 
     def full(descriptor: int, data: memoryview, offset: int) -> int:
-        nonlocal room
-        if len(data) > room:
+        nonlocal left
+        if len(data) > left:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        room -= len(data)
+        left -= len(data)
         return pwrite(descriptor, data, offset)
 
     with monkeypatch.context() as patch:

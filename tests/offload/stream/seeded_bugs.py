@@ -10,7 +10,7 @@ from typing import Any
 from simulator import Deadlock, Parts, Race, Readers, run
 
 from moedge.offload.stream.cuda_lane import CudaLane, Event
-from moedge.offload.stream.lane import Mark, Place, Ring, Shard
+from moedge.offload.stream.lane import Ring, Shard, Slot, SyncPoint
 from moedge.offload.stream.reader_lane import Fetch
 from moedge.offload.stream.staged_lane import Relay, StagedLane
 from moedge.offload.stream.stream import Arrival, ShardStream
@@ -24,36 +24,36 @@ class NoReadyWait(CudaLane):
 
 
 class NoUsedWait(CudaLane):
-    """the copy does not wait for the compute that reads its place"""
+    """the copy does not wait for the compute that reads its slot"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
-        return super().copy(begin, place, None)
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        return super().copy(begin, slot, None)
 
 
 class EarlyReady(CudaLane):
     """ready is recorded before the copy is asked for"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
         ready = self._recorded(self._side)
-        super().copy(begin, place, after)
+        super().copy(begin, slot, after)
         return ready
 
 
 class ReadyBetween(CudaLane):
     """ready is recorded when half of the bytes are asked for"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
-        half = place.nbytes // 8192 * 4096
-        ready = super().copy(begin, Place(place.offset, half), after) if half else None
-        rest = super().copy(begin + half, Place(place.offset + half, place.nbytes - half), after)
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        half = slot.nbytes // 8192 * 4096
+        ready = super().copy(begin, Slot(slot.offset, half), after) if half else None
+        rest = super().copy(begin + half, Slot(slot.offset + half, slot.nbytes - half), after)
         return ready or rest
 
 
 class ReadyOnCompute(CudaLane):
     """ready is recorded on the compute stream"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
-        super().copy(begin, place, after)
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        super().copy(begin, slot, after)
         return self._recorded(self._cuda.current_stream())
 
 
@@ -81,17 +81,17 @@ class SideWaits(CudaLane):
 class ComputeWaits(CudaLane):
     """compute waits for used in place of the side stream"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
         if after is not None:
             self._cuda.current_stream().wait_event(after)
-        return super().copy(begin, place, None)
+        return super().copy(begin, slot, None)
 
 
 class WaitsTooLate(CudaLane):
     """the wait for used is asked for after the copy"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
-        ready = super().copy(begin, place, None)
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        ready = super().copy(begin, slot, None)
         if after is not None:
             self._side.wait_event(after)
         return ready
@@ -122,11 +122,11 @@ class SharedUsed(CudaLane):
 class NewSideEachTime(CudaLane):
     """every copy waits on one side stream and runs on another"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
         if after is not None:
             self._side.wait_event(after)
         self._side = self._cuda.Stream()
-        return super().copy(begin, place, None)
+        return super().copy(begin, slot, None)
 
 
 class CloseWithoutSide(CudaLane):
@@ -146,14 +146,14 @@ class CloseWithoutCompute(CudaLane):
 class WrongBytes(CudaLane):
     """the copy begins a page late"""
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
-        return super().copy(begin + 4096 if begin else 0, place, after)
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        return super().copy(begin + 4096 if begin else 0, slot, after)
 
 
 class NoMark(ShardStream[Any]):
     """the stream forgets used marks"""
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         self._lane.mark_used = lambda: None  # type: ignore[method-assign]
         super().done(arrival)
 
@@ -161,23 +161,23 @@ class NoMark(ShardStream[Any]):
 class MarkOnArrival(ShardStream[Any]):
     """used is marked when the arrival is handed out"""
 
-    mark: Mark | None = None
+    mark: SyncPoint | None = None
 
     def next(self) -> Arrival[Any]:
         arrival = super().next()
         self.mark = self._lane.mark_used()
         return arrival
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         super().done(arrival, used or self.mark)
 
 
 class StaleMark(ShardStream[Any]):
-    """a place is reused after the mark of the place before it"""
+    """a slot is reused after the mark of the slot before it"""
 
-    stale: Mark | None = None
+    stale: SyncPoint | None = None
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         before, self.stale = self.stale, used or self._lane.mark_used()
         super().done(arrival, before or self.stale)
 
@@ -185,32 +185,32 @@ class StaleMark(ShardStream[Any]):
 class FirstMark(ShardStream[Any]):
     """the first mark is kept for all later copies"""
 
-    first: Mark | None = None
+    first: SyncPoint | None = None
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         self.first = self.first or used or self._lane.mark_used()
         super().done(arrival, self.first)
 
 
 class ReleaseBeforeMark(ShardStream[Any]):
-    """copies are started into a released place before its mark is taken"""
+    """copies are started into a released slot before its mark is taken"""
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         self._live.popleft()
-        self._ring.release(arrival.place)
+        self._ring.release(arrival.slot)
         self._run_ahead()
         self._used = used or self._lane.mark_used()
 
 
 class ReleaseOnArrival(ShardStream[Any]):
-    """a place is released when it is handed out"""
+    """a slot is released when it is handed out"""
 
     def next(self) -> Arrival[Any]:
         arrival = super().next()
-        self._ring.release(arrival.place)
+        self._ring.release(arrival.slot)
         return arrival
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         self._live.popleft()
         self._used = used or self._lane.mark_used()
         self._run_ahead()
@@ -219,11 +219,11 @@ class ReleaseOnArrival(ShardStream[Any]):
 class ReleaseAll(ShardStream[Any]):
     """giving one arrival back releases all that are held"""
 
-    def done(self, arrival: Arrival[Any], used: Mark | None = None) -> None:
+    def done(self, arrival: Arrival[Any], used: SyncPoint | None = None) -> None:
         if arrival in self._live:
             self._used = used or self._lane.mark_used()
             while self._live:
-                self._ring.release(self._live.popleft().place)
+                self._ring.release(self._live.popleft().slot)
             self._run_ahead()
 
 
@@ -243,8 +243,8 @@ class PreviousCopy(ShardStream[Any]):
     def next(self) -> Arrival[Any]:
         self._run_ahead()
         if self._ahead:
-            shard, place, ready = self._ahead[0]
-            self._ahead[0], self.previous = (shard, place, self.previous or ready), ready
+            shard, slot, ready = self._ahead[0]
+            self._ahead[0], self.previous = (shard, slot, self.previous or ready), ready
         return super().next()
 
 
@@ -289,7 +289,7 @@ class AskFirst(ShardStream[Any]):
 
 
 class SkipTheLarge(ShardStream[Any]):
-    """a shard that finds no room is passed over by a smaller one"""
+    """a smaller shard overtakes one that does not fit"""
 
     def _run_ahead(self) -> None:
         super()._run_ahead()
@@ -301,7 +301,7 @@ class SkipTheLarge(ShardStream[Any]):
 
 
 class UsedOnlyAtOnce(ShardStream[Any]):
-    """what is asked for after a place was given back does not wait for the place's mark"""
+    """what is asked for after a slot was given back does not wait for the slot's mark"""
 
     def ask(self, *shards: Shard) -> None:
         used, self._used = self._used, None
@@ -312,53 +312,53 @@ class UsedOnlyAtOnce(ShardStream[Any]):
 class NoSkip(Ring):
     """what is skipped at the ring's end counts as free"""
 
-    def try_reserve(self, nbytes: int) -> Place | None:
+    def try_reserve(self, nbytes: int) -> Slot | None:
         before = self._head if self._live else 0
-        place = super().try_reserve(nbytes)
-        if place is not None and place.offset < before:
+        slot = super().try_reserve(nbytes)
+        if slot is not None and slot.offset < before:
             follows, taken = self._live[-2]
             self._live[-2] = (follows, taken - (self.capacity - before))
             self._taken -= self.capacity - before
-        return place
+        return slot
 
 
 class OneTooMany(Ring):
-    """a place is given while one page of it is still live"""
+    """a slot is given while one page of it is still live"""
 
-    def try_reserve(self, nbytes: int) -> Place | None:
+    def try_reserve(self, nbytes: int) -> Slot | None:
         self._taken -= self.alignment
-        place = super().try_reserve(nbytes)
+        slot = super().try_reserve(nbytes)
         self._taken += self.alignment
-        return place
+        return slot
 
 
 class ReleaseYoungest(Ring):
-    """release frees the size of the youngest place"""
+    """release frees the size of the youngest slot"""
 
-    def release(self, place: Place) -> None:
+    def release(self, slot: Slot) -> None:
         self._taken -= self._live[-1][1] - self._live[0][1]
-        super().release(place)
+        super().release(slot)
 
 
 class Unpadded(Ring):
-    """places are not rounded up to whole pages"""
+    """slots are not rounded up to whole pages"""
 
     def _padded(self, nbytes: int) -> int:
         return super()._padded(nbytes) and nbytes
 
 
 class NoWrap(Ring):
-    """a place may reach past the ring's end"""
+    """a slot may reach past the ring's end"""
 
-    def try_reserve(self, nbytes: int) -> Place | None:
+    def try_reserve(self, nbytes: int) -> Slot | None:
         self.capacity += self.alignment
-        place = super().try_reserve(nbytes)
+        slot = super().try_reserve(nbytes)
         self.capacity -= self.alignment
-        return place
+        return slot
 
 
 class ReadWithoutAfter(Readers):
-    """a reader overwrites a host place while it is copied to the device"""
+    """a reader overwrites a host slot while it is copied to the device"""
 
     def _fetch(self, fetch: Fetch, begin: int) -> None:
         fetch.after = None
@@ -366,7 +366,7 @@ class ReadWithoutAfter(Readers):
 
 
 class ReadBeforeAfter(Readers):
-    """a reader waits for the copy out of the place only after it has read into it"""
+    """a reader waits for the copy out of the slot only after it has read into it"""
 
     def _fetch(self, fetch: Fetch, begin: int) -> None:
         after, fetch.after = fetch.after, None
@@ -376,7 +376,7 @@ class ReadBeforeAfter(Readers):
 
 
 class FirstChunkOnly(Readers):
-    """only the first chunk of a shard waits for the place"""
+    """only the first chunk of a shard waits for the slot"""
 
     def _fetch(self, fetch: Fetch, begin: int) -> None:
         if begin:
@@ -417,7 +417,7 @@ class NotJoined(Readers):
 
 
 class LateChunk(Readers):
-    """the last chunk of a shard is read into the place of the one before it"""
+    """the last chunk of a shard is read into the slot of the one before it"""
 
     def _read(self, fetch: Fetch, begin: int, nbytes: int) -> None:
         super()._read(fetch, max(0, begin - 8192), nbytes)
@@ -452,17 +452,17 @@ class HostAskedTwice(StagedLane):
 class HostNotAsked(StagedLane):
     """the disk is asked for a shard only when the one before it has been passed on"""
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Relay:
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
         asked = self._host.ask
         if self._waiting:
             self._host.ask = lambda *shards: None  # type: ignore[method-assign]
-        relay = super().start(shard, place, after)
+        relay = super().start(shard, slot, after)
         self._host.ask = asked  # type: ignore[method-assign]
         return relay
 
 
 class HostFreeAtOnce(StagedLane):
-    """the host's place is given back without waiting for the copy out of it"""
+    """the host's slot is given back without waiting for the copy out of it"""
 
     def _pass_on(self) -> None:
         done = self._host.done
@@ -472,7 +472,7 @@ class HostFreeAtOnce(StagedLane):
 
 
 class HostFreeAtCompute(StagedLane):
-    """the host's place is given back after compute's mark in place of the copy's"""
+    """the host's slot is given back after compute's mark in place of the copy's"""
 
     def _pass_on(self) -> None:
         done = self._host.done
@@ -482,10 +482,10 @@ class HostFreeAtCompute(StagedLane):
 
 
 class NoAfterOnDevice(StagedLane):
-    """a staged copy does not wait for the compute that reads its place on the device"""
+    """a staged copy does not wait for the compute that reads its slot on the device"""
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Relay:
-        return super().start(shard, place, after if self._is_direct(shard) else None)
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
+        return super().start(shard, slot, after if self._is_direct(shard) else None)
 
 
 class WaitsForNothing(StagedLane):

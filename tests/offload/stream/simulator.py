@@ -3,7 +3,7 @@
 The code under test is the real one: Ring, ShardStream, ReaderLane, CudaLane, StagedLane. Replaced are what they stand
 on: CUDA's streams and events (a stream is a queue of operations, an event the completion of one), the reader threads
 (their real `_fetch`, on threads that pass one baton around), the disk, and memory (cells that hold a page's name).
-Copies, reads and compute take two steps each, so that torn ones show; places are poisoned before they are given back.
+Copies, reads and compute take two steps each, so that torn ones show; slots are poisoned before they are given back.
 Every run draws two biases: how far the others run between two calls of the program, and who is preferred.
 """
 
@@ -235,8 +235,8 @@ class Disk:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def read(self, room: Run, offset: int, nbytes: int) -> None:
-        target = room[:nbytes]
+    def read(self, buffer: Run, offset: int, nbytes: int) -> None:
+        target = buffer[:nbytes]
         content = [(FILE, offset // ALIGNMENT + index) for index in range(len(target.pages))]
         target.write(0, content)
         self.machine.wander()
@@ -405,7 +405,7 @@ class Trial:
             try:
                 return self.stream.next()
             except ValueError as error:
-                if not held or "finds no room" not in str(error):
+                if not held or "does not fit" not in str(error):
                     raise
                 self._give_back(held)
 

@@ -1,4 +1,7 @@
-"""The link to the CUDA device of this process, and registering memory for it. None without one."""
+"""Measures the link to the CUDA device, the device's own memory, and how much host memory can be pinned.
+
+Every measurement returns None on a machine without a CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ FINEST_NBYTES = 16 << 20
 def probe_pin_limit(
     register: Callable[[int, int], bool], unregister: Callable[[int], None], most_nbytes: int
 ) -> PinLimit:
-    """Registers chunks of host memory until one is refused or `most_nbytes` are held, and gives all back.
+    """Registers chunks of host memory until one is refused or `most_nbytes` are held, then unregisters all.
 
-    `register(address, nbytes)` says whether it was granted. After a refusal chunks are halved, down to 16 MiB: what
-    is found is at most that far below the limit. Limits count all chunks together (WSL2), hence all are held.
+    `register(address, nbytes)` returns whether it succeeded. After a refusal the chunk size is halved, down to 16 MiB:
+    the result is at most that much below the limit. The limit applies to all chunks together (WSL2), so all are held.
     """
     held: list[tuple[int, mmap.mmap]] = []
     total, chunk, refused = 0, CHUNK_NBYTES, False
@@ -43,7 +46,7 @@ def probe_pin_limit(
 
 
 def measure_link(nbytes: int, device: str = "cuda") -> Link | None:
-    """bytes/s of copies of `nbytes` from pageable and from pinned host memory; what it took is given back."""
+    """Times copies of `nbytes` from pageable and from pinned host memory to `device`; frees what it allocated."""
     import torch
 
     cuda = _cuda()
@@ -51,7 +54,7 @@ def measure_link(nbytes: int, device: str = "cuda") -> Link | None:
         return None
     target, source = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.ones(nbytes, dtype=torch.uint8)
     pageable, pinned = nbytes / _copy_seconds(target, source), None
-    # Registered, not allocated pinned: torch rounds such blocks up to powers of two and keeps them for ever.
+    # Registered after allocation: torch rounds blocks that it allocates as pinned to powers of two and keeps them.
     if _register(source.data_ptr(), nbytes):
         try:
             pinned = nbytes / _copy_seconds(target, source)
@@ -64,7 +67,7 @@ def measure_link(nbytes: int, device: str = "cuda") -> Link | None:
 
 
 def measure_device_memory(nbytes: int, device: str = "cuda") -> float | None:
-    """bytes/s that the device moves in its own memory: `nbytes` read and as many written."""
+    """The rate in bytes/s of copies within the device's memory; counts `nbytes` read and `nbytes` written."""
     import torch
 
     cuda = _cuda()
@@ -79,7 +82,7 @@ def measure_device_memory(nbytes: int, device: str = "cuda") -> float | None:
 
 
 def measure_pin_limit(most_nbytes: int) -> PinLimit | None:
-    """Tries up to `most_nbytes` of host memory, which it takes for that time."""
+    """Probes how much host memory can be pinned, up to `most_nbytes`, which it allocates meanwhile."""
     return None if _cuda() is None else probe_pin_limit(_register, _unregister, most_nbytes)
 
 

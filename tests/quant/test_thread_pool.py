@@ -15,31 +15,31 @@ PATIENCE = 30
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("num_jobs", [0, 1, 3, 50])
 def test_every_job_runs_once(size: int, num_jobs: int) -> None:
-    crew, done = WorkerPool(size), Counter[int]()
+    pool, done = WorkerPool(size), Counter[int]()
     for _ in range(3):
         done.clear()
-        crew.run(range(num_jobs), lambda job, member: done.update([job]))
+        pool.run(range(num_jobs), lambda job, worker: done.update([job]))
         assert done == Counter(range(num_jobs))
 
 
 def test_jobs_run_at_the_same_time_in_threads_of_their_own() -> None:
-    meeting, members = threading.Barrier(3, timeout=PATIENCE), set[tuple[int, int]]()
+    meeting, workers = threading.Barrier(3, timeout=PATIENCE), set[tuple[int, int]]()
 
-    def meet(job: int, member: int) -> None:
+    def meet(job: int, worker: int) -> None:
         meeting.wait()
-        members.add((member, threading.get_ident()))
+        workers.add((worker, threading.get_ident()))
 
     WorkerPool(3).run(range(3), meet)
-    assert {member for member, _ in members} == {0, 1, 2}
-    assert len({thread for _, thread in members}) == 3
+    assert {worker for worker, _ in workers} == {0, 1, 2}
+    assert len({thread for _, thread in workers}) == 3
 
 
-@pytest.mark.parametrize(("steady", "shares"), [(False, {4}), (True, {1})])
-def test_threads_are_shared_out_and_given_back(steady: bool, shares: set[int]) -> None:
+@pytest.mark.parametrize(("deterministic", "shares"), [(False, {4}), (True, {1})])
+def test_threads_are_shared_out_and_given_back(deterministic: bool, shares: set[int]) -> None:
     before, found = torch.get_num_threads(), set[int]()
     try:
         torch.set_num_threads(4)
-        WorkerPool(2).run([1], lambda job, member: found.add(torch.get_num_threads()), steady)
+        WorkerPool(2).run([1], lambda job, worker: found.add(torch.get_num_threads()), deterministic)
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -47,20 +47,20 @@ def test_threads_are_shared_out_and_given_back(steady: bool, shares: set[int]) -
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_what_a_job_raises_arrives_and_the_crew_works_on(culprit: int) -> None:
-    crew, meeting = WorkerPool(2), threading.Barrier(2, timeout=PATIENCE)
+def test_what_a_job_raises_arrives_and_the_pool_works_on(culprit: int) -> None:
+    pool, meeting = WorkerPool(2), threading.Barrier(2, timeout=PATIENCE)
     threads = torch.get_num_threads()
 
-    def fail(job: int, member: int) -> None:
+    def fail(job: int, worker: int) -> None:
         meeting.wait()
-        if member == culprit:
+        if worker == culprit:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        crew.run(range(2), fail)
+        pool.run(range(2), fail)
     assert torch.get_num_threads() == threads
     done: list[int] = []
-    crew.run([7], lambda job, member: done.append(job))
+    pool.run([7], lambda job, worker: done.append(job))
     assert done == [7]
 
 
@@ -73,7 +73,7 @@ def test_jobs_may_wait_for_jobs_that_are_under_way() -> None:
         assert done.wait(PATIENCE), "nobody works while a job is waited for"
         yield 1
 
-    def work(job: int, member: int) -> None:
+    def work(job: int, worker: int) -> None:
         if job == 0:
             assert waiting.wait(PATIENCE), "nobody asks for the next job meanwhile"
             done.set()
@@ -82,23 +82,23 @@ def test_jobs_may_wait_for_jobs_that_are_under_way() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_jobs_raise_arrives_and_the_crew_works_on(size: int) -> None:
+def test_what_jobs_raise_arrives_and_the_pool_works_on(size: int) -> None:
     def jobs() -> Iterator[int]:
         yield 0
         raise ZeroDivisionError
 
-    crew, done = WorkerPool(size), list[int]()
+    pool, done = WorkerPool(size), list[int]()
     with pytest.raises(ZeroDivisionError):
-        crew.run(jobs(), lambda job, member: done.append(job))
+        pool.run(jobs(), lambda job, worker: done.append(job))
     assert done == [0]
-    crew.run([7], lambda job, member: done.append(job))
+    pool.run([7], lambda job, worker: done.append(job))
     assert done == [0, 7]
 
 
 def test_after_a_failure_nobody_takes_another_job() -> None:
     taken: list[int] = []
 
-    def fail(job: int, member: int) -> None:
+    def fail(job: int, worker: int) -> None:
         taken.append(job)
         raise ZeroDivisionError
 
@@ -108,19 +108,19 @@ def test_after_a_failure_nobody_takes_another_job() -> None:
 
 
 def test_tensors_of_the_caller_can_be_written_whatever_mode_they_were_made_in() -> None:
-    crew = WorkerPool(2)
+    pool = WorkerPool(2)
     with torch.inference_mode():
         inference = torch.zeros(4)
     for out in (inference, torch.zeros(4)):
-        crew.run(range(4), lambda job, member, out=out: out[job].fill_(job))
+        pool.run(range(4), lambda job, worker, out=out: out[job].fill_(job))
         assert out.tolist() == [0, 1, 2, 3]
 
 
-def test_threads_end_with_their_crew() -> None:
-    crew = WorkerPool(3)
-    threads = [thread for thread in threading.enumerate() if thread.name == "moedge-crew"]
+def test_threads_end_with_their_pool() -> None:
+    pool = WorkerPool(3)
+    threads = [thread for thread in threading.enumerate() if thread.name == "moedge-worker"]
     before = len(threads)
-    del crew
+    del pool
     for thread in threads[-2:]:
         thread.join(PATIENCE)
     assert sum(thread.is_alive() for thread in threads) <= before - 2

@@ -4,11 +4,11 @@ import gc
 
 import pytest
 
-from moedge.offload.checkpoint.json_object import uncollected
+from moedge.offload.checkpoint.json_object import gc_paused
 
 
 def fail() -> None:
-    with uncollected():
+    with gc_paused():
         assert not gc.isenabled()
         raise ValueError("in between")
 
