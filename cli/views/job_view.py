@@ -160,7 +160,7 @@ class JobView:
     def _generate(self, checked: Checked, running: Running, signals: StopSignals) -> Ended:
         eta = running.eta()
         with self._progress(eta.total) as progress:
-            said = len(running.policy.made)
+            said = len(running.policy.applied)
             for _ in running.passes():
                 said = self._say_fallbacks(running.policy, said)
                 committed = running.session.committed
@@ -172,11 +172,11 @@ class JobView:
         return running.end("signal" if signals.requested is not None else None)
 
     def _say_fallbacks(self, policy: FallbackPolicy, said: int) -> int:
-        """What memory took from the plan after the first `said` fallbacks; returns how many there are now."""
-        for each in policy.made[said:]:
+        """Reports the fallbacks after the first `said` ones; returns how many there are now."""
+        for each in policy.applied[said:]:
             self._say(str(each))
-            self._events.emit("given_up", what=each.what, before=each.before, after=each.after, cause=each.cause)
-        return len(policy.made)
+            self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
+        return len(policy.applied)
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style

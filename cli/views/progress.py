@@ -46,7 +46,7 @@ class SafeStream:
         return self._stream.fileno()
 
 
-SCHEMA = "moedge.events/2"
+SCHEMA = "moedge.events/3"
 
 
 class Events:

@@ -116,7 +116,7 @@ def _in_place(pieces: Pieces, chosen: npt.NDArray[np.intp], places: Ints, size: 
 
 def _of_one(call: AttentionCall, owner: int, chunk: Chunk, table: Ints, size: tuple[int, int]) -> Pieces:
     block, together = size
-    low, high = call.first_seen(chunk.past), chunk.past + 1
+    low, high = call.first_visible(chunk.past), chunk.past + 1
     first = low // block
     ids = table[first : -(-high // block)]
     count = -(-len(ids) // together)

@@ -53,7 +53,7 @@ def attend_fresh(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def visibility(call: AttentionCall, rows: range, keys: range, like: torch.Tensor) -> torch.Tensor | None:
     """[len(rows), len(keys)] of 0 and -inf, to be added to scores; None where every row sees every key."""
-    if len(rows) == 1 and rows.stop == keys.stop and call.first_seen(rows.start) <= keys.start:
+    if len(rows) == 1 and rows.stop == keys.stop and call.first_visible(rows.start) <= keys.start:
         return None
     row = torch.arange(rows.start, rows.stop, device=like.device).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop, device=like.device)

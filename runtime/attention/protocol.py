@@ -34,7 +34,7 @@ class AttentionCall:
         """Whether scores are softmax's input as they are, and keys alone share it."""
         return self.softcap is None and self.sinks is None
 
-    def first_seen(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """The first position that a token looks back to."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk

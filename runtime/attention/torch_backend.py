@@ -164,7 +164,7 @@ def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
 
 def _key_range(call: AttentionCall, begin: int, end: int, tiled: bool) -> tuple[int, int]:
     """First and last + 1 key position that rows begin to end can see."""
-    low = call.first_seen(begin)
+    low = call.first_visible(begin)
     if not tiled:
         return low, end
     return low // TILE_KEYS * TILE_KEYS, -(-end // TILE_KEYS) * TILE_KEYS

@@ -124,7 +124,7 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 # Rows of activations rounded to int8, which `--compute int8` multiplies; no format of its own.
 INTEGER = "int8xint8"
 SHAPE = (1536, 2048)
-# So many bytes of matrices take turns that none is still in a cache when it comes again, as none is in a model.
+# Matrices of this many bytes in all take turns, so that each is out of the caches when it is used again, as in a model.
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
 

@@ -36,7 +36,7 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.metrics = Metrics()
-        self.replay = SplitRetry(self._compute, free)
+        self.split_retry = SplitRetry(self._compute, free)
         self._masks = MaskThread()
 
     @property
@@ -49,7 +49,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass over the weights; returns the sequences that it finished."""
         batch = self.scheduler.schedule()
-        samples = self.replay.run(batch)
+        samples = self.split_retry.run(batch)
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples)

@@ -83,7 +83,7 @@ class JobFolder:
                 raise OutputRefused(f"{self.path} is a file, wanted a folder; choose another output name") from None
         except OSError as error:
             raise OutputRefused(
-                f"{self.path} cannot be made ({error.strerror}); choose another output name, or move away what is there"
+                f"{self.path} cannot be created ({error.strerror}); choose another output name, or move it away"
             ) from None
         if self.path.is_symlink():
             raise OutputRefused(f"{self.path} is a link; a job's folder must be its own. Choose another output name")
@@ -111,7 +111,7 @@ class JobLock:
         except OSError as error:
             self.close()
             raise OutputRefused(
-                f"{folder.lock} cannot be written ({error.strerror}); free some disk space or look after the disk"
+                f"{folder.lock} cannot be written ({error.strerror}); free some disk space or check the disk"
             ) from None
         except BaseException:
             self.close()
@@ -191,7 +191,7 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
             file.publish()
         elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
             raise InputChanged(
-                f"the rows from the pipe are not those that this job was started with; pipe the same ones in, use "
+                f"the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
                 f"`moedge jobs resume`, or move {folder.path} away to start over"
             )
     finally:

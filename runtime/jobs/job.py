@@ -238,7 +238,7 @@ class Running:
                     return
             session.journal.sync()
         if not session.finished:
-            self.stopped_because = f"--max-rows {self._checked.request.limits.max_rows:,} was reached"
+            self.stopped_because = f"--max-rows {self._checked.request.limits.max_rows:,} reached"
 
     def end(self, reason: str | None = None) -> Ended:
         """Publishes the output files, or, where the job stopped early, what is finished as the partial file."""

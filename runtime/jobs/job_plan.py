@@ -165,7 +165,9 @@ def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds:
     try:
         keep(record)
     except OSError as error:
-        warnings.warn(f"{history_path()} cannot be written ({error}): the next plan learns nothing", stacklevel=2)
+        warnings.warn(
+            f"{history_path()} cannot be written ({error}): this run will not improve later predictions", stacklevel=2
+        )
 
 
 def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
@@ -177,7 +179,9 @@ def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
 def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobSize:
     """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
     if headers.folder is None:
-        raise ModelNotFound(f"{headers.name} is not here, and counting the tokens of {rows} takes its tokenizer")
+        raise ModelNotFound(
+            f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
+        )
     # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows
     from ..rows.row import Defaults

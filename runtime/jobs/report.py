@@ -19,7 +19,6 @@ from .summary import (
     KV,
     Experts,
     Forecast,
-    GivenUp,
     KVBytes,
     Latency,
     Memory,
@@ -112,7 +111,7 @@ def summarise(
         memory=_memory(loaded.measure_peaks()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
-        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in policy.made],
+        fallbacks=policy.applied,
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 
@@ -141,7 +140,7 @@ def _predicted(planned: PlanResult) -> Predicted:
         generated_tok_s=predicted.generated_tok_s,
         passes=predicted.passes,
         sequences=predicted.sequences,
-        binds=predicted.bottleneck,
+        bottleneck=predicted.bottleneck,
         disk_to_host=round(predicted.disk_nbytes),
         host_to_device=round(predicted.link_nbytes),
         peak=planned.plan.used_nbytes,

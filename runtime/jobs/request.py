@@ -205,9 +205,9 @@ def settle_offsets(
     found = None if offsets is None else offsets.digest
     if recorded not in (None, found) and KEY_OFFSETS not in accepted:
         raise JobMismatch(
-            f"{folder} was started with other key offsets, and its own copy of them is gone: {KEY_OFFSETS} {recorded} "
-            f"-> {found}. Resume it with the model, the store and the device that it was started with, or choose "
-            f"another -o. To continue anyway: --accept-drift {KEY_OFFSETS}"
+            f"{folder} was started with other key offsets, and its copy of them is missing: {KEY_OFFSETS} "
+            f"{recorded} -> {found}. Resume it with the model, the store and the device that it was started with, or "
+            f"choose another -o. To continue anyway: --accept-drift {KEY_OFFSETS}"
         )
     if offsets is not None and found != recorded:
         keep(folder, offsets)

@@ -114,7 +114,7 @@ class RowRunner:
         """One pass per iteration, until every row of the source has its answer."""
         engine, source = self._engine, self._source
         while not source.exhausted or engine.busy:
-            while engine.scheduler.hungry and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
+            while engine.scheduler.has_capacity and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
                 self._admit(rows)
             if engine.busy:
                 self._finish(engine.step())

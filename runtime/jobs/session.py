@@ -89,7 +89,7 @@ def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
         if done.row >= len(rows):
             return f"it has {counted(len(rows), 'row')}, and row {done.row + 1:,} was answered"
         if done.input != rows.digest(done.row):
-            return f"line {rows.line_number(done.row)} is not what was answered"
+            return f"line {rows.line_number(done.row)} differs from the row that was answered"
     return "rows that have no answer yet were added, removed or edited"
 
 
@@ -271,7 +271,7 @@ class JobSession:
         return "it was cancelled"
 
     def finish(self) -> None:
-        """Publishes the answers. Raises InputChanged where the input is not what was answered."""
+        """Publishes the answers. Raises InputChanged where the input differs from the row that was answered."""
         state, paths = self.journal.state, self.claim.paths
         if not is_exported(state, paths):
             self.claim.rows.refuse_changed_meanwhile(self.folder, state)
@@ -296,5 +296,5 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ExportFailed(
             f"{path} could not be written ({error.strerror}); every answer is safe in the journal. Free some disk "
-            "space or look after the disk, then start the same command again"
+            "space or look after the disk, then run the same command again"
         ) from error

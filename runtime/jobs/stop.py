@@ -47,9 +47,7 @@ class Limits:
         try:
             wanted = datetime.strptime(self.until, "%H:%M").time()
         except ValueError:
-            raise BadLimit(
-                f"--until {self.until} is not a time of day; give hours and minutes, such as 07:00"
-            ) from None
+            raise BadLimit(f"--until {self.until} is not a time of day; use HH:MM, such as 07:00") from None
         local = now.astimezone()
         # Of naive times, so that the day on which clocks change has its own length.
         days = (datetime.combine(local.date() + timedelta(days=day), wanted).astimezone() for day in range(3))
@@ -62,7 +60,7 @@ class Limits:
         text = self.max_failures.removesuffix("%")
         if not text.replace(".", "", 1).isdecimal() or ("." in text and text == self.max_failures):
             raise BadLimit(
-                f"--max-failures {self.max_failures} is neither a number of rows nor a percentage; give 10, or 5%"
+                f"--max-failures {self.max_failures} is neither a number of rows nor a percentage; use 10 or 5%"
             )
         return int(text) if text == self.max_failures else int(float(text) * num_rows / 100)
 
@@ -133,7 +131,7 @@ class StallGuard:
         self._left.set()
         self._watchdog.__exit__(kind, error, None)
         if self.reason is not None:
-            raise Stalled(f"{self.reason}; {self._stacks} says where each thread was") from error
+            raise Stalled(f"{self.reason}; {self._stacks} shows the stack of each thread") from error
 
     def watched(self, passes: Iterator[None]) -> Iterator[None]:
         """The passes; what breaks the stream of weights is kept with where all threads stood."""
@@ -160,7 +158,7 @@ class StallGuard:
             self._weights.fail(TimeoutError(reason))
         if not self._left.wait(GRACE_SECONDS):
             # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
-            print(f"moedge: {reason}; {self._stacks} says where each thread was", file=sys.__stderr__, flush=True)
+            print(f"moedge: {reason}; {self._stacks} shows the stack of each thread", file=sys.__stderr__, flush=True)
             self._end_process(ExitCode.STOPPED)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.atomic_file import own_name, write_atomically
+from ..plan.fallback import Fallback
 
-SCHEMA = "moedge.run/4"
+SCHEMA = "moedge.run/5"
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Predicted:
     generated_tok_s: float | None = None
     passes: float | None = None
     sequences: float | None = None
-    binds: str | None = None
+    bottleneck: str | None = None
     disk_to_host: int | None = None
     host_to_device: int | None = None
     peak: int | None = None
@@ -187,16 +188,6 @@ class Weights:
 
 
 @dataclass(slots=True)
-class GivenUp:
-    """Of `what` there were `before`, and `after` when memory had given out, of which an allocator said `cause`."""
-
-    what: str
-    before: int
-    after: int
-    cause: str
-
-
-@dataclass(slots=True)
 class RunSummary:
     version: str
     rows: Rows
@@ -216,7 +207,7 @@ class RunSummary:
     kv: KV = field(default_factory=KV)
     experts: Experts = field(default_factory=Experts)
     weights: Weights = field(default_factory=Weights)
-    given_up: list[GivenUp] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)

@@ -88,7 +88,7 @@ def _empty_places(group: GroupCache, index: int, tables: list[BlockTable]) -> in
             continue
         unfilled[blocks[-1]] = len(blocks) * block - table.num_grown
         first = group.spec.first_block(table.num_tokens)
-        if first < len(blocks) and (places := group.spec.group.first_seen(table.num_tokens) - first * block):
+        if first < len(blocks) and (places := group.spec.group.first_visible(table.num_tokens) - first * block):
             behind.setdefault(blocks[first], []).append(places)
     # A block that somebody else holds too, further from its window's edge, is needed whole.
     unseen = sum(

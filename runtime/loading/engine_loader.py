@@ -240,11 +240,11 @@ def load_with_fallback(load: Callable[[Plan], LoadedEngine], policy: FallbackPol
         policy.before_passes(loaded)
     engine = loaded
 
-    def concede(cause: str, tokens: int) -> None:
+    def fall_back(cause: str, tokens: int) -> None:
         policy.in_pass(cause, tokens)
         _apply(policy.plan, engine)
 
-    loaded.engine.replay.concede = concede
+    loaded.engine.split_retry.fall_back = fall_back
     return loaded
 
 

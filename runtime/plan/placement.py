@@ -1,7 +1,7 @@
 """What will run: the workload, the plan for it, and which weight shards are held where. Closed form, torch-free.
 
 KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
-every pass, than as a held expert (docs/design.md). So `place` divides what the cache and the scratch leave.
+every pass, than as a held expert (docs/design.md). So `choose_placement` divides what the cache and the scratch leave.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Plan:
         return cls(**{**content, **built})
 
 
-def place(shards: ModelShards, free_nbytes: int, expert_ring: int = 0) -> Placement | None:
+def choose_placement(shards: ModelShards, free_nbytes: int, expert_ring: int = 0) -> Placement | None:
     """The placement that holds most in `free_nbytes` bytes; None where not even the smallest rings fit.
 
     A deep ring, or one `expert_ring` bytes larger than the smallest, comes before anything is held, as far as bytes are

@@ -22,7 +22,7 @@ from ..shape.shards import FORMATS, resident_nbytes
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
 from .cost_model import CostModel, Prediction
 from .memory_ledger import MemoryLedger
-from .placement import Plan, Workload, device_ring, place, stage_for_device
+from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
 
 # What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
 SMALL_KV = "int8"
@@ -150,7 +150,7 @@ class SearchSpace:
 
     @property
     def for_every_row(self) -> str:
-        """That budget as a person would type it."""
+        """That budget as a command line option."""
         return self._option(self.smallest)
 
     def _does_not_fit(self, candidate: Candidate, budget: int) -> DoesNotFit:
@@ -161,8 +161,8 @@ class SearchSpace:
             smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
             f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "
-            f"{candidate.weights.quant}: the smallest that works is {self._option(candidate.smallest)}, of which "
-            f"{candidate.fixed / MIB:,.0f} MiB are for the process and what a pass computes with"
+            f"{candidate.weights.quant}: the smallest that works is {self._option(candidate.smallest)} "
+            f"({candidate.fixed / MIB:,.0f} MiB for the process and the scratch of a pass)"
             f"{self._beyond(candidate)}. {smaller} less{cpu}."
         )
 
@@ -174,11 +174,11 @@ class SearchSpace:
         # Compared as they are printed, in whole MiB.
         if self.for_every_row == self._option(shortest.smallest):
             return ""
-        return f", and fits only the shortest rows; every row takes {self.for_every_row}"
+        return f"; that runs only the shortest rows, {self.for_every_row} runs all"
 
 
 def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:
-    """What is computed in. `auto` is the checkpoint's dtype, but float16 for bfloat16 on a GPU that is slow at it."""
+    """The dtype to compute in. `auto` is the checkpoint's, but float16 for bfloat16 on a GPU that is slow at it."""
     if wanted != "auto":
         return wanted
     return "fp16" if checkpoint == "bf16" and gpu is not None and not gpu.computes_bf16 else checkpoint
@@ -190,9 +190,9 @@ def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...
         return ()
     why = f"compute capability {dotted(gpu.capability)} has no tensor cores for bfloat16"
     if wanted == "bf16":
-        return (f"{why}: --dtype bf16 is several times slower than fp16 there; --dtype auto takes fp16",)
+        return (f"{why}: --dtype bf16 is several times slower than fp16 on it; --dtype auto takes fp16",)
     if wanted == "auto" and checkpoint == "bf16":
-        return (f"arithmetic is fp16: {why}",)
+        return (f"dtype is fp16: {why}",)
     return ()
 
 
@@ -339,13 +339,13 @@ class _Search:
     def _plan(self, ranked: _Ranked) -> Plan | None:
         """None, and why in `refusal`, where the host cannot take what a device does not hold, or the disk a store."""
         try:
-            plan = self._placed(ranked.candidate, ranked.cached)
+            plan = self._with_placement(ranked.candidate, ranked.cached)
         except DoesNotFit as refusal:
             self.refusal = refusal
             return None
         return None if plan.streams and not self._has_disk(ranked.candidate.weights) else plan
 
-    def _placed(self, candidate: Candidate, cached: int) -> Plan:
+    def _with_placement(self, candidate: Candidate, cached: int) -> Plan:
         """Raises DoesNotFit where the host cannot take what a device does not hold."""
         plan = self._in_computing_tier(candidate, cached)
         if self._budget.device is None:
@@ -372,8 +372,8 @@ class _Search:
         """The plan, as far as it concerns the tier that computes."""
         free, shards = self._request.budget_nbytes - candidate.fixed, candidate.weights.shards
         ring = device_ring(shards, free) if candidate.weights.on_device else 0
-        placement = place(shards, free - candidate.cache.nbytes(cached), ring)
-        assert placement is not None, "a candidate leaves the least that weights take"
+        placement = choose_placement(shards, free - candidate.cache.nbytes(cached), ring)
+        assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
         needs = AttentionNeeds(frozenset(group.head_dim for group in shape.kv_groups), weights.gpu, interpreted())

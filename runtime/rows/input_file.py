@@ -34,7 +34,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """As `open_input`, for readers that come back: a pipe would be empty, or hang, the second time."""
     if os.fspath(path) == STDIN or (Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())):
-        raise InputUnreadable(f"{path} is a stream, and a job reads its input more than once; save it to a file first")
+        raise InputUnreadable(f"{path} is a stream, but a job reads its input more than once; save it to a file first")
     return open_input(path)
 
 

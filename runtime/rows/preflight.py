@@ -80,7 +80,8 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
         fingerprint = hashing.fingerprint()
         if hashing.changed():
             tally.refuse(
-                ErrorCode.INPUT_CHANGED, "the file was written to while it was read; start again when it is whole"
+                ErrorCode.INPUT_CHANGED,
+                "the file was changed while it was read; run the command again",
             )
     if not tally.num_rows:
         tally.refuse(ErrorCode.EMPTY_FILE, "the input contains no rows")

@@ -48,7 +48,7 @@ class Line(NamedTuple):
 def read_lines(stream: Stream, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[Line]:
     """Yields the lines that are not blank, numbered from 1; holds at most one of them."""
     number = offset = 0
-    # Two bytes more than the limit: room for CRLF after a line of exactly the limit.
+    # Two bytes more than the limit, for the CRLF after a line of exactly the limit.
     while piece := stream.readline(max_nbytes + 2):
         number += 1
         nbytes = len(piece)
@@ -227,7 +227,7 @@ class RowFile:
         number = self.index.line_number(index)
         if not self.index.is_at(index, content):
             raise InputChanged(
-                f"line {number} of the input was changed while the job ran; put the file back as it was, "
-                "then start the same command again"
+                f"line {number} of the input was changed while the job ran; restore the file, "
+                "then run the same command again"
             )
         return self._parser.again(content, index, number)

@@ -31,7 +31,7 @@ def row_id(value: Any, line: int, param: str) -> str:
         raise InvalidRow(ErrorCode.INVALID_ID, f"{param} must be a string, found {shown(value)}", param)
     if not 1 <= len(value) <= MAX_ID_CHARS:
         raise InvalidRow(
-            ErrorCode.INVALID_ID, f"{param} has {len(value)} characters, 1 to {MAX_ID_CHARS} are wanted", param
+            ErrorCode.INVALID_ID, f"{param} has {len(value)} characters, expected 1 to {MAX_ID_CHARS}", param
         )
     return value
 

@@ -126,7 +126,7 @@ def start_softmax(features, heads, valid, S: tl.constexpr):
 
 
 @triton.jit
-def first_seen(positions, features):
+def first_visible(positions, features):
     """The first key position that rows of these positions see."""
     first = positions * 0
     if features.window is not None:
@@ -197,7 +197,7 @@ def attend_pages(q, target, keys, values, pages, features, token_stride, head_st
         scores = score(keys, low, high, kv_head, blocks, places, live, S)
         scores = cap((scores + shift[:, None]) * features.scale, features) * LOG2_E
         seen = valid[:, None] & live[None, :] & (key[None, :] <= positions[:, None])
-        seen &= key[None, :] >= first_seen(positions, features)[:, None]
+        seen &= key[None, :] >= first_visible(positions, features)[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         # Rows that have seen nothing yet: -inf - -inf is NaN.
@@ -224,7 +224,7 @@ def attend_pages(q, target, keys, values, pages, features, token_stride, head_st
 @triton.jit
 def key_range(features, first, end, S: tl.constexpr):
     """The first key that rows of positions first to end - 1 see, and the run of keys of this split: [begin, end)."""
-    since = first_seen(first, features)
+    since = first_visible(first, features)
     begin = since // S.keys * S.keys
     runs = tl.cdiv(tl.maximum(end - begin, 0), S.keys)
     share = tl.cdiv(runs, tl.num_programs(2)) * S.keys

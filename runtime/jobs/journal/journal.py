@@ -117,8 +117,8 @@ class Committer:
         if self._failure is not None:
             # The kernel may have dropped the pages it could not write: a second fsync would report success for them.
             raise JournalFailed(
-                f"the journal could not be written to disk ({self._failure}); rows confirmed before are safe. "
-                "Look after the disk, then start the same command again"
+                f"the journal could not be written to disk ({self._failure}); rows that were confirmed are safe. "
+                "Check the disk, then run the same command again"
             ) from self._failure
 
 
@@ -209,8 +209,8 @@ class RecordFile:
 
     def _failed(self, error: OSError) -> JournalFailed:
         return JournalFailed(
-            f"{self._path} could not be written ({error.strerror}); rows confirmed before are safe. "
-            "Free some disk space or look after the disk, then start the same command again"
+            f"{self._path} could not be written ({error.strerror}); rows that were confirmed are safe. "
+            "Free some disk space or check the disk, then run the same command again"
         )
 
 
@@ -323,8 +323,8 @@ def _recover(path: Path, descriptor: int) -> tuple[JobState, JournalScan]:
         state, scan = replay(file)
     if scan.corrupt or not state.opened:
         raise BadJournal(
-            f"{path} is damaged at byte {scan.end}, where it had been safely on disk; "
-            "`moedge jobs repair` keeps every answer that is whole and has the others computed again"
+            f"{path} is damaged at byte {scan.end}, where its records had been synchronized; "
+            "`moedge jobs repair` keeps every intact answer and computes the others again"
         )
     if scan.torn_nbytes:
         os.ftruncate(descriptor, scan.end)

@@ -52,7 +52,7 @@ def _last_answers(file: BinaryIO) -> dict[int, int]:
             last[done.row] = number
     else:
         return last
-    raise BadJournal("the first record is damaged, which says what the job is; begin it anew")
+    raise BadJournal("the first record, which describes the job, is damaged; start the job over")
 
 
 def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:

@@ -53,7 +53,7 @@ class Suspicion:
         return self.alone > 0
 
     def __str__(self) -> str:
-        return f"{self.deaths} processes crashed with this row in work, the last of them with no other"
+        return f"{self.deaths} processes crashed while this row was running, the last one while no other row was"
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def read_state(path: Path) -> JobState:
     with path.open("rb") as file:
         state, _ = replay(file)
     if not state.opened:
-        raise BadJournal(f"{path} is no journal, or its first record is damaged")
+        raise BadJournal(f"{path} is not a journal, or its first record is damaged")
     return state
 
 
@@ -146,7 +146,7 @@ class JobState:
         record = json.loads(payload)
         kind = record.get("kind")
         if (kind == Kind.OPEN) is bool(self.opened):
-            raise BadJournal(f"the journal has a record of kind {kind!r} at byte {offset}, where none belongs")
+            raise BadJournal(f"the journal has a record of kind {kind!r} at byte {offset}, where none is allowed")
         if kind == Kind.OPEN:
             self._open(record)
         elif kind == Kind.START:
@@ -169,7 +169,7 @@ class JobState:
         if record.get("version") != VERSION:
             raise OtherVersion(
                 f"the journal has version {record.get('version')}, this moedge writes {VERSION}; "
-                "continue the job with the moedge that began it"
+                "resume the job with the moedge that started it"
             )
         self.opened = record
         self._offsets = array("Q", bytes(8 * record["num_rows"]))
@@ -200,7 +200,7 @@ class JobState:
         """Rows that failed are open again; their tokens were spent all the same."""
         for row in rows:
             if row not in self._failed:
-                raise BadJournal(f"row {row} is retried, and it has not failed")
+                raise BadJournal(f"row {row} is retried although it has not failed")
             self._offsets[row] = 0
             self._failed.discard(row)
         self.counts.failed -= len(rows)

@@ -42,7 +42,7 @@ class Pool:
         """(owner, slot of the pool) of all that is seen."""
         found = []
         for owner, (chunk, table) in enumerate(self.tables.items()):
-            for position in range(call.first_seen(chunk.past), chunk.past + 1):
+            for position in range(call.first_visible(chunk.past), chunk.past + 1):
                 found.append((owner, int(table[position // self.block]) * self.block + position % self.block))
         return sorted(found)
 

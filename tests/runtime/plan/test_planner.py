@@ -255,7 +255,7 @@ def test_a_refusal_names_the_budget_of_every_row_where_the_smallest_fits_only_so
     job = Workload(200, 4000, 60, 100_000, 20_000)
     shape = plain_model()
     smallest = budget_range(shape, Settings(), job)[0]
-    with pytest.raises(DoesNotFit, match=f"every row takes --ram {-(-smallest // MIB)}MiB"):
+    with pytest.raises(DoesNotFit, match=f"--ram {-(-smallest // MIB)}MiB runs all"):
         choose(shape, Settings(), MemoryBudget(GIB // 2), job, FAST)
     with pytest.raises(DoesNotFit) as refused:
         choose(shape, Settings(), MemoryBudget(GIB // 2), replace(job, shortest=4000), FAST)
