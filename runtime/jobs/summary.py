@@ -1,4 +1,4 @@
-"""What a run did, in numbers: the dataclasses of `--summary FILE`, which run.schema.json describes.
+"""What a run did, in numbers: the dataclasses of `--summary FILE`, of which `json_schema` generates the schema.
 
 Knows no clock and no engine. A key that nobody measured is null; no key is ever absent.
 """
@@ -9,60 +9,66 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from ...offload.atomic_file import own_name, write_atomically
 from ..plan.fallback import Fallback
 
 SCHEMA = "moedge.run/5"
 
+Count = Annotated[int, Ge(0)]
+Amount = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+
 
 @dataclass(slots=True)
 class Rows:
-    total: int
-    ok: int
-    failed: int
+    total: Count
+    ok: Count
+    failed: Count
 
 
 @dataclass(slots=True)
 class Tokens:
-    prompt: int
-    generated: int
+    prompt: Count
+    generated: Count
 
 
 @dataclass(slots=True)
 class Seconds:
-    load: float | None = None
-    generate: float | None = None
-    total: float | None = None
+    load: Amount | None = None
+    generate: Amount | None = None
+    total: Amount | None = None
 
 
 @dataclass(slots=True)
 class Throughput:
-    prompt_tok_s: float | None = None
-    generated_tok_s: float | None = None
+    prompt_tok_s: Amount | None = None
+    generated_tok_s: Amount | None = None
 
 
 @dataclass(slots=True)
 class Predicted:
     """What the plan promised before the first pass, in the units of what was measured."""
 
-    generate_s: float | None = None
-    prompt_tok_s: float | None = None
-    generated_tok_s: float | None = None
-    passes: float | None = None
-    sequences: float | None = None
-    bottleneck: str | None = None
-    disk_to_host: int | None = None
-    host_to_device: int | None = None
-    peak: int | None = None
+    generate_s: Amount | None = None
+    prompt_tok_s: Amount | None = None
+    generated_tok_s: Amount | None = None
+    passes: Amount | None = None
+    sequences: Amount | None = None
+    bottleneck: Literal["disk", "link", "compute"] | None = None
+    disk_to_host: Count | None = None
+    host_to_device: Count | None = None
+    peak: Count | None = None
 
 
 @dataclass(slots=True)
 class Percentiles:
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
+    p50: Amount | None = None
+    p95: Amount | None = None
+    p99: Amount | None = None
 
 
 @dataclass(slots=True)
@@ -76,44 +82,44 @@ class Latency:
 
 @dataclass(slots=True)
 class Passes:
-    count: int | None = None
-    tokens_mean: float | None = None
-    sequences_mean: float | None = None
+    count: Count | None = None
+    tokens_mean: Amount | None = None
+    sequences_mean: Amount | None = None
 
 
 @dataclass(slots=True)
 class Moved:
     """Bytes that crossed each link; per token that was generated, prompts' share included."""
 
-    disk_to_host: int | None = None
-    host_to_device: int | None = None
-    disk_per_token: float | None = None
-    device_per_token: float | None = None
+    disk_to_host: Count | None = None
+    host_to_device: Count | None = None
+    disk_per_token: Amount | None = None
+    device_per_token: Amount | None = None
 
 
 @dataclass(slots=True)
 class Stalls:
     """Seconds that compute waited for bytes, by the link that they came over last."""
 
-    disk: float | None = None
-    link: float | None = None
+    disk: Amount | None = None
+    link: Amount | None = None
 
 
 @dataclass(slots=True)
 class Utilisation:
     """Shares, 0 to 1, of what the machine was measured to do at best."""
 
-    compute: float | None = None
-    link: float | None = None
-    disk: float | None = None
+    compute: Share | None = None
+    link: Share | None = None
+    disk: Share | None = None
 
 
 @dataclass(slots=True)
 class TierMemory:
     """Bytes granted and bytes seen at most."""
 
-    budget: int | None = None
-    peak: int | None = None
+    budget: Count | None = None
+    peak: Count | None = None
 
 
 @dataclass(slots=True)
@@ -129,27 +135,27 @@ class Memory:
 class KVBytes:
     """Means over passes; the four after `allocated` add up to it. `scales` are part of `live`; `shared` was saved."""
 
-    allocated: int | None = None
-    live: int | None = None
-    waste: int | None = None
-    cached: int | None = None
-    idle: int | None = None
-    scales: int | None = None
-    shared: int | None = None
+    allocated: Count | None = None
+    live: Count | None = None
+    waste: Count | None = None
+    cached: Count | None = None
+    idle: Count | None = None
+    scales: Count | None = None
+    shared: Count | None = None
 
 
 @dataclass(slots=True)
 class KV:
     format: str | None = None
-    block: int | None = None
-    blocks: int | None = None
-    bytes_per_token: float | None = None
+    block: Count | None = None
+    blocks: Count | None = None
+    bytes_per_token: Amount | None = None
     bytes: KVBytes = field(default_factory=KVBytes)
-    waste: float | None = None
-    prefix_hit_tokens: int | None = None
-    preemptions: int | None = None
-    parked: int | None = None
-    recomputed_tokens: int | None = None
+    waste: Share | None = None
+    prefix_hit_tokens: Count | None = None
+    preemptions: Count | None = None
+    parked: Count | None = None
+    recomputed_tokens: Count | None = None
 
 
 @dataclass(slots=True)
@@ -157,9 +163,9 @@ class Forecast:
     """Experts read before their router had spoken: `precision` of them were wanted, `recall` of what was missing."""
 
     by: str | None = None
-    precision: float | None = None
-    recall: float | None = None
-    wasted_bytes: int | None = None
+    precision: Share | None = None
+    recall: Share | None = None
+    wasted_bytes: Count | None = None
     saved_s: float | None = None
 
 
@@ -167,15 +173,15 @@ class Forecast:
 class Experts:
     """`union_by_layer` is by layer with experts; `modes` counts layers of passes by how they were streamed."""
 
-    held: int | None = None
-    total: int | None = None
-    fetched: int | None = None
-    union: float | None = None
-    union_by_layer: Sequence[float] | None = None
-    hit_rate: float | None = None
-    unwanted: int | None = None
-    swaps: int | None = None
-    modes: Mapping[str, int] | None = None
+    held: Count | None = None
+    total: Count | None = None
+    fetched: Count | None = None
+    union: Share | None = None
+    union_by_layer: Sequence[Share] | None = None
+    hit_rate: Share | None = None
+    unwanted: Count | None = None
+    swaps: Count | None = None
+    modes: Mapping[str, Count] | None = None
     forecast: Forecast = field(default_factory=Forecast)
 
 
@@ -183,8 +189,8 @@ class Experts:
 class Weights:
     """Bytes by format: what the settings asked for, and what really became packed."""
 
-    requested: Mapping[str, int] | None = None
-    packed: Mapping[str, int] | None = None
+    requested: Mapping[str, Count] | None = None
+    packed: Mapping[str, Count] | None = None
 
 
 @dataclass(slots=True)
@@ -216,3 +222,20 @@ class RunSummary:
         """Replaces what is there; NaN and infinities are refused with `ValueError`."""
         text = json.dumps(self.as_dict(), indent=2, allow_nan=False)
         write_atomically(path, text.encode() + b"\n", own_name(path))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of `RunSummary.as_dict`: requires every key and allows no other."""
+    from pydantic import TypeAdapter
+
+    found = TypeAdapter(RunSummary).json_schema()
+    found["properties"]["schema"] = {"const": SCHEMA}
+    for each in (found, *found["$defs"].values()):
+        each |= {"required": list(each["properties"]), "additionalProperties": False}
+        for value in each["properties"].values():
+            value.pop("default", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:{SCHEMA}", **found}
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2))

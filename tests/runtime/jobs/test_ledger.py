@@ -310,7 +310,7 @@ def test_j9_another_job_for_the_same_output_is_refused(begun: JobFolder, job: Jo
         ("x" * 250 + ".jsonl", "shorter output name|cannot be an output"),
         ("x" * 245 + ".jsonl", "shorter output name"),
         ("a\0b.jsonl", "cannot be an output"),
-        ("out.job", "what the folder of a job is called"),
+        ("out.job", ".job names the folder of a job"),
         ("in.jsonl/out.jsonl", "does not exist"),
         ("x/" * 3000 + "out.jsonl", "cannot be an output"),
     ],

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ from moedge.runtime.jobs.summary import (
     Tokens,
     Utilisation,
     Weights,
+    json_schema,
 )
 
-SCHEMA = json.loads(files("moedge.runtime.jobs").joinpath("run.schema.json").read_text())
+SCHEMA = json_schema()
 FREE = ("model", "plan", "experts.modes", "weights.requested", "weights.packed")
 
 

@@ -85,5 +85,5 @@ def test_in_a_pass_the_ring_and_the_cache_stay() -> None:
     if sum(plan.parked_blocks):
         policy.in_pass("no memory", 1)
     assert not any(policy.plan.parked_blocks)
-    with pytest.raises(MemoryGaveOut, match="nothing is left"):
+    with pytest.raises(MemoryGaveOut, match="no fallback is left"):
         policy.in_pass("no memory", 1)

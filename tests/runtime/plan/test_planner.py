@@ -240,7 +240,7 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
 
         return call
 
-    monkeypatch.setattr(planner, "place", counted("placed", planner.place))
+    monkeypatch.setattr(planner, "choose_placement", counted("placed", planner.choose_placement))
     monkeypatch.setattr(candidate, "model_shards", counted("packed", candidate.model_shards))
     monkeypatch.setattr(CostModel, "least_seconds", counted("candidates", CostModel.least_seconds))
     costs, job = CostModel(known_shape("gpt-oss-120b"), FAST), Workload(1000, 768, 768, 512_000, 256_000)
