@@ -48,7 +48,7 @@ _SECONDS = 0.05
 
 @torch.inference_mode()
 def pass_rates() -> dict[str, dict[int, float]]:
-    """FLOP/s on the processor by what is computed, then by rows: of an expert, or of one sequence's queries."""
+    """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
     rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in FORMATS}
     rates[WIDE] = _wide()
     rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
@@ -74,7 +74,7 @@ def _multiply(x: torch.Tensor, expert: PackedTensor, products: Matmul) -> None:
 
 
 def _wide() -> dict[int, float]:
-    """Products in float32, that weights in few bits are widened to when arithmetic is."""
+    """Rates of float32 matmuls: quantized weights are dequantized to float32 if that is the dtype."""
     weights = cycle([torch.randn(EXPERT_SHAPE) for _ in range(8)])
     flop = 2 * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
 

@@ -51,7 +51,7 @@ def check_packages(wanted: Iterable[str] | None = None, installed: Callable[[str
 
 
 def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> Finding:
-    """Whether torch was built for what the machine has; `gpus` is how many the driver shows."""
+    """Checks that torch was built for this machine; `gpus` is the number that the driver shows."""
     if torch is None:
         return fail("torch", "torch is not installed", "pip install torch")
     if driver is None or gpus == 0:
@@ -70,7 +70,7 @@ def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> F
 
 
 def _found(need: Requirement, installed: Callable[[str], str]) -> str:
-    """What is wrong with an installed package, in words; empty where nothing is."""
+    """Describes the problem of an installed package; "" if there is none."""
     try:
         found = installed(need.name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One pass's work: which tokens of which sequences, packed into one row."""
+"""The tokens of a pass, packed into one row."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .sequence import Sequence
 
 
 class Model(Protocol):
-    """What the engine asks of a model."""
+    """The interface of a model to the engine."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs one pass; returns the logits [R, V] of the batch's `logit_rows`."""
@@ -63,7 +63,7 @@ class Engine:
         return self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling], masks.result())
 
     def start_counting(self) -> None:
-        """What was counted so far does not belong to the job."""
+        """Resets the counters, so that they count the job only."""
         self.metrics, self.scheduler.counts = Metrics(), ScheduleCounts()
 
     def run(self) -> Iterator[Sequence]:

@@ -61,7 +61,7 @@ class SplitRetry:
         return done[0][1] if len(done) == 1 else _joined(done)
 
     def _attempt(self, part: Batch) -> Sampled | str:
-        """What was sampled, or why there was no memory for it."""
+        """The samples, or the message of the allocator."""
         try:
             return self._compute(part)
         except Exception as error:

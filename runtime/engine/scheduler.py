@@ -57,7 +57,7 @@ class Scheduler:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether more sequences should be added, so that a pass has all sequences it may have."""
+        """Whether the scheduler should get more sequences to fill its passes."""
         return len(self.waiting) < self.limits.live
 
     def add(self, sequence: Sequence) -> None:

@@ -30,7 +30,7 @@ class JobFolder:
     path: Path
 
     def alive(self, pid: int) -> Path:
-        """There while a process has rows in work; a process that ends in any way but a kill takes it away."""
+        """Exists while a process runs rows; every exit but a kill removes it."""
         return self.path / self.ALIVE.replace("*", str(pid))
 
     @property
@@ -48,12 +48,12 @@ class JobFolder:
 
     @property
     def trace(self) -> Path:
-        """Where the interpreter leaves a trace when a fatal signal ends it."""
+        """The file for the stacks after a fatal signal."""
         return self.path / "fatal"
 
     @property
     def stacks(self) -> Path:
-        """Where every thread was when a run stalled or its bytes stopped."""
+        """The file for the stacks of a run that stalled."""
         return self.path / "stacks"
 
     @property
@@ -62,7 +62,7 @@ class JobFolder:
         return self.path / "cancel"
 
     def unfinished(self, name: str) -> Path:
-        """Where an output file grows until it gets its name."""
+        """The temporary file of an output until its rename."""
         return self.path / f"{name}.tmp"
 
     @property
@@ -146,7 +146,7 @@ def _open_lock(folder: JobFolder) -> int | None:
 
 
 def is_locked(folder: JobFolder) -> bool:
-    """Whether a process works on the job right now."""
+    """Whether a process is running the job now."""
     try:
         descriptor = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

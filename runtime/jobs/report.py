@@ -1,4 +1,4 @@
-"""From a job's counters to its `RunSummary`."""
+"""Builds the `RunSummary` of a job from its counters."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def summarise(
     seconds: Seconds,
     policy: FallbackPolicy,
 ) -> RunSummary:
-    """Of a run that ended with `policy.plan`."""
+    """The summary of a run that ended with `policy.plan`."""
     plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
@@ -117,7 +117,7 @@ def summarise(
 
 
 def summarise_rows(counts: Counts) -> RunSummary:
-    """Of a job that had been finished before: nothing was measured."""
+    """The summary of a job that was already finished: without measurements."""
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -148,7 +148,7 @@ def _predicted(planned: PlanResult) -> Predicted:
 
 
 def _utilisation(planned: PlanResult, from_disk: int, to_device: int, seconds: float | None) -> Utilisation:
-    """Of links that were measured; what arithmetic was done is not counted."""
+    """The utilisation of links with a measured rate; FLOP are not counted."""
     rates = planned.request.costs.rates
     if not seconds or not rates.measured:
         return Utilisation()

@@ -26,11 +26,11 @@ _ADMITTED_TOGETHER = 16
 
 
 class RowSource(Protocol):
-    """Where the rows of a job come from while it runs. It may get further rows meanwhile."""
+    """The source of rows of a running job. It may get more rows while the job runs."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further row will ever come. Until then `take` is called between passes."""
+        """Whether no more rows will come. Until then, `take` is called between passes."""
         ...
 
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:

@@ -124,7 +124,7 @@ class JobClaim:
 
     @property
     def job_id(self) -> str | None:
-        """Of the job that is resumed; None for a new one."""
+        """The id of the resumed job; None for a new one."""
         return None if self._journal is None else str(self._journal.state.opened["id"])
 
     @property
@@ -138,12 +138,12 @@ class JobClaim:
 
     @property
     def settings(self) -> Settings:
-        """As they were resolved when the job began; as asked for where it has not."""
+        """The settings as resolved at the start of the job; as requested for a new job."""
         settings = self.request.settings
         return settings if self._journal is None else settle(settings, self._journal.state.opened)
 
     def rows_to_run(self) -> Iterable[int]:
-        """In the order of the input; as many as this run may take."""
+        """Rows of this run in input order, limited by --max-rows."""
         if self._journal is None:
             rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
@@ -165,7 +165,7 @@ class JobClaim:
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:
-        """Of a job that exists; it needs no plan where no row is left to run."""
+        """Resumes an existing job; it needs no plan if no row is left to run."""
         assert self._journal is not None
         return JobSession(self, self._journal, self._retry)
 

@@ -1,6 +1,6 @@
 """When a job ends before its last row: limits of the user, passes that stall, and processes that crash.
 
-A fatal signal, an error that nobody foresaw, a library that calls exit() and the kernel's memory killer each leave a
+A fatal signal, an error that nobody foresaw, a library that calls exit() and the kernel's OOM killer each leave a
 trace, so rows that were in work are suspects. `kill -9` and a power cut leave none.
 """
 
@@ -34,14 +34,14 @@ def steady() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """As the user said them: a time of day, rows of this run, failed rows of the job as a number or a share of all."""
+    """Limits as given: a time of day, rows of this run, failed rows of the job as a number or a percentage."""
 
     until: str | None = None
     max_rows: int | None = None
     max_failures: str | None = None
 
     def seconds_until(self, now: datetime) -> float | None:
-        """From `now` to the next time that clocks show `until`. Raises BadLimit."""
+        """Seconds from `now` to the next `until`. Raises BadLimit."""
         if self.until is None:
             return None
         try:
@@ -85,12 +85,12 @@ class StopRule:
         return None
 
 
-# How long the passes have to notice that their bytes will not come; after that nobody is left to end the process.
+# Seconds that the passes have to notice a failed read; after that, nothing else would end the process.
 GRACE_SECONDS = 0.8
 
 
 class Weights(Protocol):
-    """Where weights come from during passes."""
+    """The source of weights during passes."""
 
     @property
     def nbytes_moved(self) -> int:
@@ -134,7 +134,7 @@ class StallGuard:
             raise Stalled(f"{self.reason}; {self._stacks} shows the stack of each thread") from error
 
     def watched(self, passes: Iterator[None]) -> Iterator[None]:
-        """The passes; what breaks the stream of weights is kept with where all threads stood."""
+        """The passes; saves an error of the weight stream with the stacks of all threads."""
         try:
             yield from passes
         except StreamBroken as error:
@@ -209,7 +209,7 @@ class CrashMarker:
         return self
 
     def keep(self, trace: str) -> None:
-        """An error that nobody foresaw ends the process as surely as a signal."""
+        """Keeps the marker with the trace of an unexpected error, which ends the process like a signal."""
         if self._file is not None:
             self._file.write(trace.encode(errors="replace"))
         self._kept = True

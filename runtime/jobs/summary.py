@@ -1,6 +1,6 @@
-"""What a run did, in numbers: the dataclasses of `--summary FILE`, of which `json_schema` generates the schema.
+"""The numbers of a run: the dataclasses of `--summary FILE`; `json_schema` generates their schema.
 
-Knows no clock and no engine. A key that nobody measured is null; no key is ever absent.
+Knows no clock and no engine. A value that was not measured is null; no key is ever absent.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from ...offload.atomic_file import own_name, write_atomically
+from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
 
 SCHEMA = "moedge.run/5"
@@ -51,14 +52,14 @@ class Throughput:
 
 @dataclass(slots=True)
 class Predicted:
-    """What the plan promised before the first pass, in the units of what was measured."""
+    """The estimate of the plan before the first pass, in the units of the measurements."""
 
     generate_s: Amount | None = None
     prompt_tok_s: Amount | None = None
     generated_tok_s: Amount | None = None
     passes: Amount | None = None
     sequences: Amount | None = None
-    bottleneck: Literal["disk", "link", "compute"] | None = None
+    bottleneck: Resource | None = None
     disk_to_host: Count | None = None
     host_to_device: Count | None = None
     peak: Count | None = None
@@ -116,7 +117,7 @@ class Utilisation:
 
 @dataclass(slots=True)
 class TierMemory:
-    """Bytes granted and bytes seen at most."""
+    """Budget and measured peak, in bytes."""
 
     budget: Count | None = None
     peak: Count | None = None
@@ -160,7 +161,7 @@ class KV:
 
 @dataclass(slots=True)
 class Forecast:
-    """Experts read before their router had spoken: `precision` of them were wanted, `recall` of what was missing."""
+    """Prefetches of experts: `precision` is the share of them that was used, `recall` that of needed experts."""
 
     by: str | None = None
     precision: Share | None = None
@@ -187,7 +188,7 @@ class Experts:
 
 @dataclass(slots=True)
 class Weights:
-    """Bytes by format: what the settings asked for, and what really became packed."""
+    """Bytes by format: as requested by the settings, and as actually quantized."""
 
     requested: Mapping[str, Count] | None = None
     packed: Mapping[str, Count] | None = None

@@ -60,7 +60,7 @@ class Preflight:
         return self.file_problems.total > 0 or (not lenient and self.line_problems.total > 0)
 
     def report(self, lenient: bool = False) -> str:
-        """What a person needs to see: the counts, then the problems that decide, then the others."""
+        """A report for the user: the counts, then the errors that refuse the input, then the others."""
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items() if count) or "none runnable"
         text = [f"{self.path}: {counted(self.num_rows, 'row')} ({kinds})"]
         for problems in (self.file_problems, self.line_problems, self.row_problems):
@@ -89,7 +89,7 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
 
 
 def file_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
-    """Of a whole file, read for nothing else."""
+    """The fingerprint of a whole file, for callers that do not read its rows."""
     with open_regular(path) as file:
         return HashingReader(file).fingerprint()
 

@@ -71,7 +71,7 @@ def _skip_to_end(stream: Stream, piece: bytes) -> int:
 
 
 class RowIndex:
-    """Where each row of a file is, and what its line was: 28 bytes a row.
+    """The offset, line number and digest of each row of a file: 28 bytes per row.
 
     Rows count from 0, lines from 1; offsets are those of the text, behind its byte order mark.
     """
@@ -105,7 +105,7 @@ class RowIndex:
         return f"{self._digests[row]:016x}"
 
     def is_at(self, row: int, content: bytes) -> bool:
-        """Whether `content` is what the row's line was."""
+        """Whether `content` equals the recorded line of the row."""
         return _digest(content) == self._digests[row]
 
 
@@ -132,7 +132,7 @@ def rows_from(
     max_line_nbytes: int = MAX_LINE_NBYTES,
     index: RowIndex | None = None,
 ) -> Iterator[Row | RowFailure]:
-    """As `read_rows`; a file that is wrong as a whole ends with one `RowFailure` whose line is 0.
+    """Like `read_rows`; an error of the whole file ends with one `RowFailure` whose line is 0.
 
     `index` notes where each row was.
     """

@@ -1,4 +1,4 @@
-"""From a JSON object to a `Row`: OpenAI's batch form and the short form, what names a row in either, and defaults.
+"""Parses a JSON object, in OpenAI's batch form or the short form, to a `Row` with id and defaults.
 
 Knows how fields depend on each other; what each may be is in fields.py.
 """

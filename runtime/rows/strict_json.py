@@ -43,7 +43,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def parse_again(line: bytes) -> dict[str, Any]:
-    """What `parse_object` gave for a line that it accepted, without asking for anything twice."""
+    """Parses again a line that `parse_object` has accepted, without its checks."""
     value: dict[str, Any] = json.loads(line.decode("utf-8"))
     return value
 

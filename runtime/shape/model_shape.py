@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All elements, tied ones once."""
+        """Number of all elements; tied ones count once."""
         layers = sum(layer.streamed_numel + layer.resident_numel for layer in self.layers)
         return layers + self.embedding_numel + (self.head.numel if self.head else 0) + self.resident_numel
 

@@ -139,7 +139,7 @@ class ModelShards:
 
 
 def model_shards(shape: ModelShape, format_name: str, dtype: str) -> ModelShards:
-    """The shards of a model packed in a format, with arithmetic in `dtype` (bf16, fp16 or fp32)."""
+    """The shards of a model packed in a format, to compute in `dtype` (bf16, fp16 or fp32)."""
     layers = tuple(_layer_shards(layer, format_name, dtype) for layer in shape.layers)
     return ModelShards(layers, _shard((shape.head,), format_name, dtype) if shape.head else None)
 

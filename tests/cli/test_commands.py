@@ -215,7 +215,7 @@ def test_models_shows_a_shape(
     assert (shape["layers"], shape["experts"]) == (4, 32)
     assert shape["active_parameters"] < shape["parameters"]
     assert cli("models", "show", checkpoint("mixtral")) == 0
-    assert "32 experts in all" in capsys.readouterr().out
+    assert "32 experts in total" in capsys.readouterr().out
     assert cli("models", "families") == 0
     assert "gpt_oss" in capsys.readouterr().out.split()
 

@@ -131,7 +131,7 @@ def test_m6_a_pass_that_fails_again_and_again_is_halved_until_it_fits(case: Any,
 
 def test_m6_where_nothing_is_left_the_refusal_names_the_smallest_budget(case: Any, fakes: ModuleType) -> None:
     tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
-    with pytest.raises(MemoryGaveOut, match=r"nothing is left .* --gpu-mem \d+MiB.*resumes it"):
+    with pytest.raises(MemoryGaveOut, match=r"no fallback is left\. .* --gpu-mem \d+MiB.*resumes the job"):
         run(tiny, fake, tiny.plan(fake.device, 0.0), refused=lambda _: True)
 
 

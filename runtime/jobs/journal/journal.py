@@ -58,7 +58,7 @@ class Committer:
 
     @property
     def synced(self) -> Mark:
-        """What is on disk for certain."""
+        """The counts of records that are synchronized to disk."""
         return self._synced
 
     def written(self, mark: Mark) -> None:
@@ -301,13 +301,13 @@ class Journal:
         self._report()
 
     def _append_settled(self, kind: Kind, **content: Any) -> None:
-        """The record says that all before it is on disk: from now on, damage there is not taken for a torn tail."""
+        """Records that everything before is on disk: damage there is then not mistaken for a torn tail."""
         self.sync()
         self._append(kind, **content)
         self.sync()
 
     def _report(self) -> None:
-        """To the committer, what was written; to the caller, a disk that is full."""
+        """Passes written records to the committer, and a full disk to the caller."""
         self._committer.written(self._mark())
         self._records.raise_full()
 
@@ -316,7 +316,7 @@ class Journal:
 
 
 def _recover(path: Path, descriptor: int) -> tuple[JobState, JournalScan]:
-    """What the journal holds; a torn end is cut off."""
+    """The state of the journal; truncates a torn end."""
     # After an fsync that failed, memory may hold pages that the disk does not: read what the disk has.
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     with open(descriptor, "rb", closefd=False) as file:
