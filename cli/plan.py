@@ -194,14 +194,18 @@ def _speed(found: Mapping[str, Any]) -> Iterator[str]:
         f"{predicted['generated_tok_s']:,.1f} tok/s generated, {predicted['prompt_tok_s']:,.1f} tok/s prompt; "
         f"{duration(predicted['seconds'])} in total after loading"
     )
-    yield f"bottleneck: {predicted['bottleneck']} ({_busy(predicted)})"
+    yield f"bottleneck: {_busy(predicted)}"
     if not found["machine"]["measured"]:
         yield "machine not measured: assuming a slow one; run `moedge doctor`"
 
 
 def _busy(predicted: Mapping[str, Any]) -> str:
+    """`compute (100%)`, or `disk (95%; compute 40%)` where other resources are busy, too."""
     shares = {name: seconds / predicted["seconds"] for name, seconds in predicted["busy_s"].items() if seconds}
-    return ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
+    name = predicted["bottleneck"]
+    most = f"{shares.pop(name, 0.0):.0%}"
+    others = [f"{other} {share:.0%}" for other, share in sorted(shares.items(), key=lambda item: -item[1])]
+    return f"{name} ({'; '.join([most, *others])})"
 
 
 def _curves(points: list[Mapping[str, Any]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from ...offload.budget import GIB, auto_host, gib
 from ...offload.machine.hardware import nearest_existing
 from ...offload.memory import MemoryGroup, host_available, host_total, memory_groups
 from ...offload.store.stores import stores
+from ..settings.errors import counted
 from .finding import Finding, fail, ok, warn
 
 # A process with torch, transformers and bitsandbytes, and a gigabyte for a model.
@@ -95,7 +96,9 @@ def check_stores(root: Path) -> Finding:
     if not _writable(root):
         return fail("stores", f"{root} cannot be written", "give --disk-dir FOLDER, or set disk-dir in moedge.toml")
     found = stores(root)
-    taken = f"{len(found)} stores of {gib(sum(store.nbytes for store in found))}" if found else "no store yet"
+    taken = (
+        f"{counted(len(found), 'store')} of {gib(sum(store.nbytes for store in found))}" if found else "no store yet"
+    )
     free = free_nbytes(root)
     says = f"{root}: {taken}, {gib(free)} free"
     if free < _LITTLE_DISK:

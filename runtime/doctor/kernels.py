@@ -77,7 +77,7 @@ def check_kernels(device: Device) -> list[Finding]:
     """Compiles and runs the kernels of every family on the GPU: as a run does before its plan."""
     gpu = try_kernels(device, usual_needs(device))
     notes = dtype_notes("auto", "bf16", gpu)
-    found = [warn("arithmetic", note, "nothing to do; --dtype bf16 still works") for note in notes]
+    found = [warn("dtype", note, "nothing to do; --dtype bf16 still works") for note in notes]
     reasons = gpu.lacks.reasons
     if lack := triton_lack(gpu.capability):
         fix = "pip install triton" if "not installed" in lack else "a newer GPU; until then torch computes instead"

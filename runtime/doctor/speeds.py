@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from ...offload.budget import gib
 from ...offload.machine.profile import Disk, FlopRates, Link, Machine, PinLimit
 from ..plan.history import RunRecord
+from ..settings.errors import counted
 from .finding import Finding, ok, warn
 
 _GB = 1e9
@@ -134,7 +135,7 @@ def prediction_findings(runs: Sequence[RunRecord]) -> list[Finding]:
     newest = runs[0]
     errors = [run.predicted_tok_s / run.measured_tok_s - 1 for run in runs if run.measured_tok_s]
     says = (
-        f"of the last {len(runs)} runs: off by {', '.join(f'{error:+.0%}' for error in errors)}; "
+        f"last {counted(len(runs), 'run')}: off by {', '.join(f'{error:+.0%}' for error in errors)}; "
         f"the newest, {newest.model}: {newest.measured_tok_s:,.1f} tok/s, {newest.predicted_tok_s:,.1f} predicted, "
         f"peak {gib(newest.measured_peak_nbytes)} of {gib(newest.predicted_peak_nbytes)} planned"
     )

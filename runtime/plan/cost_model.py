@@ -366,7 +366,9 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
     live = _live_sequences(specs, plan.kv_blocks, min(plan.max_sequences, plan.tokens_per_pass), job)
     phases = list(_phases(job, live, plan.tokens_per_pass))
     costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
-    busy = {name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES}
+    busy: dict[str, float] = {
+        name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES
+    }
     total = sum(passes * _pass_seconds(cost, factors) for passes, cost in costed)
     waited = {name: sum(passes for passes, cost in costed if _bottleneck(cost, factors) == name) for name in RESOURCES}
     generated = job.mean_generated * job.sequences

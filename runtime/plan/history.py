@@ -30,7 +30,7 @@ MOST_KEPT = 200
 LEARNED_FROM = 3
 MOST_BORROWED = 2.0
 # Where no run of this machine has taught better. What a job does beside bare passes (sampling, text, the journal,
-# caches that they empty) is in no profile. First jobs took 1.05 to 1.7 times what arithmetic alone would have, the
+# caches that they empty) is in no profile. First jobs took 1.05 to 1.7 times the time of compute alone, the
 # middle one a quarter more (docs/performance.md).
 UNTAUGHT = MappingProxyType({"compute": 1.25})
 

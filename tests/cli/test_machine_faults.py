@@ -113,7 +113,9 @@ def test_m5_memory_that_is_never_enough_ends_resumable_with_the_smallest_budget(
 
         patch.setattr(ModelRunner, "forward", failing)
         assert cli(*command, tmp_path / "out.jsonl") == 8
-    assert re.search(r"nothing is left .* --ram \d+MiB.*the same command resumes it", capsys.readouterr().err)
+    assert re.search(
+        r"no fallback is left\. .* --ram \d+MiB.*the same command resumes the job", capsys.readouterr().err
+    )
     assert cli(*command, tmp_path / "out.jsonl") == 0
 
 
