@@ -71,7 +71,7 @@ def simulate(sequences: list[Sequence], live: int, block: int, num_blocks: int) 
     result = Result(Usage(), 0, 0, 0, [], scheduler)
     more = True
     while more or scheduler.busy:
-        while more and scheduler.hungry:
+        while more and scheduler.has_capacity:
             sequence = next(todo, None)
             more = sequence is not None
             if sequence is not None:

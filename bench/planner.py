@@ -90,7 +90,7 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
         "predicted": told["predicted"]["generated_tok_s"],
         "measured": told["throughput"]["generated_tok_s"],
         "seconds": told["seconds"]["generate"],
-        "binds": told["predicted"]["binds"],
+        "bottleneck": told["predicted"]["bottleneck"],
         "peak": told["memory"]["host"]["peak"],
         "budget": told["memory"]["host"]["budget"],
         "used": told["predicted"]["peak"],
@@ -146,7 +146,7 @@ def print_tables(results: list[dict[str, Any]]) -> None:
         again += abs(errors[1] - 1) <= AGAIN
         kept += max(run["peak"] / run["budget"] for run in (first, second)) <= 1
         print(f"| {point['model']} | {point['ram']} | {first['quant']} | {first['max_sequences']} | "
-              f"{first['tokens_per_pass']} | {first['binds']} | {first['peak'] / first['budget']:.2f} | "
+              f"{first['tokens_per_pass']} | {first['bottleneck']} | {first['peak'] / first['budget']:.2f} | "
               f"{first['predicted']:.1f} | {first['measured']:.1f} ({errors[0]:.2f}) | "
               f"{second['predicted']:.1f} / {second['measured']:.1f} ({errors[1]:.2f}) |")  # fmt: skip
     print(f"\nwithin {WITHIN:.0%}: {close} of {total}; second run within {AGAIN:.0%}: {again}; ceilings kept: {kept}\n")

@@ -1,4 +1,4 @@
-"""`moedge demo`: the bundled little model answers a few prompts, so that a newcomer sees a whole job."""
+"""`moedge demo`: runs a whole job with the bundled small model and a few prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moedge prepare`: packs a checkpoint into a store once, so that jobs open it in seconds."""
+"""`moedge prepare`: quantizes a checkpoint once, so that jobs open the result in seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .views.formatting import duration, gib
 def prepare(
     model: options.MODEL,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The store's folder; by default one among the user's stores.")
+        Path | None, typer.Option("--output", "-o", help="Folder to write; by default one in the user's cache.")
     ] = None,
     quant: options.QUANT = options.Quant.NF4,
     dtype: options.DTYPE = options.DType.AUTO,
@@ -24,10 +24,10 @@ def prepare(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
 ) -> None:
-    """Pack a checkpoint into a store.
+    """Quantize a checkpoint and save the prepared weights.
 
-    Killed at any point it goes on where it was when it is run again; run on a finished store it makes damaged files
-    anew. `moedge batch STORE ...` needs no checkpoint.
+    After a kill at any point, the same command resumes the work. On finished prepared weights, it writes damaged files
+    again. `moedge batch FOLDER ...` runs prepared weights without the checkpoint.
     """
     import time
 
@@ -42,11 +42,11 @@ def prepare(
     with open_source(model) as source:
         formats = precision(source, quant, dtype)
         target = output or store_path(source, *formats, disk_dir)
-        say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
+        say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
         budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir)
         write_store(source, target, *formats, budgets, repair=True)
     peak, budget = host_peak(), budgets.host_nbytes()
-    say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of host memory; give {target} as MODEL")
+    say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")
     if ram != "auto" and peak > budget:
-        say(f"over budget: {gib(budget)} of host memory were granted")
+        say(f"over budget: {gib(peak)} of RAM used, the budget is {gib(budget)}")
         raise typer.Exit(ExitCode.GAVE_OUT)

@@ -1,4 +1,4 @@
-"""docs/plans.md: what the planner makes of well-known models on small GPUs, without any of either."""
+"""docs/plans.md: the planner's choices for well-known models on small GPUs; needs neither."""
 
 from known_shapes import CONFIGS, known_shape
 
@@ -35,10 +35,10 @@ PROFILE = Machine(
 
 HEAD = """# Plans
 
-What the planner makes of four models on GPUs of 6 to 24 GiB with 32 GiB of host memory, for a job of 2,000 rows with
-512 prompt tokens and 256 to generate. Generated from the models' published configurations and from a profile of round
-numbers (a card of 20 TFLOP/s behind 22 GB/s, a disk of 3 GB/s): what is predicted, not what was measured. No part of it
-has run on a GPU. A test makes this page anew and compares.
+This page shows the planner's choices for four models on GPUs of 6 to 24 GiB with 32 GiB of host memory, for a job of
+2,000 rows with 512 prompt tokens and 256 generated tokens each. It is generated from the models' published
+configurations and a profile of round numbers (a GPU with 20 TFLOP/s behind 22 GB/s, a disk of 3 GB/s): these are
+predictions, not measurements. None of it has run on a GPU. A test generates this page again and compares.
 """
 COLUMNS = (
     "GPU",
@@ -48,9 +48,9 @@ COLUMNS = (
     "on disk",
     "KV",
     "sequences",
-    "tokens a pass",
+    "tokens per pass",
     "tok/s",
-    "waits for",
+    "bottleneck",
 )
 
 

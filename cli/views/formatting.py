@@ -1,4 +1,4 @@
-"""Numbers as people read them, and text that nobody vouches for, made fit for a terminal."""
+"""Formats numbers for people, and escapes untrusted text for the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 
 def gib(nbytes: float) -> str:
-    """`12.34 GiB`; `5 MiB` where that would be all zeros."""
+    """`12.34 GiB`; `5 MiB` below 0.1 GiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.0f} MiB"
 
 
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """The time of day after this many seconds: `05:40`, with the day where it is not today's."""
+    """The time of day in `seconds` from now: `05:40`, with the day if it is not today."""
     now = datetime.now()
     then = now + timedelta(seconds=seconds)
     return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
@@ -37,10 +37,10 @@ def count(number: float) -> str:
 
 
 def kernel_lines(lacks: Mapping[str, str], notes: Iterable[str]) -> Iterator[str]:
-    """Why torch computes what kernels of the GPU should under a plan, and what else is worth knowing."""
+    """Says which GPU kernels torch replaces under a plan and why, and adds the notes."""
     yield from notes
     for family, reason in lacks.items():
-        yield f"torch computes in place of the GPU's kernels for {family}. {reason}"
+        yield f"torch computes instead of the GPU kernels for {family}. {reason}"
 
 
 # C0 and C1 controls drive the terminal, bidirectional controls reorder what is read, surrogates cannot be written.
@@ -48,5 +48,5 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def escape_controls(text: str) -> str:
-    r"""`text` with every character that could steer a terminal written out (`\x1b`, `\u202e`); \n and \t stay."""
+    r"""`text` with every character that could control a terminal escaped (`\x1b`, `\u202e`); \n and \t stay."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)

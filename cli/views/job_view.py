@@ -1,4 +1,4 @@
-"""A batch job as a person sees it on the terminal: its states, its progress, its numbers. All of it on stderr."""
+"""Shows a batch job on the terminal: its states, progress and numbers. Everything goes to stderr."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("rows", f"{rows.ok:,} answered, {rows.failed:,} failed"),
         ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
         ("speed", f"{speed.generated_tok_s or 0:,.1f} tok/s generated, {speed.prompt_tok_s or 0:,.1f} tok/s prompt"),
-        ("time", f"{duration(summary.seconds.total or 0)}, {duration(summary.seconds.load or 0)} of it loading"),
+        ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
         ("first token", _percentiles(latency.ttft_s)),
         ("per token", _percentiles(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
@@ -75,7 +75,7 @@ def _percentiles(values: Percentiles) -> str:
 
 
 class JobView:
-    """Runs a job, state by state, and says what it does, in the style that was asked for."""
+    """Runs a job, state by state, and reports it in the requested style."""
 
     def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
         as_json = output_format is Format.JSON
@@ -160,7 +160,7 @@ class JobView:
     def _generate(self, checked: Checked, running: Running, signals: StopSignals) -> Ended:
         eta = running.eta()
         with self._progress(eta.total) as progress:
-            said = len(running.policy.made)
+            said = len(running.policy.applied)
             for _ in running.passes():
                 said = self._say_fallbacks(running.policy, said)
                 committed = running.session.committed
@@ -172,11 +172,11 @@ class JobView:
         return running.end("signal" if signals.requested is not None else None)
 
     def _say_fallbacks(self, policy: FallbackPolicy, said: int) -> int:
-        """What memory took from the plan after the first `said` fallbacks; returns how many there are now."""
-        for each in policy.made[said:]:
+        """Reports the fallbacks after the first `said` ones; returns how many there are now."""
+        for each in policy.applied[said:]:
             self._say(str(each))
-            self._events.emit("given_up", what=each.what, before=each.before, after=each.after, cause=each.cause)
-        return len(policy.made)
+            self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
+        return len(policy.applied)
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style

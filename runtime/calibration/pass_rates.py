@@ -48,7 +48,7 @@ _SECONDS = 0.05
 
 @torch.inference_mode()
 def pass_rates() -> dict[str, dict[int, float]]:
-    """FLOP/s on the processor by what is computed, then by rows: of an expert, or of one sequence's queries."""
+    """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
     rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in FORMATS}
     rates[WIDE] = _wide()
     rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
@@ -76,7 +76,7 @@ def _multiply(x: torch.Tensor, expert: PackedTensor, products: Matmul) -> None:
 
 
 def _wide() -> dict[int, float]:
-    """Products in float32, that weights in few bits are widened to when arithmetic is."""
+    """Rates of float32 matmuls: quantized weights are dequantized to float32 if that is the dtype."""
     weights = cycle([torch.randn(EXPERT_SHAPE) for _ in range(8)])
     flop = 2 * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
 
@@ -126,7 +126,7 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 # Rows of activations rounded to int8, which `--compute int8` multiplies; no format of its own.
 INTEGER = "int8xint8"
 SHAPE = (1536, 2048)
-# So many bytes of matrices take turns that none is still in a cache when it comes again, as none is in a model.
+# Matrices of this many bytes in all take turns, so that each is out of the caches when it is used again, as in a model.
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
 

@@ -1,4 +1,4 @@
-"""From a job's counters to its `RunSummary`."""
+"""Builds the `RunSummary` of a job from its counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from .summary import (
     KV,
     Experts,
     Forecast,
-    GivenUp,
     KVBytes,
     Latency,
     Memory,
@@ -87,7 +86,7 @@ def summarise(
     seconds: Seconds,
     policy: FallbackPolicy,
 ) -> RunSummary:
-    """Of a run that ended with `policy.plan`."""
+    """The summary of a run that ended with `policy.plan`."""
     plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
@@ -112,13 +111,13 @@ def summarise(
         memory=_memory(loaded.measure_peaks()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
-        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in policy.made],
+        fallbacks=policy.applied,
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 
 
 def summarise_rows(counts: Counts) -> RunSummary:
-    """Of a job that had been finished before: nothing was measured."""
+    """The summary of a job that was already finished: without measurements."""
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -141,7 +140,7 @@ def _predicted(planned: PlanResult) -> Predicted:
         generated_tok_s=predicted.generated_tok_s,
         passes=predicted.passes,
         sequences=predicted.sequences,
-        binds=predicted.bottleneck,
+        bottleneck=predicted.bottleneck,
         disk_to_host=round(predicted.disk_nbytes),
         host_to_device=round(predicted.link_nbytes),
         peak=planned.plan.used_nbytes,
@@ -149,7 +148,7 @@ def _predicted(planned: PlanResult) -> Predicted:
 
 
 def _utilisation(planned: PlanResult, from_disk: int, to_device: int, seconds: float | None) -> Utilisation:
-    """Of links that were measured; what arithmetic was done is not counted."""
+    """The utilisation of links with a measured rate; FLOP are not counted."""
     rates = planned.request.costs.rates
     if not seconds or not rates.measured:
         return Utilisation()

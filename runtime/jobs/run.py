@@ -26,11 +26,11 @@ _ADMITTED_TOGETHER = 16
 
 
 class RowSource(Protocol):
-    """Where the rows of a job come from while it runs. It may get further rows meanwhile."""
+    """The source of rows of a running job. It may get more rows while the job runs."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further row will ever come. Until then `take` is called between passes."""
+        """Whether no more rows will come. Until then, `take` is called between passes."""
         ...
 
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
@@ -114,7 +114,7 @@ class RowRunner:
         """One pass per iteration, until every row of the source has its answer."""
         engine, source = self._engine, self._source
         while not source.exhausted or engine.busy:
-            while engine.scheduler.hungry and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
+            while engine.scheduler.has_capacity and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
                 self._admit(rows)
             if engine.busy:
                 self._finish(engine.step())

@@ -52,7 +52,7 @@ class KVSpec:
 
     def first_block(self, position: int) -> int:
         """The first block that the token at `position` attends to."""
-        return self.group.first_seen(position) // self.block
+        return self.group.first_visible(position) // self.block
 
     def least_blocks(self, num_tokens: int) -> int:
         """The least number of blocks that a sequence of `num_tokens` needs, however small its chunks are."""

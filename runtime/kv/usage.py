@@ -88,7 +88,7 @@ def _empty_slots(group: GroupCache, index: int, tables: list[BlockTable]) -> int
             continue
         unfilled[blocks[-1]] = len(blocks) * block - table.num_grown
         first = group.spec.first_block(table.num_tokens)
-        if first < len(blocks) and (slots := group.spec.group.first_seen(table.num_tokens) - first * block):
+        if first < len(blocks) and (slots := group.spec.group.first_visible(table.num_tokens) - first * block):
             behind.setdefault(blocks[first], []).append(slots)
     # A block that another table holds too, farther from the edge of its window, is needed whole.
     unreachable = sum(

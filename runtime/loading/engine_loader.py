@@ -243,7 +243,7 @@ def load_with_fallback(load: Callable[[Plan], LoadedEngine], policy: FallbackPol
         policy.in_pass(cause, tokens)
         _apply(policy.plan, engine)
 
-    loaded.engine.replay.fall_back = fall_back
+    loaded.engine.split_retry.fall_back = fall_back
     return loaded
 
 

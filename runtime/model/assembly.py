@@ -12,7 +12,7 @@ from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.tensor import PackedTensor
 from ..settings.errors import UnsupportedModel
 from ..shape.read import is_router
-from ..shape.shards import LayerShards, PlacedMatrix, ShardLayout
+from ..shape.shards import LayerShards, ShardLayout, ShardMatrix
 from .experts_seam import PackedExperts, expert_body
 from .weights_seam import PackedLinear, TiledRows
 
@@ -30,7 +30,7 @@ class LayerAssembly:
             if type(module) is nn.Linear and not is_router(f"{name}.weight")
         }
         self.experts: Any = next((module for module in layer.modules() if hasattr(module, "is_transposed")), None)
-        self._packed: list[tuple[PackedLinear, PlacedMatrix]] = []
+        self._packed: list[tuple[PackedLinear, ShardMatrix]] = []
         self._check()
 
     @property

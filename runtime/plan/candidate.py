@@ -163,7 +163,7 @@ _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 
 def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
-    """Whether experts that arrive together are computed together."""
+    """Whether experts that arrive together are computed in one launch."""
     return (
         shape.num_experts > 0 and quant in tuning.FORMATS and tuning.supports(gpu.capability) and not gpu.lacks.experts
     )
@@ -184,7 +184,7 @@ def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequen
     for spec in cache.specs:
         width = spec.group.kv_heads * spec.group.head_dim
         transformed = max(transformed, 2 * tokens * (queries + width) * 4 * spec.layout.format.keys.quantized)
-        # Queries and results once more, keys and values by way of float32.
+        # A copy of queries and results, and keys and values in float32.
         prompts = max(prompts, tokens * (queries * (4 + 2 * item) + 2 * width * (6 + item)))
         # Sums of twice as many programs as there are processors, float32 with maximum and total.
         heads = -(-queries // width)

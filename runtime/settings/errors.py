@@ -1,4 +1,4 @@
-"""What the runtime refuses, and why. Every message says what was found, what was wanted and what to do."""
+"""The errors of the runtime. Every message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DoesNotFit(MoedgeError):
 
 
 class MemoryGaveOut(MoedgeError):
-    """Memory gave out in spite of the plan, and no fallback is left."""
+    """Memory ran out in spite of the plan, and no fallback is left."""
 
     exit_code = ExitCode.GAVE_OUT
 
@@ -88,7 +88,7 @@ class OutputExists(OutputRefused):
 
 
 class BadLimit(MoedgeError):
-    """A limit of a run that cannot be understood."""
+    """A limit of a run is invalid."""
 
     exit_code = ExitCode.USAGE
 

@@ -18,7 +18,7 @@ from .read import Tensors, by_layer, expert_index, model_shape
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-_MOST_TOLD = 10
+_MOST_SHOWN = 10
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors) -> None:
@@ -33,13 +33,15 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors)
             f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
             f"config.json wants num_hidden_layers {num_layers}"
         )
-    told = [*_unusable(checkpoint), *_outer(config, tensors.outside)]
+    differences = [*_unusable(checkpoint), *_outer(config, tensors.outside)]
     for index, layer in sorted(layers.items()):
-        told += [f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_experts(config, layer))]
-    if told:
-        more = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+        differences += [
+            f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_experts(config, layer))
+        ]
+    if differences:
+        more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise BadCheckpoint(
-            f"{checkpoint.folder}: config.json and the tensors disagree: {'; '.join(told[:_MOST_TOLD])}{more}"
+            f"{checkpoint.folder}: config.json and the tensors disagree: {'; '.join(differences[:_MOST_SHOWN])}{more}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A model from its config and headers alone: of a folder, or of a hub repository of which nothing else is fetched.
+"""Reads a model from its config and headers, in a folder or a hub repository; downloads nothing else.
 
 Torch-free.
 """
@@ -28,7 +28,7 @@ from .model_source import is_store
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """`folder` is None for a model of which nothing is here; `recipe` is what a store has decided already."""
+    """`folder` is None for a model that is not in the local cache; `recipe` holds the formats of prepared weights."""
 
     name: str
     shape: ModelShape
@@ -40,7 +40,7 @@ class Headers:
 
 
 def read_headers(name: str) -> Headers:
-    """Of a folder, a store, a checkpoint in the hub's cache, or the hub.
+    """Reads the headers of a folder, prepared weights, a checkpoint in the hub's cache, or a hub repository.
 
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """

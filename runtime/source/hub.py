@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or a repository of the hub in its local cache. Torch-free."""
+"""Finds the files of a model: in a folder, or in the local cache of the hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def repository_of(name: str) -> tuple[str, str | None]:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a checkpoint that is here whole, in the hub's cache too; asks nobody."""
+    """The folder of a complete local checkpoint, or one in the cache of the hub; makes no connection."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

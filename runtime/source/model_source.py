@@ -1,4 +1,4 @@
-"""What a user's MODEL is: a checkpoint folder, a hub repository, or a prepared store.
+"""Opens the MODEL of a command: a checkpoint folder, a hub repository, or prepared weights.
 
 Torch-free but for stores, whose small files are read with it.
 """
@@ -75,7 +75,7 @@ def open_source(name: str) -> Iterator[ModelSource]:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether a folder holds packed weights, finished or not, rather than a checkpoint."""
+    """Whether a folder holds prepared weights, finished or not, instead of a checkpoint."""
     return any((folder / name).is_file() for name in ("manifest.json", "progress.json"))
 
 

@@ -1,4 +1,4 @@
-"""What a text may be before a tokenizer sees it, and how much a template may make of it."""
+"""Limits of a text before it is tokenized, and of the output of a template."""
 
 from collections.abc import Callable
 from queue import Empty, SimpleQueue

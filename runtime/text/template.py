@@ -52,7 +52,7 @@ class Child:
     """`command` with frames on its stdin and stdout; its stderr is dropped, for it may carry hostile text.
 
     Deadlines are readings of `time.monotonic()`. Past one, `send` and `receive` raise TimeoutError; a child that is
-    gone is an OSError or EOFError. After any of them the child is of no more use: `kill` it.
+    gone is an OSError or EOFError. After any of them the child is unusable: `kill` it.
     """
 
     def __init__(self, command: Sequence[str]) -> None:

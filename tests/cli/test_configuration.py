@@ -288,7 +288,7 @@ def test_show_prints_every_value_with_its_origin(places: Places, cli: Cli, capsy
     assert found["deterministic", "batch"] == (True, "moedge.toml:1")
     assert found["max-tokens", "run"] == (9, f"{places.user}:2")
     assert found["max-tokens", "batch"] == (256, "default")
-    assert found["quant", "batch"] == ("auto", "default: the plan decides")
+    assert found["quant", "batch"] == ("auto", "default: chosen by the planner")
     assert cli("config", "show") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "deterministic    true         moedge.toml:1" in lines

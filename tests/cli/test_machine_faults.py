@@ -97,8 +97,8 @@ def test_m5_m6_memory_that_gives_out_in_a_pass_costs_no_row_and_changes_no_token
     assert cli(*command, tmp_path / "out.jsonl", "--summary", summary) == 0
     assert next(passes) > 4
     told = json.loads(summary.read_text())
-    assert {given["what"] for given in told["given_up"]} == {"tokens of a pass"}
-    assert told["plan"]["tokens_per_pass"] == told["given_up"][-1]["after"]
+    assert {given["what"] for given in told["fallbacks"]} == {"tokens of a pass"}
+    assert told["plan"]["tokens_per_pass"] == told["fallbacks"][-1]["after"]
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
 
 
@@ -113,7 +113,9 @@ def test_m5_memory_that_is_never_enough_ends_resumable_with_the_smallest_budget(
 
         patch.setattr(ModelRunner, "forward", failing)
         assert cli(*command, tmp_path / "out.jsonl") == 8
-    assert re.search(r"nothing is left .* --ram \d+MiB.*the same command resumes it", capsys.readouterr().err)
+    assert re.search(
+        r"no fallback is left\. .* --ram \d+MiB.*the same command resumes the job", capsys.readouterr().err
+    )
     assert cli(*command, tmp_path / "out.jsonl") == 0
 
 

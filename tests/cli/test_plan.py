@@ -214,8 +214,8 @@ def test_a_plan_says_what_the_gpu_s_kernels_lack_as_far_as_doctor_tried_them(
     assert (plan["attention"], plan["stores_by_kernel"]) == ("torch", tried is not None)
     assert cli("plan", model, "--machine", tmp_path / "box.json") == 0
     told = capsys.readouterr().out
-    assert "arithmetic is fp16: compute capability 7.5 has no tensor cores for bfloat16" in told
-    assert f"torch computes in place of the GPU's kernels for attention. {plan['lacks']['attention']}" in told
+    assert "dtype is fp16: compute capability 7.5 has no tensor cores for bfloat16" in told
+    assert f"torch computes instead of the GPU kernels for attention. {plan['lacks']['attention']}" in told
 
 
 def test_a_run_is_remembered_beside_what_was_predicted(
@@ -248,6 +248,6 @@ def test_memory_that_changes_nothing_is_told_in_one_line(
     """Of a curve that ends flat the first of the equal points stands for the rest; one that rises keeps them all."""
     assert cli("plan", checkpoint("qwen3_moe"), "--ram", "8GiB", "--rows", "64") == 0
     sequences, memory = capsys.readouterr().out.split("tok/s by ")[1:]
-    assert memory.count("and with more") == 1
+    assert memory.count("no gain from more") == 1
     assert len([line for line in memory.splitlines() if "#" in line]) == 1
     assert len([line for line in sequences.splitlines() if "#" in line]) > 2

@@ -155,7 +155,7 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
     assert set(plan["lacks"]) == {family}
     assert reason in plan["lacks"][family]
     told = " ".join(capsys.readouterr().err.split())
-    assert f"torch computes in place of the GPU's kernels for {family}. {plan['lacks'][family]}" in told
+    assert f"torch computes instead of the GPU kernels for {family}. {plan['lacks'][family]}" in told
     assert [finding.verdict for finding in findings] == ["warn", "ok"]
     assert reason in findings[0].found
     used = {"attention": plan["attention"] == "triton", "cache": plan["stores_by_kernel"]}
@@ -201,7 +201,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
     documents = [json.loads(json.dumps(document("a model", solve(each), [], [], 0))) for each in (whole, part)]
     assert [found["plan"]["lacks"] for found in documents] == [{}, {"attention": "it does not compile"}]
     print_plan(documents[1], explain=False)
-    assert "torch computes in place of the GPU's kernels for attention. it does not compile" in capsys.readouterr().out
+    assert "torch computes instead of the GPU kernels for attention. it does not compile" in capsys.readouterr().out
     plan = Plan.from_json(documents[0]["plan"])
     assert plan == solve(whole).plan
     files = [tmp_path / "whole.json", tmp_path / "part.json"]
@@ -216,7 +216,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
 @pytest.mark.parametrize(
     ("capability", "wanted", "dtype", "note"),
     [
-        (TURING, "auto", "fp16", "arithmetic is fp16: compute capability 7.5 has no tensor cores for bfloat16"),
+        (TURING, "auto", "fp16", "dtype is fp16: compute capability 7.5 has no tensor cores for bfloat16"),
         (TURING, "bf16", "bf16", "bf16 is several times slower than fp16 there"),
         (TURING, "fp32", "fp32", ""),
         (TURING, "fp16", "fp16", ""),

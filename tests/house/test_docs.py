@@ -126,3 +126,42 @@ def test_every_file_that_design_and_internals_name_exists() -> None:
 
 def test_the_design_fits_two_pages() -> None:
     assert len((DOCS / "design.md").read_text().splitlines()) <= 150
+
+
+def links(page: Path) -> set[Path]:
+    """Files that a Markdown page links to; web addresses and anchors of the page itself are left out."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    files = (target.split("#")[0] for target in targets if not re.match(r"[a-z]+:", target))
+    return {(page.parent / file).resolve() for file in files if file}
+
+
+def not_indexed(folder: Path) -> set[str]:
+    """Pages of a folder that its README.md does not link to."""
+    pages = {page.resolve() for page in folder.glob("*.md")} - {(folder / "README.md").resolve()}
+    return {page.name for page in pages - links(folder / "README.md")}
+
+
+def broken(pages: list[Path]) -> list[str]:
+    """Links to files that do not exist, as `page -> file`."""
+    return [f"{page.name} -> {file.name}" for page in pages for file in sorted(links(page)) if not file.exists()]
+
+
+def test_every_page_is_in_the_index_and_the_readme_links_to_it() -> None:
+    assert not not_indexed(DOCS)
+    assert (DOCS / "README.md").resolve() in links(DOCS.parent / "README.md")
+
+
+def test_every_link_resolves() -> None:
+    pages = [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]
+    assert not broken(pages)
+
+
+def test_a_page_outside_the_index_and_a_broken_link_are_noticed(tmp_path: Path) -> None:
+    for name, text in (
+        ("README.md", "[a](a.md#x) [w](https://example.com/) [m](missing.md)"),
+        ("a.md", ""),
+        ("b.md", ""),
+    ):
+        (tmp_path / name).write_text(text)
+    assert not_indexed(tmp_path) == {"b.md"}
+    assert broken([tmp_path / "README.md"]) == ["README.md -> missing.md"]

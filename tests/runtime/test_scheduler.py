@@ -57,7 +57,7 @@ class FakeModel:
         return row
 
     def _read(self, chunk: Chunk, group: int, end: int) -> list[int]:
-        first = self.cache.groups[group].spec.group.first_seen(end - 1)
+        first = self.cache.groups[group].spec.group.first_visible(end - 1)
         blocks = chunk.sequence.table.blocks[group][first // BLOCK : -(-end // BLOCK)]
         out = torch.empty(2, 1, len(blocks) * BLOCK, 2)
         self.cache.pools[group].gather(0, torch.tensor(blocks), out)

@@ -74,7 +74,7 @@ class FakeEngine:
         self._running: list[Sequence] = []
 
     @property
-    def hungry(self) -> bool:
+    def has_capacity(self) -> bool:
         return len(self._waiting) < LIVE
 
     @property
@@ -141,7 +141,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     setattr(states, "plan_job", plan_job)
     setattr(states, "load_engine", load_engine)
     setattr(states, "load_with_fallback", lambda load, policy: load(policy.plan))
-    setattr(states, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, made=[]))
+    setattr(states, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, applied=[]))
     setattr(states, "remember", lambda *_: None)
     setattr(states, "Tokenizer", FakeTokenizer)
     setattr(states, "rehearse", lambda *_: None)

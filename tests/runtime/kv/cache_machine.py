@@ -173,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_text_reads_back_its_tokens(self) -> None:
         for text in self.running:
             for pool, blocks in zip(self.pools, text.table.blocks, strict=True):
-                first = pool.spec.group.first_seen(text.table.num_tokens)
+                first = pool.spec.group.first_visible(text.table.num_tokens)
                 for position in range(first, text.table.num_tokens):
                     block_id = blocks[position // BLOCK]
                     assert block_id != NO_BLOCK, "a block was freed that is still looked back to"
@@ -196,7 +196,7 @@ class CacheMachine(RuleBasedStateMachine):
             places = {
                 (text.table.blocks[index][position // BLOCK], position % BLOCK)
                 for text in self.running
-                for position in range(pool.spec.group.first_seen(text.table.num_tokens), text.table.num_grown)
+                for position in range(pool.spec.group.first_visible(text.table.num_tokens), text.table.num_grown)
             }
             live += len(places) * pool.spec.block_nbytes // BLOCK
         assert usage.live == live

@@ -29,28 +29,28 @@ def request(device: DeviceBudget | None) -> PlanRequest:
     return PlanRequest(costs=CostModel(SHAPE), workload=JOB, budget=MemoryBudget(0, device), settings=SETTINGS)
 
 
-def given_up(plan: Plan, room: DeviceBudget | None) -> tuple[list[Plan], FallbackPolicy, str]:
-    concessions, plans = FallbackPolicy(plan, request(room)), [plan]
+def all_fallbacks(plan: Plan, room: DeviceBudget | None) -> tuple[list[Plan], FallbackPolicy, str]:
+    policy, plans = FallbackPolicy(plan, request(room)), [plan]
     while True:
         try:
-            concessions.before_passes("no memory")
+            policy.before_passes("no memory")
         except MemoryGaveOut as refusal:
-            return plans, concessions, str(refusal)
-        plans.append(concessions.plan)
+            return plans, policy, str(refusal)
+        plans.append(policy.plan)
 
 
 @pytest.mark.parametrize("room", [None, ROOM], ids=["host", "device"])
 def test_the_order_is_prefetch_depth_then_sequences_then_parked_blocks(room: DeviceBudget | None) -> None:
     plan = make_plan(SHAPE, SETTINGS, MemoryBudget(3 * GIB if room is None else 40 * GIB, room), JOB)
-    plans, concessions, refusal = given_up(plan, room)
-    kinds = [each.what for each in concessions.made]
+    plans, policy, refusal = all_fallbacks(plan, room)
+    kinds = [each.what for each in policy.applied]
     order = [RING, "sequences"] + (["parked blocks"] if room else [])
     assert list(dict.fromkeys(kinds)) == order
     assert kinds == sorted(kinds, key=order.index)
-    assert [each.after < each.before for each in concessions.made] == [True] * len(kinds)
+    assert [each.after < each.before for each in policy.applied] == [True] * len(kinds)
     last = plans[-1]
     assert (last.max_sequences, last.kv_sequences, sum(last.parked_blocks)) == (1, 1, 0)
-    assert concessions.made[kinds.index("sequences") - 1].after == MIN_RING_EXPERTS
+    assert policy.applied[kinds.index("sequences") - 1].after == MIN_RING_EXPERTS
     smallest = budget_range(SHAPE, replace(SETTINGS, dtype=plan.dtype, quant=plan.quant, kv=plan.kv), JOB, room)[0]
     named = re.search(r"(--ram|--gpu-mem) (\d+)MiB", refusal)
     assert named is not None
@@ -61,9 +61,9 @@ def test_the_order_is_prefetch_depth_then_sequences_then_parked_blocks(room: Dev
 @pytest.mark.parametrize("room", [None, ROOM], ids=["host", "device"])
 def test_every_plan_that_is_left_accounts_for_its_bytes_and_takes_the_longest_row(room: DeviceBudget | None) -> None:
     plan = make_plan(SHAPE, SETTINGS, MemoryBudget(3 * GIB if room is None else 40 * GIB, room), JOB)
-    plans, concessions, _ = given_up(plan, room)
+    plans, policy, _ = all_fallbacks(plan, room)
     specs = [KVSpec(group, plan.kv, plan.kv_block) for group in SHAPE.kv_groups]
-    for (before, after), made in zip(pairwise(plans), concessions.made, strict=True):
+    for (before, after), made in zip(pairwise(plans), policy.applied, strict=True):
         assert after.kv_nbytes == sum(n * spec.block_nbytes for n, spec in zip(after.kv_blocks, specs, strict=True))
         assert after.kv_tokens >= JOB.longest
         assert all(here <= there for here, there in zip(after.parked_blocks, after.kv_blocks, strict=True))
@@ -75,15 +75,15 @@ def test_every_plan_that_is_left_accounts_for_its_bytes_and_takes_the_longest_ro
 
 def test_in_a_pass_the_ring_and_the_cache_stay() -> None:
     plan = make_plan(SHAPE, SETTINGS, MemoryBudget(40 * GIB, ROOM), JOB)
-    concessions, tokens = FallbackPolicy(plan, request(ROOM)), 700
+    policy, tokens = FallbackPolicy(plan, request(ROOM)), 700
     while tokens > 1:
-        concessions.in_pass("no memory", tokens)
+        policy.in_pass("no memory", tokens)
         tokens //= 2
-        assert (concessions.plan.tokens_per_pass, concessions.plan.kv_blocks) == (tokens, plan.kv_blocks)
-        assert concessions.plan.placement == plan.placement
-        assert concessions.plan.max_sequences <= tokens
+        assert (policy.plan.tokens_per_pass, policy.plan.kv_blocks) == (tokens, plan.kv_blocks)
+        assert policy.plan.placement == plan.placement
+        assert policy.plan.max_sequences <= tokens
     if sum(plan.parked_blocks):
-        concessions.in_pass("no memory", 1)
-    assert not any(concessions.plan.parked_blocks)
-    with pytest.raises(MemoryGaveOut, match="nothing is left"):
-        concessions.in_pass("no memory", 1)
+        policy.in_pass("no memory", 1)
+    assert not any(policy.plan.parked_blocks)
+    with pytest.raises(MemoryGaveOut, match="no fallback is left"):
+        policy.in_pass("no memory", 1)
