@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..errors import ExitCode, MoedgeError
 
@@ -88,6 +88,19 @@ class Shard:
     offset: int
     file: Path | None = None
     crc32: int | None = None
+
+
+DENSE = -1
+
+
+class ShardKey(NamedTuple):
+    """The name of a shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output `HEAD`."""
+
+    layer: int
+    expert: int = DENSE
+
+
+HEAD = ShardKey(-1)
 
 
 class Mark(Protocol):

@@ -1,6 +1,6 @@
-"""Which way streamed shards take: from disk into host memory, or through pinned host memory to the device.
+"""Chooses the lanes of streamed shards: from disk into host memory, or through pinned host memory to the device.
 
-The one place that chooses between lanes; streams, events and threads are theirs.
+Streams, events and threads belong to the lanes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ...offload.page_locked import Pinned
 from ...offload.store.shard_file import ShardPlace
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane
-from ...offload.stream.lane import Lane, Ring, Shard
+from ...offload.stream.lane import DENSE, HEAD, Lane, Ring, Shard, ShardKey
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import ShardStream
 from ..plan.placement import Placement, Plan
-from .memory import DENSE, ShardKey, WeightMemory
+from .memory import WeightMemory
 
 
 class Lanes:
-    """A stream of dense shards and one of experts, None where nothing of the kind streams. Close it when done."""
+    """A stream of dense shards and one of experts; each is None where no such shard streams. Close it when done."""
 
     def __init__(self, memory: WeightMemory, plan: Plan, store: Store | None) -> None:
         self._memory = memory
@@ -37,14 +37,14 @@ class Lanes:
         self._pins: _Pins | None = None
         self.dense: ShardStream[Any] | None = None
         self.experts: ShardStream[Any] | None = None
-        # Any expert may come from the disk when some do: which ones are held changes from pass to pass.
-        may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
+        # Any expert may be read from the disk when some are: which ones are held changes from pass to pass.
+        may_stream = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
         with ExitStack() as opened:
             opened.callback(self.close)
             if memory.device and plan.staging:
                 self._pins = _Pins(memory, plan.staging.placement, dense, experts)
             self.dense = self._open(dense, plan.placement.dense_ring, 0)
-            self.experts = self._open(may_come, plan.placement.expert_ring, 1)
+            self.experts = self._open(may_stream, plan.placement.expert_ring, 1)
             opened.pop_all()
         if self.dense is not None:
             self.dense.ask(*map(self.shard, dense))
@@ -55,18 +55,18 @@ class Lanes:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """How long compute stood still for want of bytes: from readers, from copies to the device."""
+        """The seconds that compute waited for readers, and for copies to the device."""
         disk = sum(reader.seconds_waited for reader in self.readers)
         return disk, sum(copier.seconds_waited for copier in self._copiers)
 
     def shard(self, key: ShardKey) -> Shard:
-        """Where the bytes of a shard come from that is not held."""
-        if run := self._memory.staged.get(key):
-            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), run.start)
+        """The source of a shard that is not held: its slot in the slab where it is staged, else its extent on disk."""
+        if staged := self._memory.staged.get(key):
+            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), staged.start)
         assert self._store is not None
-        place = place_of(self._store, key)
-        name = f"{place.path.name} {place.tensor} {place.index}"
-        return Shard(name, place.nbytes, place.offset, place.path, place.crc32)
+        extent = extent_of(self._store, key)
+        name = f"{extent.path.name} {extent.tensor} {extent.index}"
+        return Shard(name, extent.nbytes, extent.offset, extent.path, extent.crc32)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -83,19 +83,19 @@ class Lanes:
             self.ring_nbytes.append(memory.nbytes)
             return ShardStream(self._readers(shards, memory), Ring(ring), memory.bytes)
         device = self._pins.device
-        room = device.allocate(ring)
-        self.ring_nbytes.append(room.numel())
-        return ShardStream(self._copies(shards, room, self._pins, kind), Ring(ring), room)
+        memory_on_device = device.allocate(ring)
+        self.ring_nbytes.append(memory_on_device.numel())
+        return ShardStream(self._copies(shards, memory_on_device, self._pins, kind), Ring(ring), memory_on_device)
 
-    def _copies(self, shards: list[Shard], room: Any, pins: _Pins, kind: int) -> Lane[Any]:
-        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, room)
+    def _copies(self, shards: list[Shard], target: Any, pins: _Pins, kind: int) -> Lane[Any]:
+        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, target)
         self._copiers.append(direct)
         rest = [shard for shard in shards if not pins.is_direct(shard)]
         if not rest:
             return direct
         ring, pinned = pins.rings[kind]
         host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
-        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, room)
+        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, target)
         return StagedLane(host, staging, direct, pins.is_direct)
 
     def _readers(self, shards: list[Shard], memory: HostMemory) -> ReaderLane:
@@ -105,14 +105,14 @@ class Lanes:
         return lane
 
     def _source(self, file: Path | None) -> Source:
-        """A file, or the slab as far as it could not be pinned."""
+        """A file, or the part of the slab that could not be pinned."""
         return HostBytes(self._memory.slab.view) if file is None else DirectFile(file)
 
 
 class _Pins:
-    """What of the host is page-locked: the slab alone where that suffices, else the rings first, then the slab.
+    """The host memory that is page-locked: the slab alone where that suffices, else the rings first, then the slab.
 
-    With pinned rings everything can be streamed to the device, at the price of a copy in the host.
+    With pinned rings everything can stream to the device, at the price of a copy within the host.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Pins:
             opened.pop_all()
 
     def is_direct(self, shard: Shard) -> bool:
-        """Whether the device copies the shard by itself from where it lies."""
+        """Whether the device can copy the shard from the slab without staging."""
         return shard.file is None and shard.offset + shard.nbytes <= self.slab.nbytes
 
     def close(self) -> None:
@@ -143,9 +143,9 @@ class _Pins:
             pinned.close()
 
 
-def place_of(store: Store, key: ShardKey) -> ShardPlace:
-    """Where a layer's shard lies in a store."""
+def extent_of(store: Store, key: ShardKey) -> ShardPlace:
+    """The extent of a shard in a store."""
     layer = store.layers[key.layer]
-    place = layer.dense if key.expert == DENSE else layer.experts[key.expert]
-    assert place is not None
-    return place
+    extent = store.head if key == HEAD else layer.dense if key.expert == DENSE else layer.experts[key.expert]
+    assert extent is not None
+    return extent

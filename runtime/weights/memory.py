@@ -1,39 +1,28 @@
-"""Every shard that a plan keeps in memory: held where it computes, or staged in the host for copies to the device.
+"""The shards that are kept in memory: held where they compute, or staged in the host for copies to the device.
 
-One allocation per tier, cut as the plan says. Knows which shard lies where, not how its bytes came or what they mean.
+One arena per tier, cut into slots as the plan says. The only record of which shard is in which slot, also after experts
+were swapped; knows neither how bytes get there nor what they mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from ...offload.device import Device
 from ...offload.host_memory import HostMemory
 from ...offload.page_locked import Pinned
+from ...offload.stream.lane import DENSE, HEAD, ShardKey
 from ..plan.placement import Placement
 from ..shape.shards import ModelShards
 
-DENSE = -1
-
-
-class ShardKey(NamedTuple):
-    """A shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output head."""
-
-    layer: int
-    expert: int = DENSE
-
-
-HEAD = ShardKey(-1)
-
 
 class WeightMemory:
-    """`held` shards compute where they lie; `staged` ones lie in `slab` and stream from there to the device.
+    """`held` maps a shard that computes where it is to its slot, `staged` one that streams from `slab` to the device.
 
-    On a CPU nothing is staged. All others are `on_disk`. Shards without bytes stream from nowhere.
+    On a CPU nothing is staged. All other shards are `on_disk`. Shards without bytes never stream.
     """
 
     def __init__(
@@ -41,63 +30,74 @@ class WeightMemory:
     ) -> None:
         self.device = device
         self._nbytes = dict(_sizes(shards))
-        kept = dict.fromkeys(key for key in self._nbytes if _keeps(staging or held, key))
         self.held = self._cut([key for key in self._nbytes if _keeps(held, key)])
+        kept = [key for key in self._nbytes if _keeps(staging or held, key)]
         self.staged = self._cut([key for key in kept if key not in self.held])
-        self.on_disk = [key for key, nbytes in self._nbytes.items() if nbytes and key not in kept]
         self._held_bytes = _allocate(_end(self.held), device)
         self.slab = HostMemory(_end(self.staged))
         self._bounce: HostMemory | None = None
 
     @property
     def streamed(self) -> list[ShardKey]:
-        """Shards that arrive in every pass, in the order in which it wants them."""
+        """Shards that are not held, in the order in which a pass wants them."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key not in self.held]
 
     @property
+    def on_disk(self) -> list[ShardKey]:
+        """Shards that are neither held nor staged, in the order in which a pass wants them."""
+        return [key for key in self.streamed if key not in self.staged]
+
+    @property
     def experts(self) -> list[ShardKey]:
-        """Of all layers, held or not."""
+        """The experts of all layers, held or not."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key.expert != DENSE]
 
-    def move_out(self, leaving: ShardKey, entering: ShardKey, slot: torch.Tensor) -> None:
-        """`entering` is about to take `slot` of `leaving`, which takes over the place in the host that is free then."""
-        if (run := self.staged.pop(entering, None)) is not None:
-            self.slab.bytes[run].copy_(slot)
-            self.staged[leaving] = run
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, of the same size; returns that slot.
+
+        Where `entering` was staged, `leaving` moves to the slot that becomes free in the slab.
+        """
+        slot = self.shard(leaving)
+        if (staged := self.staged.pop(entering, None)) is not None:
+            self.slab.bytes[staged].copy_(slot)
+            self.staged[leaving] = staged
+        slot.copy_(view)
+        self.held[entering] = self.held.pop(leaving)
+        return slot
 
     def pin_slab(self) -> Pinned:
-        """Page-locks the slab for the device; registrations meet where shards do, so that a copy of a shard, in either
-        direction, lies in one of them or outside all."""
+        """Page-locks the slab for the device. Registrations end where shards do, so that a copy of a shard is inside
+        one of them or outside all."""
         assert self.device is not None
-        return self.slab.pin(self.device, sorted(run.stop for run in self.staged.values()))
+        return self.slab.pin(self.device, sorted(slot.stop for slot in self.staged.values()))
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that were allocated where weights compute."""
+        """Bytes that are allocated where weights compute."""
         return self._held_bytes.numel()
 
     def nbytes(self, key: ShardKey) -> int:
         return self._nbytes[key]
 
     def shard(self, key: ShardKey) -> torch.Tensor:
-        """The uint8 bytes of a held shard, where they compute."""
+        """The slot of a held shard: its uint8 bytes, where they compute."""
         return self._held_bytes[self.held[key]]
 
     @contextmanager
     def fill(self, key: ShardKey) -> Iterator[torch.Tensor]:
-        """Host bytes of a shard that is kept in memory, to be written; on leaving they are where they belong."""
+        """Yields host bytes to fill with a shard that is held or staged; on leaving they are copied to its slot."""
         if key in self.staged:
             yield self.slab.bytes[self.staged[key]]
         elif self.device is None:
             yield self.shard(key)
         else:
             self._bounce = self._bounce or HostMemory(max(map(self.nbytes, self.held)))
-            room = self._bounce.bytes[: self._nbytes[key]]
-            yield room
-            self.shard(key).copy_(room)
+            buffer = self._bounce.bytes[: self._nbytes[key]]
+            yield buffer
+            self.shard(key).copy_(buffer)
 
     def seal(self) -> None:
-        """All is filled: what filling took goes back."""
+        """Frees the buffer that filling used; call it when everything is filled."""
         self._bounce = None
 
     def _cut(self, keys: list[ShardKey]) -> dict[ShardKey, slice]:
@@ -109,7 +109,7 @@ class WeightMemory:
 
 
 def _sizes(shards: ModelShards) -> Iterator[tuple[ShardKey, int]]:
-    """In the order in which a pass wants them."""
+    """Every shard with its size, in the order in which a pass wants them."""
     for index, layer in enumerate(shards.layers):
         yield ShardKey(index), layer.dense.nbytes
         if layer.expert is not None:
@@ -127,7 +127,7 @@ def _keeps(placement: Placement, key: ShardKey) -> bool:
 
 
 def _end(cut: dict[ShardKey, slice]) -> int:
-    return max((run.stop for run in cut.values()), default=0)
+    return max((slot.stop for slot in cut.values()), default=0)
 
 
 def _allocate(nbytes: int, device: Device | None) -> torch.Tensor:

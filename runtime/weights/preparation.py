@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
+from ...offload.stream.lane import HEAD, ShardKey
 from ...quant.formats.format import FormatError
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.tensor import pack_into
@@ -22,7 +23,7 @@ from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
-from .memory import HEAD, ShardKey, WeightMemory
+from .memory import WeightMemory
 
 
 @dataclass(frozen=True, slots=True)

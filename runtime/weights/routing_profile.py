@@ -1,6 +1,6 @@
-"""What jobs saw of a store's routing, kept beside its weights: the next job starts with it, whoever runs it.
+"""The routing statistics of earlier jobs, kept beside a store's weights: the next job starts with them.
 
-Advisory: without it, or with one that cannot be read, a job starts from nothing and gives the same tokens.
+They only save time: without them, or where they cannot be read, a job starts from zero and gives the same tokens.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from ...moe.affinity import Affinity
+from ...moe.routing_stats import Affinity
 from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
 
 FILE = "note-routing.safetensors"
 VERSION = "1"
-# Older jobs count for at most so many tokens, so that a store follows what it is used for.
+# Earlier jobs together count for at most this many tokens, so that a store follows what it is used for.
 MAX_TOKENS = 1e6
 
 Profile = dict[str, torch.Tensor]
 
 
 def profile_shapes(num_experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes by layer with experts: `chosen`, `tokens`, and `follows` where another one comes before."""
+    """Names and shapes of the counts: `chosen` and `tokens` by layer, `follows` where a layer precedes."""
     counts = {layer: count for layer, count in enumerate(num_experts) if count}
     shapes: dict[str, tuple[int, ...]] = {}
     for layer, count in counts.items():
@@ -36,7 +36,7 @@ def profile_shapes(num_experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:
-    """The counts that lie there, if they have the names and shapes `wanted`; else none."""
+    """The counts in the store's file; none unless they have the names and shapes `wanted`."""
     path = store / FILE
     try:
         with safe_open(path, "pt") as file:
@@ -49,16 +49,16 @@ def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:
     return tensors if version == VERSION and sound and shapes == dict(wanted) else {}
 
 
-def merge(store: Path, seen: Profile) -> None:
-    """Adds what a job saw to what lies there, under a lock: of two jobs that end together neither is forgotten.
+def merge(store: Path, observed: Profile) -> None:
+    """Adds a job's counts to the file under a lock, so that of two jobs that end together both are counted.
 
     Raises OSError where the store cannot be written to.
     """
     with _locked(store):
-        before = kept(store, {name: tuple(tensor.shape) for name, tensor in seen.items()})
-        merged = {name: tensor + _aged(before, name) for name, tensor in seen.items()}
+        before = kept(store, {name: tuple(tensor.shape) for name, tensor in observed.items()})
+        merged = {name: tensor + _aged(before, name) for name, tensor in observed.items()}
         with suppress(FileNotFoundError):
-            # Of a process that was killed here; we have the lock, so it is nobody's.
+            # Left by a process that was killed here; no other process uses it while we have the lock.
             os.unlink(store / f".{FILE}{TEMPORARY_SUFFIX}")
         write_atomically(store / FILE, save(merged, {"version": VERSION}))
 
@@ -72,7 +72,7 @@ def _aged(before: Profile, name: str) -> torch.Tensor | float:
 
 @contextmanager
 def _locked(store: Path) -> Iterator[None]:
-    """The folder itself is what is locked: the store's own lock is shared by everybody who uses it."""
+    """Locks the folder itself, because the store's own lock is shared by all its users."""
     descriptor = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

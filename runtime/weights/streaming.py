@@ -1,4 +1,4 @@
-"""Weights during passes: held shards bound once, the others as they arrive, ahead of compute."""
+"""Weights during passes: held shards are bound once, the others when they arrive, ahead of compute."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.store.store import Store
+from ...offload.stream.lane import HEAD, ShardKey
 from ...offload.stream.stream import Arrival
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Plan
 from .experts import ModelExperts
-from .lanes import Lanes, place_of
-from .memory import HEAD, ShardKey, WeightMemory
+from .lanes import Lanes, extent_of
+from .memory import WeightMemory
 from .routing_profile import Profile, kept, merge, profile_shapes
 
 
 class StreamedWeights:
     """Binds a model's shards to its layers; `arrivals` drives the layers of a pass. Close it when done.
 
-    `memory` is filled; what it does not keep comes from `store`.
+    `memory` is filled already; shards that it does not keep are read from `store`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class StreamedWeights:
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes that were allocated for shards on their way to where they compute."""
+        """Bytes that are allocated for the rings that shards stream through."""
         return sum(self._lanes.ring_nbytes)
 
     @property
@@ -75,22 +76,22 @@ class StreamedWeights:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """How long compute waited for passes so far: for the disk, for the link to the device."""
+        """The seconds that compute waited in passes so far: for the disk, and for the link to the device."""
         disk, link = self._lanes.seconds_waited
         return disk - self._waited_before[0], link - self._waited_before[1]
 
     @property
     def seconds_reading(self) -> float:
-        """How long readers had something to read, of the kind of shards that takes longest."""
+        """The seconds that readers had something to read, for the kind of shards where that is longest."""
         return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
     def nbytes_moved(self) -> int:
-        """Grows with every chunk that a reader brings or a device is sent, also of shards that are not whole yet."""
+        """Bytes read and copied so far, chunk by chunk, those of shards in transfer included."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)
 
     def fail(self, cause: BaseException) -> None:
-        """Whoever waits for bytes gets StreamBroken from `cause`."""
+        """Raises StreamBroken from `cause` in every thread that waits for bytes."""
         for reader in self._lanes.readers:
             reader.fail(cause)
 
@@ -101,8 +102,8 @@ class StreamedWeights:
         self.experts.start_counting()
 
     def arrivals(self) -> Iterator[int]:
-        """Layers of one pass, each usable until the next is asked for."""
-        # Shards come in a fixed order: what a pass that broke off has left comes, and goes again.
+        """Yields the layers of one pass; each is usable until the next one is asked for."""
+        # Shards arrive in a fixed order: those that an aborted pass has left are drained first.
         deque(self._passing, maxlen=0)
         if self._lanes.dense is not None:
             self._passing = self._lanes.dense.cycle(len(self._arriving))
@@ -115,13 +116,13 @@ class StreamedWeights:
     def close(self) -> None:
         self._lanes.close()
         if self._store is not None:
-            # Of a store that belongs to others, or on a full disk, nothing is kept: it is worth no error.
+            # The profile is optional: a store of another user, or a full disk, is no reason to fail.
             with suppress(OSError):
-                merge(self._store.folder, self.experts.seen)
+                merge(self._store.folder, self.experts.observed)
             self._store.close()
 
     def _profile(self) -> Profile:
-        """What earlier jobs saw."""
+        """What earlier jobs counted."""
         if self._store is None:
             return {}
         counts = [layer.shards.num_experts for layer in self._layers]
@@ -134,11 +135,9 @@ class StreamedWeights:
 
 
 def fill_from_store(memory: WeightMemory, store: Store) -> None:
-    """Reads every shard that is kept in memory. Raises BadStore for one that is damaged."""
+    """Reads every shard that is held or staged. Raises BadStore for a damaged one."""
     for key in (*memory.held, *memory.staged):
         if not memory.nbytes(key):
             continue
-        place = store.head if key == HEAD else place_of(store, key)
-        assert place is not None
         with memory.fill(key) as shard:
-            store.read_into(place, shard.numpy().data, check=True)
+            store.read_into(extent_of(store, key), shard.numpy().data, check=True)
