@@ -1,6 +1,6 @@
-"""Chooses the lanes of streamed shards: from disk into host memory, or through pinned host memory to the device.
+"""The lanes of streamed shards: from disk into host memory, or through pinned host memory to the device.
 
-Streams, events and threads belong to the lanes.
+The only file that chooses between lanes; streams, events and threads belong to the lanes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Lanes:
         self._pins: _Pins | None = None
         self.dense: ShardStream[Any] | None = None
         self.experts: ShardStream[Any] | None = None
-        # Any expert may be read from the disk when some are: which ones are held changes from pass to pass.
-        may_stream = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
+        # If some experts come from the disk, any expert may: which ones are held changes from pass to pass.
+        may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
         with ExitStack() as opened:
             opened.callback(self.close)
             if memory.device and plan.staging:
                 self._pins = _Pins(memory, plan.staging.placement, dense, experts)
             self.dense = self._open(dense, plan.placement.dense_ring, 0)
-            self.experts = self._open(may_stream, plan.placement.expert_ring, 1)
+            self.experts = self._open(may_come, plan.placement.expert_ring, 1)
             opened.pop_all()
         if self.dense is not None:
             self.dense.ask(*map(self.shard, dense))
@@ -55,14 +55,14 @@ class Lanes:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """The seconds that compute waited for readers, and for copies to the device."""
+        """Seconds that compute waited for bytes: for readers, and for copies to the device."""
         disk = sum(reader.seconds_waited for reader in self.readers)
         return disk, sum(copier.seconds_waited for copier in self._copiers)
 
     def shard(self, key: ShardKey) -> Shard:
-        """The source of a shard that is not held: its slot in the slab where it is staged, else its extent on disk."""
-        if staged := self._memory.staged.get(key):
-            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), staged.start)
+        """Where to read the bytes of a shard that is not held."""
+        if run := self._memory.staged.get(key):
+            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), run.start)
         assert self._store is not None
         extent = extent_of(self._store, key)
         name = f"{extent.path.name} {extent.tensor} {extent.index}"
@@ -79,23 +79,23 @@ class Lanes:
             return None
         shards = [self.shard(key) for key in keys]
         if self._pins is None:
-            memory = HostMemory(ring)
-            self.ring_nbytes.append(memory.nbytes)
-            return ShardStream(self._readers(shards, memory), Ring(ring), memory.bytes)
+            host = HostMemory(ring)
+            self.ring_nbytes.append(host.nbytes)
+            return ShardStream(self._readers(shards, host), Ring(ring), host.bytes)
         device = self._pins.device
-        memory_on_device = device.allocate(ring)
-        self.ring_nbytes.append(memory_on_device.numel())
-        return ShardStream(self._copies(shards, memory_on_device, self._pins, kind), Ring(ring), memory_on_device)
+        memory = device.allocate(ring)
+        self.ring_nbytes.append(memory.numel())
+        return ShardStream(self._copies(shards, memory, self._pins, kind), Ring(ring), memory)
 
-    def _copies(self, shards: list[Shard], target: Any, pins: _Pins, kind: int) -> Lane[Any]:
-        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, target)
+    def _copies(self, shards: list[Shard], memory: Any, pins: _Pins, kind: int) -> Lane[Any]:
+        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, memory)
         self._copiers.append(direct)
         rest = [shard for shard in shards if not pins.is_direct(shard)]
         if not rest:
             return direct
         ring, pinned = pins.rings[kind]
         host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
-        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, target)
+        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, memory)
         return StagedLane(host, staging, direct, pins.is_direct)
 
     def _readers(self, shards: list[Shard], memory: HostMemory) -> ReaderLane:
@@ -105,14 +105,14 @@ class Lanes:
         return lane
 
     def _source(self, file: Path | None) -> Source:
-        """A file, or the part of the slab that could not be pinned."""
+        """The bytes of a file, or of the slab, whose end may not be pinned."""
         return HostBytes(self._memory.slab.view) if file is None else DirectFile(file)
 
 
 class _Pins:
-    """The host memory that is page-locked: the slab alone where that suffices, else the rings first, then the slab.
+    """The page-locked host memory: the slab alone where that suffices, else the rings first, then the slab.
 
-    With pinned rings everything can stream to the device, at the price of a copy within the host.
+    Through pinned rings everything can be streamed to the device, at the cost of a copy in the host.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Pins:
             opened.pop_all()
 
     def is_direct(self, shard: Shard) -> bool:
-        """Whether the device can copy the shard from the slab without staging."""
+        """Whether the device can copy the shard directly from the pinned slab."""
         return shard.file is None and shard.offset + shard.nbytes <= self.slab.nbytes
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The shards that are kept in memory: held where they compute, or staged in the host for copies to the device.
+"""The shards that a plan keeps in memory: held where they compute, or staged in the host for copies to the device.
 
-One arena per tier, cut into slots as the plan says. The only record of which shard is in which slot, also after experts
-were swapped; knows neither how bytes get there nor what they mean.
+Each tier has one arena, cut into slots as the plan says. The only record of where each shard is, also after experts
+were swapped; knows neither how bytes came there nor what they mean.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..shape.shards import ModelShards
 
 
 class WeightMemory:
-    """`held` maps a shard that computes where it is to its slot, `staged` one that streams from `slab` to the device.
+    """`held` shards are used in place; `staged` ones are in `slab` and stream from there to the device.
 
-    On a CPU nothing is staged. All other shards are `on_disk`. Shards without bytes never stream.
+    On a CPU nothing is staged. All other shards are `on_disk`, except those without bytes, which need no stream.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class WeightMemory:
 
     @property
     def streamed(self) -> list[ShardKey]:
-        """Shards that are not held, in the order in which a pass wants them."""
+        """Shards that are not held, in the order in which a pass uses them."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key not in self.held]
 
     @property
     def on_disk(self) -> list[ShardKey]:
-        """Shards that are neither held nor staged, in the order in which a pass wants them."""
+        """Shards that are neither held nor staged, in the order in which a pass uses them."""
         return [key for key in self.streamed if key not in self.staged]
 
     @property
@@ -55,49 +55,51 @@ class WeightMemory:
     def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
         """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, of the same size; returns that slot.
 
-        Where `entering` was staged, `leaving` moves to the slot that becomes free in the slab.
+        Where `entering` was staged, `leaving` is copied to the host bytes that staged it.
         """
         slot = self.shard(leaving)
-        if (staged := self.staged.pop(entering, None)) is not None:
-            self.slab.bytes[staged].copy_(slot)
-            self.staged[leaving] = staged
+        if (run := self.staged.pop(entering, None)) is not None:
+            self.slab.bytes[run].copy_(slot)
+            self.staged[leaving] = run
         slot.copy_(view)
         self.held[entering] = self.held.pop(leaving)
         return slot
 
     def pin_slab(self) -> Pinned:
-        """Page-locks the slab for the device. Registrations end where shards do, so that a copy of a shard is inside
-        one of them or outside all."""
+        """Page-locks the slab for the device.
+
+        Registrations end where shards end, so that a copy of a shard is inside one of them or outside all.
+        """
         assert self.device is not None
-        return self.slab.pin(self.device, sorted(slot.stop for slot in self.staged.values()))
+        return self.slab.pin(self.device, sorted(run.stop for run in self.staged.values()))
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that are allocated where weights compute."""
+        """Bytes that were allocated where weights compute."""
         return self._held_bytes.numel()
 
     def nbytes(self, key: ShardKey) -> int:
         return self._nbytes[key]
 
     def shard(self, key: ShardKey) -> torch.Tensor:
-        """The slot of a held shard: its uint8 bytes, where they compute."""
+        """The uint8 bytes of a held shard, where they compute."""
         return self._held_bytes[self.held[key]]
 
     @contextmanager
     def fill(self, key: ShardKey) -> Iterator[torch.Tensor]:
-        """Yields host bytes to fill with a shard that is held or staged; on leaving they are copied to its slot."""
+        """Host bytes to fill with a shard that is kept in memory; leaving the context moves them to its tier."""
         if key in self.staged:
             yield self.slab.bytes[self.staged[key]]
         elif self.device is None:
             yield self.shard(key)
         else:
             self._bounce = self._bounce or HostMemory(max(map(self.nbytes, self.held)))
-            buffer = self._bounce.bytes[: self._nbytes[key]]
-            yield buffer
-            self.shard(key).copy_(buffer)
+            bounce = self._bounce.bytes[: self._nbytes[key]]
+            yield bounce
+            self.shard(key).copy_(bounce)
 
     def seal(self) -> None:
-        """Frees the buffer that filling used; call it when everything is filled."""
+        """Frees what `fill` needed, once all shards are filled."""
         self._bounce = None
 
     def _cut(self, keys: list[ShardKey]) -> dict[ShardKey, slice]:
@@ -109,7 +111,7 @@ class WeightMemory:
 
 
 def _sizes(shards: ModelShards) -> Iterator[tuple[ShardKey, int]]:
-    """Every shard with its size, in the order in which a pass wants them."""
+    """All shards with their bytes, in the order in which a pass uses them."""
     for index, layer in enumerate(shards.layers):
         yield ShardKey(index), layer.dense.nbytes
         if layer.expert is not None:
@@ -127,7 +129,7 @@ def _keeps(placement: Placement, key: ShardKey) -> bool:
 
 
 def _end(cut: dict[ShardKey, slice]) -> int:
-    return max((slot.stop for slot in cut.values()), default=0)
+    return max((run.stop for run in cut.values()), default=0)
 
 
 def _allocate(nbytes: int, device: Device | None) -> torch.Tensor:

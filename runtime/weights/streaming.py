@@ -1,30 +1,126 @@
-"""Weights during passes: held shards are bound once, the others when they arrive, ahead of compute."""
+"""Weights during passes: held shards and experts are bound once, the others as they arrive, ahead of compute."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.expert import ExpertWeights, HeldExperts
+from ...moe.expert_cache import StreamedExperts, StreamingExpertCache
+from ...moe.forecast import Forecast, LookAhead
+from ...moe.routing_stats import RoutingStats
+from ...moe.slots import ExpertSlots
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
+from ...moe.streaming_order import ExpertFetchQueue, StreamingOrder
 from ...offload.store.store import Store
 from ...offload.stream.lane import HEAD, ShardKey
-from ...offload.stream.stream import Arrival
+from ...offload.stream.stream import Arrival, ShardStream
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Plan
-from .experts import ModelExperts
 from .lanes import Lanes, extent_of
 from .memory import WeightMemory
 from .routing_profile import Profile, kept, merge, profile_shapes
 
 
+class ModelExperts:
+    """The experts of all layers. `cache` streams them; it is None where all experts are held."""
+
+    def __init__(
+        self,
+        memory: WeightMemory,
+        lanes: Lanes,
+        layers: Sequence[LayerAssembly],
+        options: ExpertOptions,
+        live: int,
+        profile: Profile,
+    ) -> None:
+        """`live` is the expected number of tokens of a pass; `profile` is what earlier jobs counted."""
+        self._memory = memory
+        self._lanes = lanes
+        self._layers = layers
+        self._options = options
+        counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
+        self.stats = RoutingStats(counts, "cpu" if memory.device is None else memory.device.place)
+        self._profile = profile
+        self._start_from_profile()
+        self.cache = None if lanes.experts is None else self._make_cache(lanes.experts, live)
+        for index, count in counts.items():
+            layers[index].set_experts(self._source(index, count))
+
+    @property
+    def num_held(self) -> int:
+        """The number of experts of all layers that are held where they compute."""
+        return sum(key in self._memory.held for key in self._memory.experts)
+
+    @property
+    def observed(self) -> Profile:
+        """The counts that this job adds to the profile."""
+        return {name: counts - self._profile.get(name, 0.0) for name, counts in self._counts().items()}
+
+    def start_counting(self) -> None:
+        """Passes so far do not belong to the job: a rehearsal ran them with made-up rows."""
+        self._start_from_profile()
+        self.stats.start_counting()
+        if self.cache is not None:
+            self.cache.start_counting()
+
+    def _counts(self) -> Profile:
+        found = {f"layers.{layer}.follows": table.cpu() for layer, table in self.stats.affinity.follows.items()}
+        for layer, stats in self.stats.popularity.layers.items():
+            found[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
+            found[f"layers.{layer}.tokens"] = torch.tensor([stats.tokens], dtype=torch.float64)
+        return found
+
+    def _start_from_profile(self) -> None:
+        for layer, stats in self.stats.popularity.layers.items():
+            chosen = self._profile.get(f"layers.{layer}.chosen")
+            stats.chosen[:] = 0.0 if chosen is None else chosen.numpy()
+            stats.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
+        for layer, table in self.stats.affinity.follows.items():
+            before = self._profile.get(f"layers.{layer}.follows")
+            table.zero_() if before is None else table.copy_(before)
+
+    def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
+        if self.cache is not None:
+            return StreamedExperts(index, count, self.cache)
+        keys = [ShardKey(index, expert) for expert in range(count)]
+        return HeldExperts(index, [self._bind(key, self._memory.shard(key)) for key in keys], self.stats)
+
+    def _make_cache(self, stream: ShardStream[torch.Tensor], live: int) -> StreamingExpertCache:
+        held = [key for key in self._memory.experts if key in self._memory.held]
+        popularity = self.stats.popularity.layers
+        sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in popularity}
+        probabilities = {layer: stats.wanted_by(live) for layer, stats in popularity.items()}
+        slots = ExpertSlots(held, self._memory, self._bind, self._options.policy(held, sizes, probabilities))
+        largest = max(sizes.values())
+        order = StreamingOrder(
+            ExpertFetchQueue(stream, self._lanes.shard),
+            slots.held,
+            ModeChoice(self.stats, self._options.stream),
+            Forecast(self.stats, LookAhead(self._routers())),
+            RouterLatency(
+                lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest
+            ),
+            most_ahead=stream.capacity // largest + 1,
+        )
+        return StreamingExpertCache(self.stats, order, slots)
+
+    def _routers(self) -> dict[int, torch.Tensor]:
+        routers = {layer: self._layers[layer].router for layer in self.stats.layers}
+        return {layer: router for layer, router in routers.items() if router is not None}
+
+    def _bind(self, key: ShardKey, view: torch.Tensor) -> ExpertWeights:
+        return self._layers[key.layer].bind_expert(key.expert, view)
+
+
 class StreamedWeights:
     """Binds a model's shards to its layers; `arrivals` drives the layers of a pass. Close it when done.
 
-    `memory` is filled already; shards that it does not keep are read from `store`.
+    `memory` has been filled; shards that it does not keep come from `store`.
     """
 
     def __init__(
@@ -61,7 +157,7 @@ class StreamedWeights:
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes that are allocated for the rings that shards stream through."""
+        """Bytes that were allocated for streamed shards where they compute."""
         return sum(self._lanes.ring_nbytes)
 
     @property
@@ -76,22 +172,22 @@ class StreamedWeights:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """The seconds that compute waited in passes so far: for the disk, and for the link to the device."""
+        """Seconds that compute waited in passes so far: for the disk, and for the link to the device."""
         disk, link = self._lanes.seconds_waited
         return disk - self._waited_before[0], link - self._waited_before[1]
 
     @property
     def seconds_reading(self) -> float:
-        """The seconds that readers had something to read, for the kind of shards where that is longest."""
+        """Seconds in which the busiest reader had something to read."""
         return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
     def nbytes_moved(self) -> int:
-        """Bytes read and copied so far, chunk by chunk, those of shards in transfer included."""
+        """Bytes read and copied so far, including chunks of shards that are not complete yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)
 
     def fail(self, cause: BaseException) -> None:
-        """Raises StreamBroken from `cause` in every thread that waits for bytes."""
+        """Makes all waits for bytes raise StreamBroken from `cause`."""
         for reader in self._lanes.readers:
             reader.fail(cause)
 
@@ -102,8 +198,8 @@ class StreamedWeights:
         self.experts.start_counting()
 
     def arrivals(self) -> Iterator[int]:
-        """Yields the layers of one pass; each is usable until the next one is asked for."""
-        # Shards arrive in a fixed order: those that an aborted pass has left are drained first.
+        """Yields the layers of one pass; each is usable until the next one is requested."""
+        # Shards come in a fixed order: drain those that an aborted pass left queued.
         deque(self._passing, maxlen=0)
         if self._lanes.dense is not None:
             self._passing = self._lanes.dense.cycle(len(self._arriving))
@@ -116,13 +212,13 @@ class StreamedWeights:
     def close(self) -> None:
         self._lanes.close()
         if self._store is not None:
-            # The profile is optional: a store of another user, or a full disk, is no reason to fail.
+            # Best effort: the store may belong to another user, and the disk may be full.
             with suppress(OSError):
                 merge(self._store.folder, self.experts.observed)
             self._store.close()
 
     def _profile(self) -> Profile:
-        """What earlier jobs counted."""
+        """The routing counts of earlier jobs."""
         if self._store is None:
             return {}
         counts = [layer.shards.num_experts for layer in self._layers]
@@ -135,7 +231,7 @@ class StreamedWeights:
 
 
 def fill_from_store(memory: WeightMemory, store: Store) -> None:
-    """Reads every shard that is held or staged. Raises BadStore for a damaged one."""
+    """Reads every shard that is kept in memory. Raises BadStore for one that is damaged."""
     for key in (*memory.held, *memory.staged):
         if not memory.nbytes(key):
             continue
