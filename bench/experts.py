@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "moe"))
 import torch
 from replay import belady, replay
 
-from moedge.moe.policy import ExpertKey, Lru
+from moedge.moe.policy import Lru
 from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
 from moedge.offload.heap import return_memory
 from moedge.offload.memory import host_peak
+from moedge.offload.stream.lane import ShardKey
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
@@ -83,13 +84,13 @@ def decode(loaded: LoadedEngine, sequences: int, warm: int, passes: int) -> Deco
         engine.step()
     loaded.streamed.start_counting()
     engine.start_counting()
-    saw = loaded.streamed.experts.popularity.saw
+    observe = loaded.streamed.experts.stats.popularity.observe
 
     def record(layer: int, tokens: int, counts: Items[int]) -> None:
         done.trace.append([expert for expert, count in enumerate(counts) if count])
-        saw(layer, tokens, counts)
+        observe(layer, tokens, counts)
 
-    loaded.streamed.experts.popularity.saw = record  # type: ignore[method-assign]
+    loaded.streamed.experts.stats.popularity.observe = record  # type: ignore[method-assign]
     busy = loaded.streamed.seconds_reading
     for _ in range(passes):
         begin = time.perf_counter()
@@ -153,7 +154,7 @@ def bytes_table(source: ModelSource, store: Path, sequences: int, passes: int, q
     print(f"| Belady | | {least / 1e6:.2f} | {least / whole:.3f} | {best / wanted:.1%} | | |")
     scan = [list(range(layer.num_experts)) for layer in layers] * 20
     held = [
-        ExpertKey(layer, expert) for layer, count in enumerate(plan.placement.held_experts) for expert in range(count)
+        ShardKey(layer, expert) for layer, count in enumerate(plan.placement.held_experts) for expert in range(count)
     ]
     hits = replay(scan, len(layers), Lru(held, dict.fromkeys(range(len(layers)), nbytes)), held)
     print(f"\na scan of 20 passes: lru hits {hits / sum(map(len, scan)):.1%}, of which all in the first pass")

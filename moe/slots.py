@@ -1,55 +1,74 @@
-"""The slots of held experts: bytes in memory that compute reads, one expert's until another takes its place."""
+"""The slots of held experts: memory that compute reads, which belongs to one expert until another one evicts it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
+from typing import Protocol
 
 import torch
 
+from ..offload.stream.lane import ShardKey
 from .expert import ExpertWeights
-from .policy import ExpertKey
+from .policy import HoldPolicy
 
-MoveOut = Callable[[ExpertKey, ExpertKey, torch.Tensor], None]
-Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]
+Bind = Callable[[ShardKey, torch.Tensor], ExpertWeights]
+
+
+class SlotMemory(Protocol):
+    """Memory that knows which expert is in which slot; slots hold uint8 bytes."""
+
+    def shard(self, key: ShardKey) -> torch.Tensor:
+        """The slot of a held expert."""
+        ...
+
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, and returns that slot."""
+        ...
 
 
 class ExpertSlots:
-    """`slots` are uint8 bytes by the expert that lies in them; `bind` makes matrices of an expert's bytes.
+    """The weights of the experts that are held in slots of `memory`, and the policy that swaps them.
 
-    `move_out(leaving, entering, slot)` is called while `slot` still holds the one that leaves.
+    `bind` makes an expert's matrices from its bytes. `held` lists the experts that are held at first.
     """
 
-    def __init__(self, slots: Mapping[ExpertKey, torch.Tensor], bind: Bind, move_out: MoveOut) -> None:
-        self._slots = dict(slots)
+    def __init__(self, held: Iterable[ShardKey], memory: SlotMemory, bind: Bind, policy: HoldPolicy) -> None:
+        self._memory = memory
         self.bind = bind
-        self._move_out = move_out
-        self._weights = {key: bind(key, slot) for key, slot in slots.items()}
-        self._of: defaultdict[int, set[int]] = defaultdict(set)
-        for layer, expert in slots:
-            self._of[layer].add(expert)
+        self._policy = policy
+        self._weights: defaultdict[int, dict[int, ExpertWeights]] = defaultdict(dict)
+        for key in held:
+            self._weights[key.layer][key.expert] = bind(key, memory.shard(key))
 
-    def __len__(self) -> int:
-        return len(self._slots)
+    def held(self, layer: int) -> AbstractSet[int]:
+        """The experts of a layer that are held now; the set follows later swaps."""
+        return self._weights[layer].keys()
 
-    def of(self, layer: int) -> AbstractSet[int]:
-        """The experts of a layer that are held."""
-        return self._of[layer]
+    def weights(self, layer: int, expert: int) -> ExpertWeights:
+        """The weights of an expert that is held."""
+        return self._weights[layer][expert]
 
-    def weights(self, key: ExpertKey) -> ExpertWeights:
-        return self._weights[key]
+    def begin_pass(self) -> None:
+        self._policy.begin_pass()
 
-    def swap(self, leaving: ExpertKey, entering: ExpertKey, view: torch.Tensor) -> None:
-        """`entering`, whose bytes are `view`, takes the slot of `leaving`, which must be of its size.
+    def observe(self, layer: int, wanted: list[int]) -> None:
+        """A layer wants these experts, held or not."""
+        self._policy.observe(layer, wanted)
 
-        The copy is compute like any other: what was asked of the slot before is done before it is overwritten.
+    def offer(self, entering: ShardKey, view: torch.Tensor, may_leave: Callable[[ShardKey], bool]) -> bool:
+        """Lets `entering`, whose bytes are `view`, evict an expert that `may_leave`. Returns whether it did."""
+        leaving = self._policy.victim(entering, may_leave)
+        if leaving is not None:
+            self.swap(leaving, entering, view)
+        return leaving is not None
+
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> None:
+        """`entering`, whose bytes are `view`, takes the slot of `leaving`, which must have the same size.
+
+        The copy is ordered like any other compute: work that reads the slot finishes before it is overwritten.
         """
-        slot = self._slots.pop(leaving)
-        del self._weights[leaving]
-        self._move_out(leaving, entering, slot)
-        slot.copy_(view)
-        self._of[leaving.layer].discard(leaving.expert)
-        self._of[entering.layer].add(entering.expert)
-        self._slots[entering] = slot
-        self._weights[entering] = self.bind(entering, slot)
+        del self._weights[leaving.layer][leaving.expert]
+        slot = self._memory.swap(leaving, entering, view)
+        self._weights[entering.layer][entering.expert] = self.bind(entering, slot)

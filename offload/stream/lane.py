@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..errors import ExitCode, MoedgeError
 
@@ -92,8 +92,21 @@ class Shard:
     crc32: int | None = None
 
 
+DENSE = -1
+
+
+class ShardKey(NamedTuple):
+    """The name of a shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output `HEAD`."""
+
+    layer: int
+    expert: int = DENSE
+
+
+HEAD = ShardKey(-1)
+
+
 class SyncPoint(Protocol):
-    """A point in a sequence of work, reached when all work before it is done; a CUDA event is one."""
+    """A point in an order of work, reached when all work before it is done; a CUDA event is one."""
 
     def synchronize(self) -> None:
         """Blocks the calling thread until the point is reached."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ...moe.forecast import ForecastCounts
+from ...moe.forecast import Forecast as ExpertForecast
+from ...moe.streaming_mode import RouterLatency
 from ..engine.metrics import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
 from ..plan.fallback import FallbackPolicy
@@ -55,26 +56,27 @@ def stalls(loaded: LoadedEngine) -> Stalls:
 def experts(loaded: LoadedEngine, total: int) -> Experts:
     """`total` experts has the model. What is not streamed has neither hits nor misses."""
     ours = loaded.streamed.experts
-    found = Experts(ours.num_held, total, 0, ours.popularity.union, ours.popularity.unions)
-    if (supply := ours.supply) is None:
+    found = Experts(ours.num_held, total, 0, ours.stats.popularity.union, ours.stats.popularity.unions)
+    if (cache := ours.cache) is None:
         return found
-    counts = supply.counts
+    counts = cache.counts
     found.fetched, found.unwanted, found.swaps = counts.fetched, counts.unwanted, counts.swaps
     found.hit_rate = counts.hits / counts.wanted if counts.wanted else None
     found.modes = {str(mode): count for mode, count in sorted(counts.turns.items())}
-    found.forecast = _forecast(supply.forecast.best, supply.forecast.counts, supply.seconds_each, supply.expert_nbytes)
+    found.forecast = _forecast(cache.order.forecast, cache.order.latency)
     return found
 
 
-def _forecast(best: str | None, counts: ForecastCounts, seconds_each: float, nbytes: int) -> Forecast:
-    if not counts.asked:
-        return Forecast(best)
+def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
+    counts = forecast.counts
+    if not counts.issued:
+        return Forecast(forecast.best)
     return Forecast(
-        best,
-        counts.right / counts.asked,
-        counts.right / counts.wanted if counts.wanted else None,
-        (counts.asked - counts.right) * nbytes,
-        counts.saved * seconds_each,
+        forecast.best,
+        counts.used / counts.issued,
+        counts.used / counts.misses if counts.misses else None,
+        (counts.issued - counts.used) * latency.nbytes,
+        counts.saved * latency.seconds_each,
     )
 
 

@@ -24,9 +24,9 @@ from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint
-from ..source.stored_model import StoreSink, write_resident
+from ..source.stored_model import write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
-from ..weights.preparation import Preparation, window_nbytes
+from ..weights.preparation import Preparation, StoreSink, window_nbytes
 from .engine_loader import load_engine
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...moe.expert import Arrived, ExpertWeights
+from ...moe.expert import ExpertWeights, ResidentExpert
 from ...moe.groups import group_by_expert
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
@@ -57,7 +57,7 @@ def _compute_one(layer: LayerAssembly, packed: PackedExperts, compute: ParallelM
         hidden = torch.zeros(num_rows, weights.up.shape[1], dtype=dtype, device=torch_device)
         groups = group_by_expert(torch.zeros(num_rows, 1, dtype=torch.long, device=torch_device), 1)
         rows = torch.empty(groups.num_rows, hidden.shape[1], dtype=dtype, device=torch_device)
-        packed.body.forward_together(hidden, rows, groups, [Arrived(0, weights)], compute)
+        packed.body.forward_together(hidden, rows, groups, [ResidentExpert(0, weights)], compute)
 
 
 def bind_zeros(layer: LayerAssembly, nbytes: int, torch_device: torch.device) -> ExpertWeights:

@@ -1,1 +1,1 @@
-"""transformers' model definitions, driven through four seams: attention, experts, weights and norms (docs/internals.md)."""
+"""transformers' model definitions, with four seams: attention, experts, weights and norms (docs/internals.md)."""

@@ -1,7 +1,8 @@
 """The plan and its workload, and the tier of every weight shard. Closed form, torch-free.
 
 KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
-every pass, than as a held expert (docs/internals.md). So `choose_placement` divides what the cache and the scratch leave.
+every pass, than as a held expert (docs/internals.md). So `choose_placement` divides the bytes that cache and scratch
+leave.
 """
 
 from __future__ import annotations

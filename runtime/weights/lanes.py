@@ -15,12 +15,12 @@ from ...offload.page_locked import Pinned
 from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane
-from ...offload.stream.lane import Lane, Ring, Shard
+from ...offload.stream.lane import DENSE, HEAD, Lane, Ring, Shard, ShardKey
 from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import ShardStream
 from ..plan.placement import Placement, Plan
-from .memory import DENSE, ShardKey, WeightMemory
+from .memory import WeightMemory
 
 
 class Lanes:
@@ -144,8 +144,8 @@ class _Pins:
 
 
 def extent_of(store: Store, key: ShardKey) -> ShardExtent:
-    """The extent of a layer's shard in a store."""
+    """The extent of a shard in a store."""
     layer = store.layers[key.layer]
-    extent = layer.dense if key.expert == DENSE else layer.experts[key.expert]
+    extent = store.head if key == HEAD else layer.dense if key.expert == DENSE else layer.experts[key.expert]
     assert extent is not None
     return extent

@@ -1,33 +1,22 @@
 """The shards that a plan keeps in memory: held where they compute, or staged in the host for copies to the device.
 
-Each tier has one allocation, cut as the plan says. Knows where each shard is, not how its bytes came or what they mean.
+Each tier has one arena, cut into slots as the plan says. The only record of where each shard is, also after experts
+were swapped; knows neither how bytes came there nor what they mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from ...offload.device import Device
 from ...offload.host_memory import HostMemory
 from ...offload.page_locked import Pinned
+from ...offload.stream.lane import DENSE, HEAD, ShardKey
 from ..plan.placement import Placement
 from ..shape.shards import ModelShards
-
-DENSE = -1
-
-
-class ShardKey(NamedTuple):
-    """A shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output head."""
-
-    layer: int
-    expert: int = DENSE
-
-
-HEAD = ShardKey(-1)
 
 
 class WeightMemory:
@@ -41,10 +30,9 @@ class WeightMemory:
     ) -> None:
         self.device = device
         self._nbytes = dict(_sizes(shards))
-        kept = dict.fromkeys(key for key in self._nbytes if _keeps(staging or held, key))
         self.held = self._cut([key for key in self._nbytes if _keeps(held, key)])
+        kept = [key for key in self._nbytes if _keeps(staging or held, key)]
         self.staged = self._cut([key for key in kept if key not in self.held])
-        self.on_disk = [key for key, nbytes in self._nbytes.items() if nbytes and key not in kept]
         self._held_bytes = _allocate(_end(self.held), device)
         self.slab = HostMemory(_end(self.staged))
         self._bounce: HostMemory | None = None
@@ -55,15 +43,27 @@ class WeightMemory:
         return [key for key, nbytes in self._nbytes.items() if nbytes and key not in self.held]
 
     @property
+    def on_disk(self) -> list[ShardKey]:
+        """Shards that are neither held nor staged, in the order in which a pass uses them."""
+        return [key for key in self.streamed if key not in self.staged]
+
+    @property
     def experts(self) -> list[ShardKey]:
         """The experts of all layers, held or not."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key.expert != DENSE]
 
-    def move_out(self, leaving: ShardKey, entering: ShardKey, slot: torch.Tensor) -> None:
-        """Copies `leaving` out of its `slot`, which `entering` takes next, to the host bytes that staged `entering`."""
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, of the same size; returns that slot.
+
+        Where `entering` was staged, `leaving` is copied to the host bytes that staged it.
+        """
+        slot = self.shard(leaving)
         if (run := self.staged.pop(entering, None)) is not None:
             self.slab.bytes[run].copy_(slot)
             self.staged[leaving] = run
+        slot.copy_(view)
+        self.held[entering] = self.held.pop(leaving)
+        return slot
 
     def pin_slab(self) -> Pinned:
         """Page-locks the slab for the device.

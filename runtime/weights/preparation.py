@@ -12,6 +12,9 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
+from ...offload.store.manifest import HEAD_FILE, layer_file
+from ...offload.store.writer import LayerFile, StoreWriter
+from ...offload.stream.lane import HEAD, ShardKey
 from ...quant.formats.format import FormatError
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.tensor import pack_into
@@ -22,7 +25,7 @@ from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
-from .memory import HEAD, ShardKey, WeightMemory
+from .memory import WeightMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,49 @@ class MemorySink:
 
     def head(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         return self._memory.fill(HEAD)
+
+
+class StoreLayerSink:
+    """A LayerSink that writes one file of a store; all experts are packed in the same buffer."""
+
+    def __init__(self, file: LayerFile, shards: LayerShards) -> None:
+        self._file = file
+        self._dense_nbytes = shards.dense.nbytes
+        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
+
+    @contextmanager
+    def dense(self) -> Iterator[torch.Tensor]:
+        shard = torch.empty(self._dense_nbytes, dtype=torch.uint8)
+        yield shard
+        self._file.write_dense(shard.numpy().data)
+
+    @contextmanager
+    def expert(self, index: int) -> Iterator[torch.Tensor]:
+        yield self._expert
+        self._file.write_expert(index, self._expert.numpy().data)
+
+
+class StoreSink:
+    """A ShardSink that writes a store; one shard is in memory at a time."""
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
+
+    def has_layer(self, index: int) -> bool:
+        return self._writer.has(layer_file(index))
+
+    @contextmanager
+    def layer(self, index: int, shards: LayerShards) -> Iterator[StoreLayerSink]:
+        expert_nbytes = shards.expert.nbytes if shards.expert else 0
+        with self._writer.layer(index, shards.dense.nbytes, shards.num_experts, expert_nbytes) as file:
+            yield StoreLayerSink(file, shards)
+
+    @contextmanager
+    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
+        shard = torch.empty(nbytes, dtype=torch.uint8)
+        yield shard
+        if not self._writer.has(HEAD_FILE):
+            self._writer.write_head(shard.numpy().data)
 
 
 # A larger window is not faster.

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from ...moe.affinity import Affinity
+from ...moe.routing_stats import Affinity
 from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
 
 FILE = "note-routing.safetensors"

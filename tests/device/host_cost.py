@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moedge.moe.streaming_mode import RouterLatency, Wait
+from moedge.moe.streaming_mode import RouterLatency, Waits
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats import nf4
 from moedge.quant.kernels.launch import Launch
@@ -326,7 +326,7 @@ def steady(costs: HostCost) -> Iterator[None]:
         patch.object(PackedExperts, "forward", routed),
         patch.object(FreshAttention, "_flash", ragged),
         patch.object(ShardStream, "is_ready", lambda self: False),
-        patch.object(RouterLatency, "mean", lambda self, tokens, first=False: Wait(2.0, 2.0)),
+        patch.object(RouterLatency, "mean", lambda self, tokens, first=False: Waits(2.0, 2.0)),
     ):
         yield
 

@@ -97,7 +97,7 @@ def test_one_more_wait_in_a_layer_is_too_many(count: Callable[[str], Figures], m
     combine = expert.combine
 
     def looks(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
-        groups.places.tolist()
+        groups.assignment_rows.tolist()
         return combine(rows, groups, weights)
 
     monkeypatch.setattr(expert, "combine", looks)

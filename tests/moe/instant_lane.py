@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from moedge.moe.fetch_queue import ExpertFetchQueue
-from moedge.moe.policy import ExpertKey
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, Slot, SyncPoint
+from moedge.moe.streaming_order import ExpertFetchQueue
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 
 
@@ -41,11 +40,11 @@ class InstantLane:
         pass
 
 
-def number(key: ExpertKey) -> int:
+def number(key: ShardKey) -> int:
     return 16 * key.layer + key.expert
 
 
-def shard(key: ExpertKey) -> Shard:
+def shard(key: ShardKey) -> Shard:
     return Shard(f"{key.layer}/{key.expert}", ALIGNMENT, number(key))
 
 
