@@ -21,8 +21,8 @@ class Tiles(NamedTuple):
 
 TILE_ROWS = (16, 32, 64)
 # Tiles by format and rows: few rows are memory-bound, many are compute-bound. With more stages, an SM would have shared
-# memory for only a few warps. nf4's absmax covers 64 columns; with several stages, each of its weights, looked up in the
-# table of levels, would pass through shared memory separately.
+# memory for only a few warps. nf4's absmax covers 64 columns; with several stages, each of its weights, looked up in
+# the table of levels, would pass through shared memory separately.
 _TILES = {
     "none": {16: Tiles(16, 64, 64, 4, 2), 32: Tiles(32, 64, 64, 8, 2), 64: Tiles(64, 64, 64, 8, 2)},
     "int8": {16: Tiles(16, 64, 64, 4, 3), 32: Tiles(32, 64, 64, 4, 3), 64: Tiles(64, 64, 64, 8, 2)},
