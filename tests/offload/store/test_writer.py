@@ -196,7 +196,7 @@ def test_a_store_with_a_gap_or_unchecked_files_is_not_finished(tmp_path: Path) -
             layer.write_dense(memoryview(bytes(NBYTES)))
         with pytest.raises(ValueError, match=layer_file(0)):
             writer.finish({})
-    with StoreWriter(tmp_path, {}, "") as writer, pytest.raises(ValueError, match="ask has"):
+    with StoreWriter(tmp_path, {}, "") as writer, pytest.raises(ValueError, match="call has"):
         writer.finish({})
 
 
