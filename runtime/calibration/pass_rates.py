@@ -65,9 +65,8 @@ def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
     rates = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows, EXPERT_SHAPE[1]).to(dtype)
-        rates[rows] = (
-            rows * flop / best_seconds(partial(compute.parallel_for, experts, partial(_multiply, x)), _SECONDS)
-        )
+        run = partial(compute.parallel_for, experts, partial(_multiply, x))
+        rates[rows] = rows * flop / best_seconds(run, _SECONDS)
     return rates
 
 

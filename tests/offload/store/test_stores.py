@@ -112,7 +112,7 @@ def test_only_stores_are_removed(root: Path) -> None:
         remove(root / "a")
     Store.open(root / "a").close()
     for folder in (root, root / "nowhere"):
-        with pytest.raises(BadStore, match="no store"):
+        with pytest.raises(BadStore, match="not a store"):
             remove(folder)
     assert names(root) == ["a", "b", "c"]
     assert not (root / "lock").exists()

@@ -99,6 +99,6 @@ def test_a_second_asker_of_the_host_s_stream_is_noticed(simulator: ModuleType) -
     tiers = Tiers(simulator)
     tiers.host.ask(tiers.shards[2])
     tiers.ask()
-    with pytest.raises(ValueError, match="somebody else asks it too"):
+    with pytest.raises(ValueError, match="another consumer"):
         tiers.stream.next()
     tiers.close()

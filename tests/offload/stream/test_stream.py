@@ -119,7 +119,7 @@ def test_a_shard_larger_than_the_ring_is_refused() -> None:
 
 def test_what_was_not_asked_for_does_not_come() -> None:
     stream, _ = stream_of(4)
-    with pytest.raises(ValueError, match="nothing was asked for"):
+    with pytest.raises(ValueError, match="no shard was requested"):
         stream.next()
 
 
