@@ -84,7 +84,7 @@ class TritonAttention:
         return out
 
     def warm_up_launches(self) -> list[Launch]:
-        """Launches that compile every kernel which a job may need and compute nothing, to run before it begins.
+        """Launches that compile every kernel that a job may need and compute nothing, to run before it begins.
 
         They cover the layers that a pass has gone through: none before the first pass.
         """
