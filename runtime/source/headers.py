@@ -63,7 +63,7 @@ def _on_hub(name: str) -> ModelShape:
     # As in hub.py: whatever its HTTP client or its parser raises.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is no folder here, and its headers could not be read: {reason}") from None
+        raise ModelNotFound(f"{name!r} is not a local folder, and its headers could not be read: {reason}") from None
     entries = {
         tensor: TensorEntry(tensor, info.dtype, tuple(info.shape), *info.data_offsets)
         for file in metadata.files_metadata.values()

@@ -60,7 +60,9 @@ def _fetch(name: str, repository: str, revision: str | None) -> Path:
     # answers something else than the hub would, whatever its own code trips over.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is no folder here, and could not be fetched from the hub: {reason}") from None
+        raise ModelNotFound(
+            f"{name!r} is not a local folder, and could not be downloaded from the hub: {reason}"
+        ) from None
     return Path(found)
 
 

@@ -51,7 +51,7 @@ class ModelSource:
             if wanted not in ("auto", found):
                 raise SettingError(
                     f"{self.store} was prepared with --{option} {found}, and --{option} {wanted} was asked for; "
-                    "leave the option away, or give the checkpoint"
+                    "drop the option, or give the checkpoint"
                 )
         return replace(settings, quant=str(self.quant), dtype=str(self.dtype))
 

@@ -162,7 +162,7 @@ def test_what_stands_is_said_with_its_origin_unless_a_flag_outdoes_it(
     [
         ('rma = "3GiB"', "moedge.toml:1: unknown key 'rma'; nearest: 'ram'".replace("'ram'", "ram")),
         ('\n\ngpu_mem = "3GiB"', "moedge.toml:3: unknown key 'gpu_mem'; nearest: gpu-mem"),
-        ("[bacth]\nseed = 1", "there is no table [bacth]; nearest: batch"),
+        ("[bacth]\nseed = 1", "unknown table [bacth]; nearest: batch"),
         ("[run]\nmax-sequences = 3", "moedge.toml:2: unknown key 'max-sequences' of [run]"),
         ("ram = 8", "moedge.toml:1: ram = 8; '8' is not a size"),
         ('ram = "8"', "nearest: 8GiB"),
@@ -173,7 +173,7 @@ def test_what_stands_is_said_with_its_origin_unless_a_flag_outdoes_it(
         ("max-tokens = 0", "moedge.toml:1: max-tokens = 0; "),
         ("until = 7", "wanted text in quotation marks"),
         ('kv = "int16"', "'int8'"),
-        ("seed = true", "seed = true; wanted a value, not a truth"),
+        ("seed = true", "seed = true; wanted a value, not true or false"),
         ('deterministic = "yes"', "wanted true or false"),
         ("seed = [1]", "wanted one value"),
         ("seed = 2026-11-21", "wanted one value"),
