@@ -147,7 +147,8 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
         )
         budget = MemoryBudget(budgets.host_nbytes())
         plan = make_plan(source.shape, settings, budget, Workload(most, task.prompt + task.new))
-        yield source, plan, store_for(source, plan, budgets)
+        store = store_for(source, plan, budgets)
+        yield source, plan, store and store.folder
 
 
 def prepare(task: Task) -> Iterator[Prepared]:

@@ -50,8 +50,9 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, Any]:
     import fake_engine
 
     from moedge.offload.memory import host_peak
-    from moedge.runtime.jobs.job import Checked
+    from moedge.runtime.jobs.job import Measured
     from moedge.runtime.jobs.request import BatchRequest
+    from moedge.runtime.jobs.session import Checked
 
     engine = fake_engine.FakeEngine(
         pass_seconds=fake_engine.LIVE / TOKENS_PER_ROW / rows_per_second if rows_per_second else 0.0
@@ -61,7 +62,7 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, Any]:
     clock = Clock()
     with Checked.open(BatchRequest("fake", folder / "in.jsonl", folder / "out.jsonl")) as checked:
         clock.phase("check")
-        measured = checked.measure()
+        measured = Measured.of(checked)
         clock.phase("measure")
         running = measured.plan().load().run()
         for _ in running.passes():

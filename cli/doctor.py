@@ -37,12 +37,16 @@ def doctor(
     from ..offload.store.stores import default_root
     from ..runtime.doctor.examination import examine
     from ..runtime.doctor.finding import Verdict
+    from ..runtime.doctor.packages import computing_line
+    from ..runtime.settings.budgets import Budgets
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
+    console.print(computing_line(Budgets()), markup=False, soft_wrap=True)
     waiting = console.status("checking")
     watched: AbstractContextManager[object] = waiting if console.is_terminal else nullcontext()
     with watched:
-        examination = examine(disk_dir or default_root(), quick, waiting.update)
+        say = waiting.update if console.is_terminal else console.print
+        examination = examine(disk_dir or default_root(), quick, say)
     if as_json:
         print(json.dumps(examination.as_json(), indent=1))
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +12,9 @@ from rich.console import Console
 from ..offload.errors import ExitCode
 from .options import options
 from .views.formatting import duration, gib
+
+if TYPE_CHECKING:
+    from ..runtime.settings.budgets import Budgets
 
 
 def prepare(
@@ -29,24 +33,41 @@ def prepare(
     After a kill at any point, the same command resumes the work. On finished prepared weights, it writes damaged files
     again. `moedge batch FOLDER ...` runs prepared weights without the checkpoint.
     """
+    from ..runtime.settings.stages import watching
+    from .options.signals import Stopped, StopSignals
+    from .views.progress import stages_on
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    budgets = options.budgets(ram, "0", disk, disk_dir)
+    try:
+        with StopSignals(), watching(stages_on(console)):
+            _prepare(model, output, quant, dtype, budgets, console.print)
+    except Stopped as stopped:
+        console.print("Interrupted: finished layers are kept; run the same command again to continue.")
+        raise typer.Exit(stopped.code) from None
+
+
+def _prepare(
+    model: str, output: Path | None, quant: str, dtype: str, budgets: Budgets, say: Callable[[str], None]
+) -> None:
     import time
 
     from ..offload.memory import host_peak
-    from ..runtime.loading.prepare import precision, store_path
-    from ..runtime.loading.prepare import prepare as write_store
-    from ..runtime.settings.budgets import Budgets
+    from ..runtime.settings.stages import stage
     from ..runtime.source.model_source import open_source
 
-    say = Console(stderr=True, highlight=False, soft_wrap=True).print
     begun = time.perf_counter()
     with open_source(model) as source:
+        say(f"preparing {model}")
+        with stage("importing torch"):
+            from ..runtime.loading.prepare import precision, store_path
+            from ..runtime.loading.prepare import prepare as write_store
         formats = precision(source, quant, dtype)
-        target = output or store_path(source, *formats, disk_dir)
+        target = output or store_path(source, *formats, budgets.disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
-        budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir)
         write_store(source, target, *formats, budgets, repair=True)
     peak, budget = host_peak(), budgets.host_nbytes()
     say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")
-    if ram != "auto" and peak > budget:
+    if budgets.ram != "auto" and peak > budget:
         say(f"over budget: {gib(peak)} of RAM used, the budget is {gib(budget)}")
         raise typer.Exit(ExitCode.GAVE_OUT)

@@ -41,10 +41,15 @@ def run(
 
     The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
-    from ..runtime.api.single_prompt import Wish, answer
+    from rich.console import Console
+
+    from ..runtime.doctor.packages import computing_line
     from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
+    from ..runtime.settings.stages import stage, watching
+    from ..runtime.source.model_source import open_source
     from .views.formatting import escape_controls
+    from .views.progress import stages_on
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -56,6 +61,14 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    for piece in answer(model, prompt, settings, budgets, Wish(max_tokens, temperature, seed, raw)):
-        print(escape_controls(piece), end="", flush=True)
+    console = Console(stderr=True, highlight=False)
+    console.print(computing_line(budgets), markup=False, soft_wrap=True)
+    with watching(stages_on(console)):
+        with open_source(model):
+            # A model that is refused is refused before torch is imported.
+            pass
+        with stage("importing torch"):
+            from ..runtime.api.single_prompt import Wish, answer
+        for piece in answer(model, prompt, settings, budgets, Wish(max_tokens, temperature, seed, raw)):
+            print(escape_controls(piece), end="", flush=True)
     print()

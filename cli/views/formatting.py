@@ -21,6 +21,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def short_duration(seconds: float) -> str:
+    """The same without tenths, for numbers that change while they are read: `14 s`, `2:03`."""
+    return f"{seconds:.0f} s" if seconds < 59.5 else duration(seconds)
+
+
 def clock(seconds: float) -> str:
     """The time of day in `seconds` from now: `05:40`, with the day if it is not today."""
     now = datetime.now()

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
 from ...offload.errors import ExitCode
-from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
+from ...runtime.doctor.packages import computing_line
 from ...runtime.jobs.request import BatchRequest
+from ...runtime.jobs.session import Checked, Ended
 from ...runtime.jobs.summary import Percentiles, RunSummary
 from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
+from ...runtime.settings.stages import stage, watching
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .formatting import duration, gib, kernel_lines
-from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
+from .progress import (
+    BarProgress,
+    BarStages,
+    EventProgress,
+    Events,
+    NoProgress,
+    NoStages,
+    PlainProgress,
+    PlainStages,
+    ProgressView,
+    SafeStream,
+)
+
+if TYPE_CHECKING:
+    from ...runtime.jobs.job import Loaded, Measured, Planned, Running
 
 
 def summary_table(summary: RunSummary) -> Table:
@@ -87,14 +104,19 @@ class JobView:
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
         with StopSignals() as signals:
             try:
-                return self._run(request, summary_path, signals)
+                self._say(computing_line(request.budgets))
+                with watching(self._stages()):
+                    return self._run(request, summary_path, signals)
             except Stopped as stopped:
-                self._say("Stopped before the first row started.")
+                self._say("Stopped before the first row started; run the same command again to continue.")
                 self._events.emit("stopped", reason="signal", id=None, done=0)
                 return stopped.code
 
     def _run(self, request: BatchRequest, summary_path: Path | None, signals: StopSignals) -> ExitCode:
-        with Checked.open(request) as checked:
+        with ExitStack() as opened:
+            # The hub's library shows downloads itself.
+            with stage(f"checking {request.input}") if Path(request.model).is_dir() else nullcontext():
+                checked = opened.enter_context(Checked.open(request))
             running = None if checked.finished else self._prepare(checked).run()
             with signals.deferred():
                 ended = checked.publish() if running is None else self._generate(checked, running, signals)
@@ -112,7 +134,10 @@ class JobView:
         if checked.claim.job_id is not None:
             left = found.num_rows - done
             self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
-        measured = checked.measure()
+        with stage("importing torch"):
+            from ...runtime.jobs.job import Measured
+        with stage("counting tokens"):
+            measured = Measured.of(checked)
         self._say_size(measured)
         planned = measured.plan()
         self._say_plan(planned, done)
@@ -164,7 +189,7 @@ class JobView:
             for _ in running.passes():
                 said = self._say_fallbacks(running.policy, said)
                 committed = running.session.committed
-                eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
+                eta.update(committed.ok + committed.failed, committed.failed, running.metrics, running.expert_hit_rate)
                 progress.show(eta)
                 if signals.requested is not None:
                     self._say("Stopping after this pass... (Ctrl-C again to quit now)")
@@ -178,12 +203,23 @@ class JobView:
             self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
         return len(policy.applied)
 
+    def _stages(self) -> BarStages | PlainStages | NoStages:
+        style = self._shown
+        if style is Progress.BAR:
+            return BarStages(self._console)
+        return PlainStages(self._console) if style is Progress.PLAIN else NoStages()
+
+    @property
+    def _shown(self) -> Progress:
+        """The style, with "auto" resolved by where it is shown."""
+        if self._style is not Progress.AUTO:
+            return self._style
+        return Progress.BAR if self._console.is_terminal else Progress.PLAIN
+
     def _progress(self, total: int) -> ProgressView:
-        style = self._style
+        style = self._shown
         if self._events.wanted:
             return EventProgress(self._events)
-        if style is Progress.AUTO:
-            style = Progress.BAR if self._console.is_terminal else Progress.PLAIN
         if style is Progress.BAR:
             return BarProgress(self._console, total)
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()

@@ -1,19 +1,37 @@
-"""Shows the progress of a job: a bar on a terminal, lines every ten seconds elsewhere, events for scripts."""
+"""Shows progress: a bar on a terminal, lines every ten seconds elsewhere, events for scripts.
+
+A job has rows; what is done before its first pass (loading, quantizing, measuring) comes in stages with bytes.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Progress as RichProgress
+from rich.table import Column, Table
+from rich.text import Text
 
 from ...runtime.jobs.eta import Eta
-from .formatting import clock, duration, gib
+from ...runtime.settings.stages import Advance, Stage
+from .formatting import clock, gib, short_duration
 
 
 class SafeStream:
@@ -114,9 +132,14 @@ class PlainProgress(SeldomProgress):
     def __init__(self, console: Console) -> None:
         super().__init__(PLAIN_INTERVAL_S)
         self._console = console
+        self._left = SmoothedLeft()
+
+    def show(self, eta: Eta) -> None:
+        self._left.of(eta)
+        super().show(eta)
 
     def print(self, eta: Eta) -> None:
-        self._console.print(f"{eta.done:,}/{eta.total:,} rows  {rates(eta)}", markup=False, soft_wrap=True)
+        self._console.print(plain_line(eta, self._left.of(eta)), markup=False, soft_wrap=True)
 
 
 class EventProgress(SeldomProgress):
@@ -139,16 +162,78 @@ class EventProgress(SeldomProgress):
         )
 
 
+class RowsColumn(MofNCompleteColumn):
+    """`67/300 rows`."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task).append(" rows")
+
+
+class FittingProgress(RichProgress):
+    """Rich's progress, without the columns for which the console is too narrow.
+
+    The columns come in the order of display, each with its rank: of those that do not fit, the highest rank goes first.
+    """
+
+    def __init__(self, ranked: Iterable[tuple[int, ProgressColumn]], console: Console, transient: bool = False) -> None:
+        self._ranked = list(ranked)
+        super().__init__(*(column for _, column in self._ranked), console=console, transient=transient)
+
+    def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+        tasks = list(tasks)
+        kept, left = set(), self.console.width
+        for _, column in sorted(self._ranked, key=lambda ranked: ranked[0]):
+            needs = max((_width(column, task, self.console) for task in tasks), default=0)
+            left -= needs + bool(kept)
+            if left < 0:
+                break
+            kept.add(column)
+        self.columns = tuple(column for _, column in self._ranked if column in kept)
+        # A bar takes what is left of the line; without one the columns stay together on the left.
+        self.expand = any(isinstance(column, BarColumn) for column in self.columns)
+        return super().make_tasks_table(tasks)
+
+
+# A shorter bar says less than the per cent beside it.
+_LEAST_BAR = 10
+
+
+def _width(column: ProgressColumn, task: Task, console: Console) -> int:
+    if isinstance(column, BarColumn):
+        return _LEAST_BAR
+    return max(console.measure(column(task)).maximum, column.get_table_column().min_width or 0)
+
+
+def _one_line(min_width: int = 0, right: bool = False) -> Column:
+    return Column(no_wrap=True, min_width=min_width, justify="right" if right else "left")
+
+
+def _field(name: str, min_width: int = 0) -> TextColumn:
+    """A field of the task, which keeps its width while its digits change."""
+    return TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=_one_line(min_width))
+
+
 class BarProgress:
-    """Rows done, tokens per second in and out, memory, time left."""
+    """Per cent, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate."""
 
     def __init__(self, console: Console, total: int) -> None:
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("rows  {task.description}"), TimeElapsedColumn()
-        self._progress = RichProgress(*columns, console=console)
-        self._task = self._progress.add_task("starting", total=total)
+        self._left = SmoothedLeft()
+        ranked = [
+            (0, TaskProgressColumn(table_column=_one_line(4, right=True))),
+            (1, RowsColumn(table_column=_one_line())),
+            (3, _field("failed")),
+            (2, _field("left", 10)),
+            (4, _field("rate", 11)),
+            (5, _field("memory", 16)),
+            (6, _field("experts")),
+            (7, BarColumn(bar_width=None)),
+        ]
+        self._progress = FittingProgress(ranked, console)
+        starting = {"failed": "", "left": "", "rate": "starting", "memory": "", "experts": ""}
+        self._task = self._progress.add_task("", total=total, **starting)
 
     def show(self, eta: Eta) -> None:
-        self._progress.update(self._task, completed=eta.done, description=rates(eta))
+        self._progress.update(self._task, completed=eta.done, **facts(eta, self._left.of(eta)))
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -158,7 +243,162 @@ class BarProgress:
         self._progress.stop()
 
 
-def rates(eta: Eta) -> str:
-    left = "" if eta.seconds_left is None else f"  left {duration(eta.seconds_left)}, ready {clock(eta.seconds_left)}"
-    tokens = f"{eta.generated_tok_s:,.1f} tok/s out, {eta.prompt_tok_s:,.1f} in"
-    return f"{tokens}  {gib(eta.resident_nbytes)}{left}"
+# Before that, one pass, mostly of prompts, would speak for all.
+_SETTLED_S = 3.0
+# The share of a new forecast in the time that is shown.
+_NEW = 0.2
+# A forecast that differs by this factor is taken as it is.
+_OFF = 3.0
+
+
+class SmoothedLeft:
+    """The time left for people: it counts down, and approaches new forecasts instead of jumping to them."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._begun: float | None = None
+        self._ends: float | None = None
+
+    def of(self, eta: Eta) -> float | None:
+        """Seconds; None while no forecast is worth showing."""
+        now, forecast = self._now(), eta.seconds_left
+        if forecast is None:
+            return None
+        self._begun = now if self._begun is None else self._begun
+        if now - self._begun < _SETTLED_S:
+            return None
+        shown = 0.0 if self._ends is None else self._ends - now
+        if shown <= 0 or not 1 / _OFF < (forecast + 1) / (shown + 1) < _OFF:
+            shown = forecast
+        shown += _NEW * (forecast - shown)
+        self._ends = now + shown
+        return shown
+
+
+def left_text(seconds: float | None) -> str:
+    """Never zero seconds for long: what takes longer than it was expected to is "almost done"."""
+    if seconds is None:
+        return ""
+    return "almost done" if seconds < 1 else f"left {short_duration(seconds)}"
+
+
+def facts(eta: Eta, seconds_left: float | None) -> dict[str, str]:
+    """What a line of progress says beside the rows, by column."""
+    memory = f"RAM {gib(eta.resident_nbytes)}"
+    if eta.ram_nbytes:
+        memory = f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(eta.ram_nbytes)}"
+    rate = eta.generated_tok_s
+    return {
+        "failed": f"{eta.failed:,} failed",
+        "left": left_text(seconds_left),
+        "rate": f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s",
+        "memory": memory,
+        "experts": "" if eta.hit_rate is None else f"expert hits {eta.hit_rate:.0%}",
+    }
+
+
+def plain_line(eta: Eta, seconds_left: float | None) -> str:
+    """One line for logs: everything that a wide terminal shows, and when the job will be ready."""
+    told = facts(eta, seconds_left)
+    if seconds_left is not None:
+        told["left"] += f", ready {clock(seconds_left)}"
+    share = eta.done / eta.total if eta.total else 1.0
+    return "  ".join(text for text in (f"{share:.0%}", f"{eta.done:,}/{eta.total:,} rows", *told.values()) if text)
+
+
+class NoStages:
+    """Shows nothing."""
+
+    @contextmanager
+    def stage(self, stage: Stage) -> Iterator[Advance]:
+        yield lambda nbytes: None
+
+
+class BarStages:
+    """One line on a terminal, which goes when the stage is done; announcements stay."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def stage(self, stage: Stage) -> Iterator[Advance]:
+        if stage.announcement:
+            self._console.print(stage.announcement, markup=False, soft_wrap=True)
+        progress = FittingProgress(_stage_columns(stage), self._console, transient=True)
+        task = progress.add_task(stage.doing, total=stage.nbytes)
+        with progress:
+            yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def _stage_columns(stage: Stage) -> list[tuple[int, ProgressColumn]]:
+    doing = TextColumn("{task.description}", markup=False, table_column=_one_line())
+    if stage.nbytes is None:
+        return [(2, SpinnerColumn()), (0, doing), (1, TimeElapsedColumn(table_column=_one_line()))]
+    return [
+        (0, doing),
+        (1, DownloadColumn(binary_units=True, table_column=_one_line())),
+        (3, RateColumn(table_column=_one_line(10))),
+        (2, LeftColumn(table_column=_one_line(10))),
+        (4, BarColumn(bar_width=None)),
+    ]
+
+
+class RateColumn(ProgressColumn):
+    """Bytes per second, in binary units as the bytes beside them."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{gib(speed)}/s", style="progress.data.speed")
+
+
+class LeftColumn(ProgressColumn):
+    """The time left as jobs show it; rich's own has no words."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        return Text(left_text(task.time_remaining), style="progress.remaining")
+
+
+# Shorter stages need no line in a log.
+_SHORT_S = 2.0
+
+
+class PlainStages:
+    """For logs: the announcement, and a line every ten seconds, the first after two."""
+
+    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._now = now
+
+    @contextmanager
+    def stage(self, stage: Stage) -> Iterator[Advance]:
+        if stage.announcement:
+            self._say(stage.announcement)
+        begun, done, due = self._now(), 0, _SHORT_S
+
+        def advance(nbytes: int) -> None:
+            nonlocal done, due
+            done += nbytes
+            seconds = self._now() - begun
+            if seconds >= due:
+                due = seconds + PLAIN_INTERVAL_S
+                self._say(_stage_line(stage, done, seconds))
+
+        yield advance
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _stage_line(stage: Stage, done: int, seconds: float) -> str:
+    rate, total = done / seconds, stage.nbytes or 0
+    left = f", {left_text((total - done) / rate)}" if rate and total > done else ""
+    return f"{stage.doing}: {gib(done)} of {gib(total)}, {gib(rate)}/s{left}"
+
+
+def stages_on(console: Console, shown: bool = True) -> NoStages | BarStages | PlainStages:
+    """The watcher of stages that suits a console."""
+    if not shown:
+        return NoStages()
+    return BarStages(console) if console.is_terminal else PlainStages(console)

@@ -146,8 +146,12 @@ def _device_of(folder: Path) -> str:
 MAX_WORKERS = 8
 
 
+def num_threads() -> int:
+    """The threads that products take on the CPU: one per core, unless OMP_NUM_THREADS says otherwise."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
+
+
 def num_workers() -> int:
     """The number of threads that compute in parallel, including the main one: one per core, at most MAX_WORKERS."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    cores = int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
-    return min(MAX_WORKERS, cores)
+    return min(MAX_WORKERS, num_threads())

@@ -28,13 +28,15 @@ class StoreWriter:
 
     Call `has(name)` for every file, write those for which it is false, then call `finish`. `recipe` is everything apart
     from the model's `fingerprint` that determines the bytes. Files of another version, model or recipe are removed.
-    Raises StoreInUse, and BadStore if the folder contains anything but a store.
+    `nbytes_written` counts the bytes of the files that this process finished. Raises StoreInUse, and BadStore if the
+    folder contains anything but a store.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any], fingerprint: str) -> None:
         self.folder = folder
         self._empty = Manifest.begin(fingerprint, recipe)
         self._done: dict[str, FileRecord] = {}
+        self.nbytes_written = 0
         make_folder(folder)
         self._lock = lock_to_write(folder)
         try:
@@ -124,6 +126,7 @@ class StoreWriter:
                 raise
             self._unchecked.pop(name, None)
             self._done[name] = record
+            self.nbytes_written += record.nbytes
             self._save_progress({})
 
     def _save_progress(self, extra: Mapping[str, Any]) -> None:

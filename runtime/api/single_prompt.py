@@ -45,7 +45,8 @@ def answer(model: str, prompt: str, settings: Settings, budgets: Budgets, wish: 
         result = plan_job(source, settings, budgets, memory.budget, job)
         memory.limit_pins(result.request.profile)
         plan = result.plan
-        with closing(load_engine(source, plan, store_for(source, plan, budgets), memory.device)) as loaded:
+        store = store_for(source, plan, budgets)
+        with closing(load_engine(source, plan, store and store.folder, memory.device)) as loaded:
             loaded.engine.add(sequence)
             while loaded.engine.busy:
                 loaded.engine.step()

@@ -9,6 +9,7 @@ from pathlib import Path
 from ...offload.machine.hardware import Hardware, find_hardware
 from ...offload.machine.measure import measure_machine
 from ...offload.machine.profile import FlopRates, Machine, load_machine, saved_path, this_machine
+from ..settings.stages import stage
 
 
 def saved_profile(folder: Path) -> Machine | None:
@@ -24,8 +25,10 @@ def machine_profile(folder: Path, again: bool = False) -> Machine:
 def _measure(folder: Path, hardware: Hardware) -> Machine:
     from .overheads import measure_overheads
 
-    machine = measure_machine(folder, hardware, measure_flop_s=_rates)
-    return replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks())
+    announcement = "measuring this machine once (about 20 s): plans need its speeds"
+    with stage("measuring this machine", announcement=announcement):
+        machine = measure_machine(folder, hardware, measure_flop_s=_rates)
+        return replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks())
 
 
 def _kernel_lacks() -> dict[str, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -12,8 +12,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from ...offload.machine.hardware import Driver
-from .finding import Finding, fail, ok
+from ...offload.budget import GIB, auto_device, parse_size
+from ...offload.machine.hardware import Driver, GpuInfo, find_driver, find_gpus, num_threads
+from ..settings.budgets import Budgets
+from ..settings.errors import counted
+from .finding import Finding, Verdict, fail, ok
 
 # Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.
 _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 6), "cu126"))
@@ -67,6 +70,54 @@ def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> F
         found = f"torch {torch.version} was built for CUDA {_dotted(torch.cuda)}; {served}"
         return fail("torch", found, f"a newer NVIDIA driver, or {install}")
     return ok("torch", f"torch {torch.version} for CUDA {_dotted(torch.cuda)}, {served}")
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What computes on a machine. `gpu` is None if the CPU does; then `reason` says why no GPU does."""
+
+    gpu: GpuInfo | None
+    reason: str = ""
+
+    def line(self, granted: int = 0) -> str:
+        """A line for the head of a command; `granted` are the bytes of the GPU that may be used."""
+        if self.gpu is None:
+            return f"computing on the CPU ({counted(num_threads(), 'thread')}): {self.reason}"
+        return f"computing on the GPU {self.gpu.name}: {granted / GIB:.1f} of {self.gpu.nbytes / GIB:.1f} GiB granted"
+
+
+_MORE = "; `moedge doctor` says more"
+
+
+def find_computing(wants_gpu: bool = True) -> Computing:
+    """What would compute on this machine; imports no torch and opens no device."""
+    if not wants_gpu:
+        return Computing(None, "--gpu-mem 0")
+    driver = find_driver()
+    gpus = find_gpus() if driver else ()
+    return choose_computing(find_torch(), driver, gpus)
+
+
+def choose_computing(torch: TorchBuild | None, driver: Driver | None, gpus: Sequence[GpuInfo]) -> Computing:
+    """The first GPU where the driver shows one and torch was built for it, else the CPU."""
+    if driver is None:
+        return Computing(None, f"no NVIDIA driver found{_MORE}")
+    if not gpus:
+        return Computing(None, f"the NVIDIA driver shows no GPU to this process{_MORE}")
+    finding = check_torch(torch, driver, len(gpus))
+    if finding.verdict is Verdict.FAIL:
+        return Computing(None, f"{finding.found.partition(';')[0]}{_MORE}")
+    return Computing(gpus[0])
+
+
+def computing_line(budgets: Budgets) -> str:
+    """Which device computes on this machine under `budgets`, and why not the GPU. Raises SettingError, BadSize."""
+    computing = find_computing(budgets.wants_device)
+    if computing.gpu is None:
+        if budgets.wants_device:
+            budgets.without_device()
+        return computing.line()
+    return computing.line(parse_size(budgets.gpu_mem, computing.gpu.nbytes, computing.gpu.nbytes, auto_device))
 
 
 def _found(need: Requirement, installed: Callable[[str], str]) -> str:

@@ -1,14 +1,17 @@
-"""The rate of a job and when it will be ready, for whoever shows progress."""
+"""The rate of a job and when it will be ready, for whoever shows progress. Torch-free."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...moe.running_mean import RunningMean
 from ...offload.memory import host_resident
-from ..engine.metrics import Metrics
+
+if TYPE_CHECKING:
+    from ..engine.metrics import Metrics
 
 # The weight of the newest window in what a pass takes: a machine that slows down shows within a minute.
 _NEWEST = 0.3
@@ -16,13 +19,25 @@ _NEWEST = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The remaining work of a run: rows of the job, answered rows, and the most tokens to compute."""
+    """The remaining work of a run: rows of the job, answered rows, and the most tokens to compute.
+
+    `ram_nbytes` is the budget of host memory, 0 if unknown.
+    """
 
     rows: int
     done: int
     prompt_tokens: int
     max_generated_tokens: int
     tokens_per_pass: int
+    ram_nbytes: int = 0
+
+
+class _Counters(NamedTuple):
+    """The sums that rates are made of."""
+
+    passes: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class Eta:
@@ -31,6 +46,7 @@ class Eta:
     Time is passes times seconds per pass: a pass costs about the same whatever it carries. How many are left follows
     from the tokens left: a pass holds `tokens_per_pass` at most, and each sequence in it makes one. The length of
     answers is learned from finished ones; before the first they are taken to be as long as they may be.
+    `hit_rate` is that of streamed experts; None if all are held.
     """
 
     def __init__(self, work: Work, window_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,15 +55,19 @@ class Eta:
         self.failed = 0
         self.prompt_tok_s = 0.0
         self.generated_tok_s = 0.0
+        self.ram_nbytes = work.ram_nbytes
+        self.hit_rate: float | None = None
         self._work = work
         self._window_s = window_s
         self._clock = clock
-        self._mark = (clock(), Metrics())
+        self._mark = (clock(), _Counters())
         self._pass_seconds = RunningMean(_NEWEST)
         self._sequences = 1.0
         self._left: float | None = None
 
-    def update(self, done: int, failed: int, metrics: Metrics) -> None:
+    def update(self, done: int, failed: int, metrics: Metrics, hit_rate: float | None = None) -> None:
+        """After every pass: rows done and failed of the job, and the sums over the passes of this run."""
+        self.hit_rate = hit_rate
         now = self._clock()
         since, before = self._mark
         self.done, self.failed = done, failed
@@ -77,14 +97,15 @@ class Eta:
         """Seconds from now, with what is known now."""
         finished = metrics.finished_limit
         share = metrics.finished_tokens / finished if finished else 1.0
-        generate = max(0.0, self._work.max_generated_tokens * share - metrics.generated_tokens)
+        most = self._work.max_generated_tokens
+        # Answers that outlived the mean are not done: on average they take half of what such answers still may.
+        running = metrics.generated_tokens - metrics.finished_tokens
+        generate = max(most * share - metrics.generated_tokens, (most - finished - running) * share / 2, 0.0)
         prompt = max(0, self._work.prompt_tokens - metrics.prompt_tokens)
         passes = max(generate / self._sequences, (generate + prompt) / self._work.tokens_per_pass)
         return passes * (self._pass_seconds.value or 0.0)
 
 
-def _counters(metrics: Metrics) -> Metrics:
-    """The sums that rates are made of, as they are now."""
-    return Metrics(
-        passes=metrics.passes, prompt_tokens=metrics.prompt_tokens, generated_tokens=metrics.generated_tokens
-    )
+def _counters(metrics: Metrics) -> _Counters:
+    """The sums as they are now."""
+    return _Counters(metrics.passes, metrics.prompt_tokens, metrics.generated_tokens)

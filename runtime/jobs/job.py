@@ -1,7 +1,8 @@
 """A batch job as a sequence of states: Checked, Measured, Planned, Loaded, Running, Ended. Prints nothing.
 
 Each state is built from the one before by the method that is named after the step, so a job cannot be in two of them,
-and what a state knows is what its class has. `Checked` is the context manager that frees everything.
+and what a state knows is what its class has. `Checked` (session.py, torch-free) is the context manager that frees
+everything; `Measured.of` begins what needs torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,99 +20,22 @@ from ..loading.machine_memory import MachineMemory, open_memory
 from ..loading.prepare import store_for
 from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
-from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
 from ..rows.failure import RowFailure
-from ..rows.preflight import Preflight
 from ..rows.reader import RowFile, read_rows
-from ..settings.errors import InputRefused
-from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import seekable
 from .job_plan import plan_job, remember
-from .outputs import OutputPaths, claim_output
-from .report import summarise, summarise_rows
-from .request import BatchRequest, identity
+from .report import summarise
 from .run import FileRows, RowRunner, RowSource
-from .session import JobClaim, JobInput, JobSession, lock_folder
-from .stop import StallGuard, StopRule
+from .session import Checked, Ended, JobClaim, JobSession
+from .stop import StallGuard
 from .summary import RunSummary, Seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The model's headers are read, the input is valid, and the output is claimed; nothing was written.
-
-    A job whose last row has its answer is `finished`: end it with `publish`. Every other is measured next. Leaving
-    the context ends every process and thread of the job; every answer that was confirmed is kept.
-    """
-
-    request: BatchRequest
-    source: ModelSource
-    claim: JobClaim
-    stop_rule: StopRule
-    resources: ExitStack
-    begun: float
-
-    @classmethod
-    def open(cls, request: BatchRequest) -> Self:
-        """Raises the errors of settings/errors.py for a model, an input, an output or limits that are refused."""
-        stop_rule, begun = StopRule(request.limits), time.perf_counter()
-        with ExitStack() as resources:
-            source = resources.enter_context(open_source(request.model))
-            paths = claim_output(request.output, request.input, source.folder)
-            folder = resources.enter_context(lock_folder(paths))
-            rows = JobInput.check(request, folder)
-            if rows.preflight.refused(request.lenient):
-                raise InputRefused(rows.preflight.report(request.lenient))
-            facts = identity(source, request.defaults, request.lenient)
-            claim = JobClaim(request, paths, folder, rows, facts)
-            resources.callback(claim.close)
-            return cls(request, source, claim, stop_rule, resources.pop_all(), begun)
-
-    @property
-    def finished(self) -> bool:
-        return self.claim.finished
-
-    @property
-    def preflight(self) -> Preflight:
-        return self.claim.rows.preflight
-
-    @property
-    def paths(self) -> OutputPaths:
-        return self.claim.paths
-
-    def publish(self) -> Ended:
-        """The end of a job that was finished before: its files are published where they are missing."""
-        session = self.claim.session()
-        session.finish()
-        return Ended(session, self.paths, summarise_rows(session.journal.state.counts))
-
-    def measure(self) -> Measured:
-        """Tokenizes every row to be run: what is too long is known before a weight is loaded."""
-        source, claim = self.source, self.claim
-        tokenizer = self.resources.enter_context(Tokenizer.load(source.folder, claim.created))
-        text = self.resources.enter_context(seekable(claim.rows.path, claim.folder))
-        file = RowFile(text, self.preflight.index, self.request.defaults)
-        spool = TokenSpool(claim.folder.path, self.preflight.num_rows)
-        self.resources.callback(spool.close)
-        bad = set(self.preflight.bad_rows)
-        rows = (file.row(row) for row in claim.rows_to_run() if row not in bad)
-        encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
-        size, order = measure(rows, encoder)
-        spool.seal()
-        return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.resources.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +48,22 @@ class Measured:
     file: RowFile
     size: JobSize
     order: array[int]
+
+    @classmethod
+    def of(cls, checked: Checked) -> Self:
+        """Tokenizes every row to be run: what is too long is known before a weight is loaded."""
+        source, claim = checked.source, checked.claim
+        tokenizer = checked.resources.enter_context(Tokenizer.load(source.folder, claim.created))
+        text = checked.resources.enter_context(seekable(claim.rows.path, claim.folder))
+        file = RowFile(text, checked.preflight.index, checked.request.defaults)
+        spool = TokenSpool(claim.folder.path, checked.preflight.num_rows)
+        checked.resources.callback(spool.close)
+        bad = set(checked.preflight.bad_rows)
+        rows = (file.row(row) for row in claim.rows_to_run() if row not in bad)
+        encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
+        size, order = measure(rows, encoder)
+        spool.seal()
+        return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()))
 
     def plan(self, given: PlanResult | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became.
@@ -168,14 +107,15 @@ class Planned:
         store, offsets = store_for(source, self.plan, request.budgets), self.session.key_offsets(source.shape)
 
         def load(plan: Plan) -> LoadedEngine:
-            return load_engine(source, plan, store, self.memory.device, request.experts, offsets)
+            return load_engine(source, plan, store and store.folder, self.memory.device, request.experts, offsets)
 
         policy = self._policy()
         engine = load_with_fallback(load, policy)
         checked.resources.callback(engine.close)
         text = self.measured.tokenizer.encode(TEXT)[:MAX_TOKENS]
         rehearse(engine, policy.plan, self.workload, prompt_tokens(text, source.shape.vocab))
-        return Loaded(self, engine, policy, time.perf_counter() - begun)
+        written = store.nbytes_written if store else 0
+        return Loaded(self, engine, policy, time.perf_counter() - begun, written)
 
     def with_engine(self, engine: LoadedEngine) -> Loaded:
         """Runs on an engine that somebody else loaded by this plan, keeps and closes; nothing may be in work on it."""
@@ -189,12 +129,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile."""
+    """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile.
+
+    `nbytes_written` went to disk as prepared weights while it was loaded.
+    """
 
     planned: Planned
     engine: LoadedEngine
     policy: FallbackPolicy
     load_seconds: float
+    nbytes_written: int = 0
 
     def run(self) -> Running:
         return Running(self)
@@ -222,7 +166,14 @@ class Running:
         """The estimate of the remaining time; update it after every pass."""
         found, size, plan = self._checked.preflight, self._planned.measured.size, self._planned.plan
         done = self._checked.claim.num_done
-        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass))
+        ram = self._planned.memory.budget.host_nbytes
+        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass, ram))
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """The share of the experts that rows were routed to which were in memory; None if all are held."""
+        cache = self._loaded.engine.streamed.experts.cache
+        return None if cache is None or not cache.counts.wanted else cache.counts.hits / cache.counts.wanted
 
     def passes(self) -> Iterator[None]:
         """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
@@ -275,6 +226,7 @@ class Running:
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
+        summary.bytes.written = self._loaded.nbytes_written
         remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
         return summary
 
@@ -284,21 +236,3 @@ def _failures(claim: JobClaim, rows: Collection[int]) -> Iterator[RowFailure]:
     if rows:
         read = read_rows(claim.rows.path, claim.rows.defaults)
         yield from (row for row in read if isinstance(row, RowFailure) and row.index in rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The result of a run: `reason` is None if every row has its answer, else it says why not.
-
-    `over_budget` are the tiers of memory whose peak was above their budget.
-    """
-
-    session: JobSession
-    paths: OutputPaths
-    summary: RunSummary
-    reason: str | None = None
-    over_budget: tuple[TierLedger, ...] = ()
-
-    @property
-    def finished(self) -> bool:
-        return self.session.finished

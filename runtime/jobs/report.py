@@ -118,16 +118,6 @@ def summarise(
     )
 
 
-def summarise_rows(counts: Counts) -> RunSummary:
-    """The summary of a job that was already finished: without measurements."""
-    return RunSummary(
-        version=version("moedge"),
-        command="batch",
-        rows=Rows(counts.rows, counts.ok, counts.failed),
-        tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
-    )
-
-
 def _throughput(metrics: Metrics, seconds: float | None) -> Throughput:
     if not seconds:
         return Throughput()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.errors import BadStore
@@ -23,9 +23,11 @@ from ..settings.errors import JobMismatch
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, model_fingerprint
-from ..weights.key_offsets import KeyOffsets, keep, kept
 from .outputs import OutputPaths
 from .stop import Limits
+
+if TYPE_CHECKING:
+    from ..weights.key_offsets import KeyOffsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,9 @@ def recall_offsets(folder: Path, recorded: str | None, shape: ModelShape) -> Key
     """The offsets that the journal names; None if it names none, or if they are missing and must be measured again."""
     if recorded is None:
         return None
+    # Imports torch, which nothing else here needs.
+    from ..weights.key_offsets import kept
+
     try:
         offsets = kept(folder, shape)
     except BadStore:
@@ -210,5 +215,7 @@ def settle_offsets(
             f"choose another -o. To continue anyway: --accept-drift {KEY_OFFSETS}"
         )
     if offsets is not None and found != recorded:
+        from ..weights.key_offsets import keep
+
         keep(folder, offsets)
     return found

@@ -1,12 +1,13 @@
 """A job on disk: the claim to an output, which refuses what must not start, and the session that works under it.
 
 A claim holds the lock of the job's folder and writes nothing. `begin` makes a session of it: from then on there is a
-journal, and the output can be published.
+journal, and the output can be published. Torch-free: what is refused is refused before torch is imported.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,25 +17,30 @@ from hashlib import blake2b
 from heapq import merge
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...offload.stream.lane import StreamBroken
+from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan
 from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
-from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
+from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..weights.key_offsets import KeyOffsets
+from ..source.model_source import ModelSource, open_source
 from .folder import JobFolder, JobLock, now_text, regular_input
 from .journal.journal import Journal, Mark
 from .journal.state import JobState
-from .outputs import OutputPaths, export, export_partial, is_exported, read_answers
-from .request import BatchRequest, Identity, recall_offsets, resolved, settle, settle_offsets
+from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, read_answers
+from .request import BatchRequest, Identity, identity, recall_offsets, resolved, settle, settle_offsets
 from .status import register
-from .stop import CrashMarker, boot_id, last_ending, memory_kills
+from .stop import CrashMarker, StopRule, boot_id, last_ending, memory_kills
+from .summary import RunSummary, summarise_rows
+
+if TYPE_CHECKING:
+    from ..weights.key_offsets import KeyOffsets
 
 # What ends a process without a row being to blame.
 _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterrupt)
@@ -298,3 +304,77 @@ def _disk_errors(path: Path) -> Iterator[None]:
             f"{path} could not be written ({error.strerror}); every answer is safe in the journal. Free some disk "
             "space or look after the disk, then run the same command again"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The model's headers are read, the input is valid, and the output is claimed; nothing was written.
+
+    A job whose last row has its answer is `finished`: end it with `publish`. Every other is measured next. Leaving
+    the context ends every process and thread of the job; every answer that was confirmed is kept.
+    """
+
+    request: BatchRequest
+    source: ModelSource
+    claim: JobClaim
+    stop_rule: StopRule
+    resources: ExitStack
+    begun: float
+
+    @classmethod
+    def open(cls, request: BatchRequest) -> Self:
+        """Raises the errors of settings/errors.py for a model, an input, an output or limits that are refused."""
+        stop_rule, begun = StopRule(request.limits), time.perf_counter()
+        with ExitStack() as resources:
+            source = resources.enter_context(open_source(request.model))
+            paths = claim_output(request.output, request.input, source.folder)
+            folder = resources.enter_context(lock_folder(paths))
+            rows = JobInput.check(request, folder)
+            if rows.preflight.refused(request.lenient):
+                raise InputRefused(rows.preflight.report(request.lenient))
+            facts = identity(source, request.defaults, request.lenient)
+            claim = JobClaim(request, paths, folder, rows, facts)
+            resources.callback(claim.close)
+            return cls(request, source, claim, stop_rule, resources.pop_all(), begun)
+
+    @property
+    def finished(self) -> bool:
+        return self.claim.finished
+
+    @property
+    def preflight(self) -> Preflight:
+        return self.claim.rows.preflight
+
+    @property
+    def paths(self) -> OutputPaths:
+        return self.claim.paths
+
+    def publish(self) -> Ended:
+        """The end of a job that was finished before: its files are published where they are missing."""
+        session = self.claim.session()
+        session.finish()
+        return Ended(session, self.paths, summarise_rows(session.journal.state.counts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.resources.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The result of a run: `reason` is None if every row has its answer, else it says why not.
+
+    `over_budget` are the tiers of memory whose peak was above their budget.
+    """
+
+    session: JobSession
+    paths: OutputPaths
+    summary: RunSummary
+    reason: str | None = None
+    over_budget: tuple[TierLedger, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        return self.session.finished

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,9 @@ from annotated_types import Ge, Le
 from ...offload.atomic_file import own_name, write_atomically
 from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
+from .journal.state import Counts
 
-SCHEMA = "moedge.run/5"
+SCHEMA = "moedge.run/6"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -90,12 +92,16 @@ class Passes:
 
 @dataclass(slots=True)
 class Moved:
-    """Bytes that crossed each link; per token that was generated, prompts' share included."""
+    """Bytes that crossed each link while generating; per token that was generated, prompts' share included.
+
+    `written` went to disk as prepared weights before the first pass.
+    """
 
     disk_to_host: Count | None = None
     host_to_device: Count | None = None
     disk_per_token: Amount | None = None
     device_per_token: Amount | None = None
+    written: Count | None = None
 
 
 @dataclass(slots=True)
@@ -223,6 +229,16 @@ class RunSummary:
         """Replaces what is there; NaN and infinities are refused with `ValueError`."""
         text = json.dumps(self.as_dict(), indent=2, allow_nan=False)
         write_atomically(path, text.encode() + b"\n", own_name(path))
+
+
+def summarise_rows(counts: Counts) -> RunSummary:
+    """The summary of a job that was already finished: without measurements."""
+    return RunSummary(
+        version=version("moedge"),
+        command="batch",
+        rows=Rows(counts.rows, counts.ok, counts.failed),
+        tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
+    )
 
 
 def json_schema() -> dict[str, Any]:

@@ -38,6 +38,7 @@ from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
+from ..settings.stages import stage
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
@@ -180,7 +181,8 @@ def load_engine(
     opened = Store.open(store)
     layers = loading.install_layers()
     read_resident(opened, loading.model)
-    fill_from_store(loading.memory, opened)
+    with stage("reading weights", loading.memory.nbytes_kept) as advance:
+        fill_from_store(loading.memory, opened, advance)
     return loading.finish(layers, opened, experts, key_offsets)
 
 
@@ -219,7 +221,9 @@ def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
     with Checkpoint(loading.source.folder) as checkpoint:
         window = min(free // (WINDOW_COPIES + 1), WINDOW_NBYTES)
         preparation = Preparation(loading.model, checkpoint, loading.compute, window)
-        preparation.run(loading.shards, MemorySink(loading.memory))
+        doing = "loading weights" if plan.quant == "none" else f"quantizing weights to {plan.quant}"
+        with stage(doing, loading.shards.nbytes) as advance:
+            preparation.run(loading.shards, MemorySink(loading.memory), advance)
     return preparation.layers
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...offload.budget import gib
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.store.stores import default_root, disk_budget, store_folder
+from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.parallel import ParallelMatmul
 from ...quant.matmul.workspace import Workspace
@@ -20,6 +22,7 @@ from ..plan.planner import budget_range, make_plan
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
+from ..settings.stages import stage
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
@@ -47,30 +50,44 @@ def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -
     return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
 
 
-def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> None:
+def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> int:
     """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
 
-    `repair` also reads a finished store and writes its damaged files again. Raises DoesNotFit if the memory is too
-    little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk.
+    `repair` also reads a finished store and writes its damaged files again. Returns the bytes that it wrote. Raises
+    DoesNotFit if the memory is too little for the largest part that is converted whole, OutOfBudget if the store does
+    not fit on the disk.
     """
-    _pack(source, target, quant, dtype, budgets, repair)
+    written = _pack(source, target, quant, dtype, budgets, repair)
     _keep_key_offsets(source, target, quant, dtype, budgets)
+    return written
 
 
-def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> None:
+def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> int:
     folder, shape = source.folder, source.shape
     shards = model_shards(shape, quant, dtype)
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
-    disk_budget(target, weights_nbytes(shape, quant, dtype), budgets.disk_nbytes())
+    nbytes = weights_nbytes(shape, quant, dtype)
+    disk_budget(target, nbytes, budgets.disk_nbytes())
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
-            return
+            return 0
         model = define(ModelConfig.read(folder), TORCH_DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
             preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window)
-            preparation.run(shards, StoreSink(writer))
+            with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:
+                preparation.run(shards, StoreSink(writer), advance)
         write_resident(writer, model, folder)
         writer.finish({"shape": shape_to_json(shape), "name": source.name})
+        return writer.nbytes_written
+
+
+def _announcement(target: Path, nbytes: int) -> str:
+    free = shutil.disk_usage(target).free
+    begun = " (continues what an earlier run wrote)" if disk_nbytes(target) > nbytes // 100 else ""
+    return (
+        f"writing {gib(nbytes)} of prepared weights to {target}, once{begun}; {gib(free)} are free "
+        "(--disk limits it, --disk-dir moves it)"
+    )
 
 
 def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:
@@ -95,10 +112,18 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
         gc.collect()
 
 
-def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:
+class StoreInPlace(NamedTuple):
+    """The folder of a finished store, and the bytes of it that were written just now."""
+
+    folder: Path
+    nbytes_written: int = 0
+
+
+def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> StoreInPlace | None:
     """The store that a plan streams from, prepared now if it is missing; None where none is needed."""
-    if source.store is not None or not plan.streams:
-        return source.store
+    if source.store is not None:
+        return StoreInPlace(source.store)
+    if not plan.streams:
+        return None
     target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir)
-    prepare(source, target, plan.quant, plan.dtype, budgets)
-    return target
+    return StoreInPlace(target, prepare(source, target, plan.quant, plan.dtype, budgets))

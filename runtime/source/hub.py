@@ -24,22 +24,46 @@ def find_model(name: str) -> Path:
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        _refuse_gguf(name, folder)
         return folder
     return _fetch(name, *repository_of(name))
 
 
 def repository_of(name: str) -> tuple[str, str | None]:
-    """Owner and repository of a hub id, and the revision where it names one. Raises ModelNotFound for anything else."""
+    """Owner and repository of a hub id, and the revision where it names one. Raises ModelNotFound for anything else.
+
+    What is, or looks like, a path on this machine is no hub id: it must not leave the machine.
+    """
     repository, _, revision = name.partition("@")
-    if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        raise ModelNotFound(f"{name!r} is a GGUF file, {_NO_GGUF}")
+    if path.exists() or path.suffix.lower() in _FILE_SUFFIXES:
+        what = "is a file" if path.exists() else "names a file"
+        raise ModelNotFound(
+            f"{name!r} {what}; give the folder of the checkpoint, with config.json and *.safetensors, or a hub id"
+        )
+    if repository.count("/") != 1 or repository.startswith((".", "/", "~")) or repository.endswith("/"):
         raise ModelNotFound(f"{name!r} is neither a folder nor a hub id like Qwen/Qwen3-30B-A3B")
     return repository, revision or None
+
+
+_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json", ".jsonl", ".ckpt")
+_NO_GGUF = "which moedge does not read; give the safetensors checkpoint that it was made from: its folder or its hub id"
+
+
+def _refuse_gguf(name: str, folder: Path) -> None:
+    """Names what a folder holds that has no checkpoint."""
+    files = sorted(folder.glob("*.gguf"))
+    if files and not any(folder.glob("*.json")):
+        raise ModelNotFound(f"{name!r} holds GGUF files ({files[0].name}), {_NO_GGUF}")
 
 
 def local_folder(name: str) -> Path | None:
     """The folder of a complete local checkpoint, or one in the cache of the hub; makes no connection."""
     folder = Path(name).expanduser()
     if folder.is_dir():
+        _refuse_gguf(name, folder)
         return folder
     from huggingface_hub import snapshot_download
 

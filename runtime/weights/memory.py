@@ -78,6 +78,11 @@ class WeightMemory:
         """Bytes that were allocated where weights compute."""
         return self._held_bytes.numel()
 
+    @property
+    def nbytes_kept(self) -> int:
+        """Bytes of all shards that are held or staged."""
+        return _end(self.held) + _end(self.staged)
+
     def nbytes(self, key: ShardKey) -> int:
         return self._nbytes[key]
 

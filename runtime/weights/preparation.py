@@ -23,6 +23,7 @@ from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
+from ..settings.stages import Advance
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
 from .memory import WeightMemory
@@ -186,7 +187,8 @@ class Preparation:
         self._compute = compute
         self._window_nbytes = window_nbytes
 
-    def run(self, shards: ModelShards, sink: ShardSink) -> None:
+    def run(self, shards: ModelShards, sink: ShardSink, advance: Advance = lambda nbytes: None) -> None:
+        """Packs all layers and the head into `sink`; `advance` is called with the bytes of each shard."""
         self._loader.check()
         for index, layer in enumerate(self._model.get_decoder().layers):
             assembly = LayerAssembly(layer, shards.layers[index], self._compute)
@@ -194,7 +196,10 @@ class Preparation:
             if not sink.has_layer(index):
                 with sink.layer(index, assembly.shards) as layer_sink:
                     self._pack_dense(index, assembly, layer_sink)
-                    self._pack_experts(index, assembly, layer_sink)
+                    advance(assembly.shards.dense.nbytes)
+                    self._pack_experts(index, assembly, layer_sink, advance)
+            else:
+                advance(assembly.shards.nbytes)
             assembly.install()
             self.layers.append(assembly)
         self._loader.load_rest()
@@ -203,6 +208,7 @@ class Preparation:
             raise BadCheckpoint(f"{self._checkpoint.folder}: a weight file changed while it was read; start again")
         if shards.head is not None:
             self._pack_head(shards.head, sink)
+            advance(shards.head.nbytes)
 
     def _pack_dense(self, index: int, assembly: LayerAssembly, sink: LayerSink) -> None:
         layout = assembly.shards.dense
@@ -210,7 +216,7 @@ class Preparation:
         with sink.dense() as shard:
             pack_shard(f"layer {index}", layout, weights, shard)
 
-    def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink) -> None:
+    def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink, advance: Advance) -> None:
         layout, count = assembly.shards.expert, assembly.shards.num_experts
         if layout is None:
             return
@@ -223,6 +229,7 @@ class Preparation:
                 weights = [up[expert - begin], down[expert - begin]]
                 with sink.expert(expert) as shard:
                     pack_shard(f"layer {index} expert {expert}", layout, weights, shard)
+                advance(layout.nbytes)
 
     def _pack_head(self, layout: ShardLayout, sink: ShardSink) -> None:
         head = self._model.get_output_embeddings()

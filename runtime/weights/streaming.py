@@ -21,6 +21,7 @@ from ...offload.stream.lane import HEAD, ShardKey
 from ...offload.stream.stream import Arrival, ShardStream
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Plan
+from ..settings.stages import Advance
 from .lanes import Lanes, extent_of
 from .memory import WeightMemory
 from .routing_profile import Profile, kept, merge, profile_shapes
@@ -230,10 +231,11 @@ class StreamedWeights:
         return sum(stream.nbytes_from_files for stream in streams), to_device
 
 
-def fill_from_store(memory: WeightMemory, store: Store) -> None:
-    """Reads every shard that is kept in memory. Raises BadStore for one that is damaged."""
+def fill_from_store(memory: WeightMemory, store: Store, advance: Advance = lambda nbytes: None) -> None:
+    """Reads every shard that is kept in memory; `advance` gets the bytes of each. Raises BadStore for a damaged one."""
     for key in (*memory.held, *memory.staged):
         if not memory.nbytes(key):
             continue
         with memory.fill(key) as shard:
             store.read_into(extent_of(store, key), shard.numpy().data, check=True)
+        advance(memory.nbytes(key))

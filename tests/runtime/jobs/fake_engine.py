@@ -17,9 +17,11 @@ from moedge.runtime.engine.metrics import Metrics
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import request as requests
-from moedge.runtime.jobs.job import Checked, Ended
-from moedge.runtime.jobs.report import summarise_rows
+from moedge.runtime.jobs import session as sessions
+from moedge.runtime.jobs.job import Measured
 from moedge.runtime.jobs.request import BatchRequest
+from moedge.runtime.jobs.session import Checked, Ended
+from moedge.runtime.jobs.summary import summarise_rows
 from moedge.runtime.shape.model_shape import KVGroup
 
 CONTEXT, LIVE = 4096, 32
@@ -137,7 +139,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
             engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
         )
 
-    setattr(states, "open_source", open_source)
+    setattr(sessions, "open_source", open_source)
     setattr(states, "plan_job", plan_job)
     setattr(states, "load_engine", load_engine)
     setattr(states, "load_with_fallback", lambda load, policy: load(policy.plan))
@@ -155,7 +157,7 @@ def run(request: BatchRequest) -> Ended:
     with Checked.open(request) as checked:
         if checked.finished:
             return checked.publish()
-        running = checked.measure().plan().load().run()
+        running = Measured.of(checked).plan().load().run()
         for _ in running.passes():
             pass
         return running.end()

@@ -24,6 +24,7 @@ from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import BatchRequest, ResumeOptions
 from moedge.runtime.jobs.run import FileRows
+from moedge.runtime.jobs.session import Checked
 from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.rows.answer_formats import Answers
 from moedge.runtime.rows.row import Defaults
@@ -550,8 +551,8 @@ def test_a_job_runs_on_an_engine_that_somebody_else_loaded_and_keeps(
     engine, plan = given_engine(fake, closed), None
     for name in ("one", "two"):
         request = BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / f"{name}.jsonl")
-        with states.Checked.open(request) as checked:
-            planned = checked.measure().plan(plan)
+        with Checked.open(request) as checked:
+            planned = states.Measured.of(checked).plan(plan)
             plan = planned.chosen
             running = planned.with_engine(engine).run()
             for _ in running.passes():
@@ -566,8 +567,8 @@ def test_an_engine_that_would_answer_otherwise_is_refused_for_a_job_that_was_beg
     begun: JobFolder, fake: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake.install(fake.FakeEngine, monkeypatch.setattr)
-    with states.Checked.open(BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / "out.jsonl")) as checked:
-        measured = checked.measure()
+    with Checked.open(BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / "out.jsonl")) as checked:
+        measured = states.Measured.of(checked)
         chosen = measured.plan().chosen
         chosen.plan.quant = "nf4"
         with pytest.raises(JobMismatch, match=r"quant none -> nf4\."):
