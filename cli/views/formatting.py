@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 def short_duration(seconds: float) -> str:
     """The same without tenths, for numbers that change while they are read: `14 s`, `2:03`."""
-    return f"{seconds:.0f} s" if seconds < 59.5 else duration(seconds)
+    return f"{seconds:.0f} s" if seconds < 59.5 else duration(max(60, seconds))
 
 
 def clock(seconds: float) -> str:

@@ -177,21 +177,26 @@ class FittingProgress(RichProgress):
 
     def __init__(self, ranked: Iterable[tuple[int, ProgressColumn]], console: Console, transient: bool = False) -> None:
         self._ranked = list(ranked)
+        # Rich draws once while it is made, before it has a console.
+        self._shown_on = console
         super().__init__(*(column for _, column in self._ranked), console=console, transient=transient)
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
         tasks = list(tasks)
-        kept, left = set(), self.console.width
+        kept, left = set(), self._shown_on.width
         for _, column in sorted(self._ranked, key=lambda ranked: ranked[0]):
-            needs = max((_width(column, task, self.console) for task in tasks), default=0)
+            needs = max((_width(column, task, self._shown_on) for task in tasks), default=0)
             left -= needs + bool(kept)
             if left < 0:
                 break
             kept.add(column)
-        self.columns = tuple(column for _, column in self._ranked if column in kept)
+        columns = [column for _, column in self._ranked if column in kept]
         # A bar takes what is left of the line; without one the columns stay together on the left.
-        self.expand = any(isinstance(column, BarColumn) for column in self.columns)
-        return super().make_tasks_table(tasks)
+        expand = any(isinstance(column, BarColumn) for column in columns)
+        table = Table.grid(*(column.get_table_column().copy() for column in columns), padding=(0, 1), expand=expand)
+        for task in tasks:
+            table.add_row(*(column(task) for column in columns))
+        return table
 
 
 # A shorter bar says less than the per cent beside it.
