@@ -186,19 +186,26 @@ class FittingProgress(RichProgress):
         kept, left = set(), self._shown_on.width
         for _, column in sorted(self._ranked, key=lambda ranked: ranked[0]):
             needs = max((_width(column, task, self._shown_on) for task in tasks), default=0)
-            left -= needs + bool(kept)
+            left -= needs + (_APART if kept else 0)
             if left < 0:
                 break
             kept.add(column)
         columns = [column for _, column in self._ranked if column in kept]
         # A bar takes what is left of the line; without one the columns stay together on the left.
         expand = any(isinstance(column, BarColumn) for column in columns)
-        table = Table.grid(*(column.get_table_column().copy() for column in columns), padding=(0, 1), expand=expand)
+        table = Table.grid(
+            *(column.get_table_column().copy() for column in columns),
+            padding=(0, _APART, 0, 0),
+            pad_edge=False,
+            expand=expand,
+        )
         for task in tasks:
             table.add_row(*(column(task) for column in columns))
         return table
 
 
+# Spaces between columns.
+_APART = 2
 # A shorter bar says less than the per cent beside it.
 _LEAST_BAR = 10
 
@@ -224,7 +231,7 @@ class BarProgress:
     def __init__(self, console: Console, total: int) -> None:
         self._left = SmoothedLeft()
         ranked = [
-            (0, TaskProgressColumn(table_column=_one_line(4, right=True))),
+            (0, TaskProgressColumn("{task.fields[percent]}", table_column=_one_line(4, right=True))),
             (1, RowsColumn(table_column=_one_line())),
             (3, _field("failed")),
             (2, _field("left", 10)),
@@ -234,7 +241,7 @@ class BarProgress:
             (7, BarColumn(bar_width=None)),
         ]
         self._progress = FittingProgress(ranked, console)
-        starting = {"failed": "", "left": "", "rate": "starting", "memory": "", "experts": ""}
+        starting = {"percent": "", "failed": "", "left": "", "rate": "starting", "memory": "", "experts": ""}
         self._task = self._progress.add_task("", total=total, **starting)
 
     def show(self, eta: Eta) -> None:
@@ -293,10 +300,12 @@ def facts(eta: Eta, seconds_left: float | None) -> dict[str, str]:
     if eta.ram_nbytes:
         memory = f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(eta.ram_nbytes)}"
     rate = eta.generated_tok_s
+    tokens = f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s"
     return {
+        "percent": f"{100 * eta.done // eta.total if eta.total else 100:3}%",
         "failed": f"{eta.failed:,} failed",
         "left": left_text(seconds_left),
-        "rate": f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s",
+        "rate": tokens if rate else "",
         "memory": memory,
         "experts": "" if eta.hit_rate is None else f"expert hits {eta.hit_rate:.0%}",
     }
@@ -307,8 +316,8 @@ def plain_line(eta: Eta, seconds_left: float | None) -> str:
     told = facts(eta, seconds_left)
     if seconds_left is not None:
         told["left"] += f", ready {clock(seconds_left)}"
-    share = eta.done / eta.total if eta.total else 1.0
-    return "  ".join(text for text in (f"{share:.0%}", f"{eta.done:,}/{eta.total:,} rows", *told.values()) if text)
+    rows = told.pop("percent").strip(), f"{eta.done:,}/{eta.total:,} rows"
+    return "  ".join(text for text in (*rows, *told.values()) if text)
 
 
 class NoStages:

@@ -53,9 +53,9 @@ def last_frame(text: str) -> str:
 
 
 def golden(name: str, text: str) -> None:
-    """Compares with the kept capture; with MOEDGE_WRITE_GOLDEN set, keeps this one."""
+    """Compares with the kept capture; with WRITE_GOLDEN set, keeps this one."""
     path = GOLDEN / name
-    if os.environ.get("MOEDGE_WRITE_GOLDEN"):
+    if os.environ.get("WRITE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
 
@@ -92,7 +92,7 @@ def test_the_bar_of_a_job_fits_every_width(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_narrow_terminal_leaves_out_comes_back_with_width(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {width: bar(width, FakeEta(), monkeypatch) for width in WIDTHS}
     assert "left 5:59" in shown[40]
-    assert "failed" not in shown[40]
+    assert "tok/s" not in shown[40]
     assert "2 failed" in shown[60]
     assert "1,082 tok/s" in shown[80]
     assert "RAM 0.62/20.00 GiB" in shown[80]
