@@ -70,8 +70,8 @@ def main() -> None:
         (folder / "in.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
         (folder / "bad.jsonl").write_text('{"prompt": \n')
         timed(["batch", MODEL, str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--max-tokens", "2"], folder)
-        print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
-        print(f"{'command':18} {'first output':>13} {'exit':>8} {'processor':>10}")
+        print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores", flush=True)
+        print(f"{'command':18} {'first output':>13} {'exit':>8} {'processor':>10}", flush=True)
         for command, arguments in commands(folder).items():
             if options.only in command:
                 report(command, [fresh(arguments, folder) for _ in range(options.runs)])
