@@ -183,7 +183,8 @@ class FittingProgress(RichProgress):
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
         tasks = list(tasks)
-        kept, left = set(), self._shown_on.width
+        kept: set[ProgressColumn] = set()
+        left = self._shown_on.width
         for _, column in sorted(self._ranked, key=lambda ranked: ranked[0]):
             needs = max((_width(column, task, self._shown_on) for task in tasks), default=0)
             left -= needs + (_APART if kept else 0)
@@ -241,11 +242,19 @@ class BarProgress:
             (7, BarColumn(bar_width=None)),
         ]
         self._progress = FittingProgress(ranked, console)
-        starting = {"percent": "", "failed": "", "left": "", "rate": "starting", "memory": "", "experts": ""}
+        starting: dict[str, Any] = {
+            "percent": "",
+            "failed": "",
+            "left": "",
+            "rate": "starting",
+            "memory": "",
+            "experts": "",
+        }
         self._task = self._progress.add_task("", total=total, **starting)
 
     def show(self, eta: Eta) -> None:
-        self._progress.update(self._task, completed=eta.done, **facts(eta, self._left.of(eta)))
+        fields: dict[str, Any] = {**facts(eta, self._left.of(eta))}
+        self._progress.update(self._task, completed=eta.done, **fields)
 
     def __enter__(self) -> Self:
         self._progress.start()
