@@ -322,11 +322,11 @@ def facts(eta: Eta, seconds_left: float | None) -> dict[str, str]:
 
 def plain_line(eta: Eta, seconds_left: float | None) -> str:
     """One line for logs: everything that a wide terminal shows, and when the job will be ready."""
-    told = facts(eta, seconds_left)
+    shown = facts(eta, seconds_left)
     if seconds_left is not None:
-        told["left"] += f", ready {clock(seconds_left)}"
-    rows = told.pop("percent").strip(), f"{eta.done:,}/{eta.total:,} rows"
-    return "  ".join(text for text in (*rows, *told.values()) if text)
+        shown["left"] += f", ready {clock(seconds_left)}"
+    rows = shown.pop("percent").strip(), f"{eta.done:,}/{eta.total:,} rows"
+    return "  ".join(text for text in (*rows, *shown.values()) if text)
 
 
 class NoStages:

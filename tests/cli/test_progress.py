@@ -173,10 +173,10 @@ def test_the_time_left_is_smoothed_and_never_zero() -> None:
 
 
 def test_a_plain_line_says_what_a_wide_bar_says() -> None:
-    told = facts(FakeEta(), None)  # type: ignore[arg-type]
+    shown = facts(FakeEta(), None)  # type: ignore[arg-type]
     line = plain_line(FakeEta(), None)  # type: ignore[arg-type]
     assert line.startswith("22%  67/300 rows  2 failed")
-    assert all(text.strip() in line for text in told.values())
+    assert all(text.strip() in line for text in shown.values())
     wide, stream = console(80)
     progress = PlainProgress(wide)
     progress.print(FakeEta())  # type: ignore[arg-type]
