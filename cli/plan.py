@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.formatting import count, duration, gib, kernel_lines
 from .options import options
-from .views.formatting import count, duration, gib, kernel_lines
 
 if TYPE_CHECKING:
     from ..runtime.jobs.encode import JobSize

@@ -43,10 +43,10 @@ def run(
 
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
-    from ..runtime.api.single_prompt import Wish, answer
+    from ..runtime.api.single_prompt import PromptOptions, answer
     from ..runtime.settings.errors import PromptError
+    from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.settings import Settings
-    from .views.formatting import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -58,7 +58,7 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    wish = Wish(max_tokens, temperature, seed, raw)
-    for piece in answer(model, prompt, settings, budgets, wish):
+    asked = PromptOptions(max_tokens, temperature, seed, raw)
+    for piece in answer(model, prompt, settings, budgets, asked):
         print(escape_controls(piece), end="", flush=True)
     print()

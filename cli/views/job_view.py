@@ -18,9 +18,9 @@ from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
+from ...runtime.settings.formatting import duration, gib, kernel_lines
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
-from .formatting import duration, gib, kernel_lines
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
 
 

@@ -1,0 +1,128 @@
+"""Prompts on their way through an engine: passes that end whole, finished answers, and text as it is generated."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..engine.engine import Engine
+from ..engine.metrics import Metrics
+from ..engine.sequence import Sequence
+from ..jobs.encode import Choices, RowEncoder
+from ..jobs.run import OpenRow
+from ..rows.row import Row
+from ..text.stream import TextStream
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt at the end of the block; pressed again, it raises at once.
+
+    Other threads than the main one are never interrupted, and a handler of the caller's own stays in force.
+    """
+    default = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+    requested = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if requested:
+        raise KeyboardInterrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt that was checked: its row, and the token ids and settings of each of its answers."""
+
+    row: Row
+    choices: Choices
+    prompt: str | None
+
+
+class Generation:
+    """The prompts of one call. `in_pass` says whether an error came from within a pass, which leaves an engine that
+    cannot be used any more; between two passes it can."""
+
+    def __init__(self, engine: Engine, encoder: RowEncoder) -> None:
+        self._engine = engine
+        self._encoder = encoder
+        self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
+        self.in_pass = False
+
+    def passes(self, requests: Iterable[Request]) -> Iterator[list[OpenRow]]:
+        """Runs `requests`, in their order, as memory allows; yields after every pass what it finished."""
+        engine, waiting = self._engine, iter(requests)
+        open_rows: dict[Sequence, OpenRow] = {}
+        while True:
+            while engine.scheduler.hungry and (request := next(waiting, None)) is not None:
+                opened = OpenRow.start(request.row, request.choices, self._encoder, self._eos_ids)
+                open_rows |= dict.fromkeys(opened.sequences, opened)
+                for sequence in opened.first:
+                    engine.add(sequence)
+            if not engine.busy:
+                return
+            finished = []
+            for sequence in self.step():
+                opened = open_rows.pop(sequence)
+                opened.num_open -= 1
+                if not opened.num_open:
+                    finished.append(opened)
+            yield finished
+
+    def text(self, sequence: Sequence, text: TextStream) -> Iterator[str]:
+        """The text of one sequence, a piece per pass; pieces do not change any more."""
+        self._engine.add(sequence)
+        while self._engine.busy:
+            self.step()
+            if piece := text.take():
+                yield piece
+        text.finish()
+        if piece := text.take():
+            yield piece
+
+    def step(self) -> list[Sequence]:
+        with deferred_interrupt():
+            self.in_pass = True
+            finished = self._engine.step()
+            self.in_pass = False
+        return finished
+
+
+Advance = Callable[[int, Metrics], None]
+
+
+@contextmanager
+def progress_bar(total: int, wanted: bool) -> Iterator[Advance]:
+    """A bar on stderr, or nothing; to be called with the prompts that a pass finished."""
+    if not wanted:
+        yield lambda count, metrics: None
+        return
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("prompts  {task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task, begun = progress.add_task("starting", total=total), time.perf_counter()
+
+        def advance(count: int, metrics: Metrics) -> None:
+            seconds = time.perf_counter() - begun
+            tokens = f"{metrics.generated_tokens / seconds:,.1f} tok/s out, {metrics.prompt_tokens / seconds:,.1f} in"
+            progress.update(task, advance=count, description=tokens)
+
+        yield advance
