@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,31 +23,34 @@ from ..rows.row import Row
 from ..text.stream import TextStream
 
 
-@contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt at the end of the block; pressed again, it raises at once.
+class DeferredInterrupt:
+    """While open, Ctrl-C makes `requested` true; pressed again, it raises KeyboardInterrupt.
 
-    Other threads than the main one are never interrupted, and a handler of the caller's own stays in force.
+    Leaving it without an error then raises KeyboardInterrupt. Other threads than the main one are never interrupted,
+    and a handler of the caller's own stays in force.
     """
-    default = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
-        yield
-        return
-    requested = False
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
+    def __init__(self) -> None:
+        self.requested = False
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.requested and kind is None:
             raise KeyboardInterrupt
-        requested = True
 
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, default)
-    if requested:
-        raise KeyboardInterrupt
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Generation:
             yield piece
 
     def step(self) -> list[Sequence]:
-        with deferred_interrupt():
+        with DeferredInterrupt():
             self.in_pass = True
             finished = self._engine.step()
             self.in_pass = False
@@ -111,14 +115,14 @@ Advance = Callable[[int, Metrics], None]
 
 
 @contextmanager
-def progress_bar(total: int, wanted: bool) -> Iterator[Advance]:
-    """A bar on stderr, or nothing; to be called with the prompts that a pass finished."""
+def progress_bar(total: int, wanted: bool, what: str = "prompts", done: int = 0) -> Iterator[Advance]:
+    """A bar on stderr, or nothing; to be called with how many of `what` a pass finished."""
     if not wanted:
         yield lambda count, metrics: None
         return
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("prompts  {task.description}"), TimeElapsedColumn()
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn(f"{what}  {{task.description}}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task, begun = progress.add_task("starting", total=total), time.perf_counter()
+        task, begun = progress.add_task("starting", total=total, completed=done), time.perf_counter()
 
         def advance(count: int, metrics: Metrics) -> None:
             seconds = time.perf_counter() - begun

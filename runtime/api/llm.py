@@ -18,18 +18,15 @@ from ..rows.failure import InvalidRow, RowFailure
 from ..rows.row import Defaults, Endpoint
 from ..rows.row_formats import RowBuilder, RowPosition, line_id
 from ..sampling.params import FinishReason
-from ..settings.budgets import GIB
-from ..settings.errors import BadArgument, EngineUnavailable, OverBudget, PromptError, SettingError, shown
+from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
 from .generation import Generation, Request, progress_bar
-from .model import LoadedModel, OpenModel
-from .options import LLMOptions, budgets_of, check, experts_of, settings_of
+from .model import LoadedModel, OpenModel, refuse_over_budget
+from .options import EQUAL_ROWS, LLMOptions, budgets_of, check, experts_of, settings_of
 from .outputs import CompletionOutput, RequestOutput, logprobs_by_id
 from .sampling_params import SamplingParams
 
 # A cache for the whole context of a long-context model would take most budgets, and few prompts need it.
 MAX_MODEL_LEN = 4096
-# What `moedge plan` assumes where no rows are known.
-ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 512, 256
 
 TokenIds = Items[int]
 Prompt = str | TokenIds | Mapping[str, Any]
@@ -37,8 +34,6 @@ Prompt = str | TokenIds | Mapping[str, Any]
 Conversation = Items[Mapping[str, Any]]
 """Messages, as in OpenAI's API: `[{"role": "user", "content": "Name three rivers."}]`."""
 Params = SamplingParams | Items[SamplingParams] | None
-
-_TIERS = {"host": "RAM", "device": "GPU memory", "disk": "disk"}
 
 
 class LLM:
@@ -96,8 +91,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues one prompt or any number of them, and returns their outputs in the order of the prompts.
 
-        A list of ints is one prompt of token ids. `sampling_params` are for all prompts, or one for each. Prompt i draws
-        the random numbers that line i + 1 of an input file would. `progress` shows a bar on stderr.
+        A list of ints is one prompt of token ids. `sampling_params` are for all prompts, or one for each. Prompt i
+        draws the random numbers that line i + 1 of an input file would. `progress` shows a bar on stderr.
 
         Raises PromptError, naming its index, for a prompt that cannot run, before any has; OverBudget, whose `result`
         has the outputs, where more memory was used than the budget. After Ctrl-C the current pass ends and the LLM is
@@ -119,7 +114,7 @@ class LLM:
         """
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         bodies = [{"messages": list(cast(Conversation, each))} for each in several]
-        return self._run(bodies, Endpoint.CHAT, sampling_params, "messages", progress)
+        return self._run(bodies, Endpoint.CHAT, sampling_params, "conversations", progress)
 
     def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to one prompt, or to one conversation, in pieces of text as it is generated.
@@ -159,14 +154,14 @@ class LLM:
     ) -> list[RequestOutput]:
         loaded, params = self._engine, _params_of_each(sampling_params, len(bodies))
         requests, outputs = self._requests(bodies, endpoint, params, what), [cast(RequestOutput, None)] * len(bodies)
-        with self._generating(loaded) as generation, progress_bar(len(requests), progress) as advance:
+        with self._generating(loaded) as generation, progress_bar(len(requests), progress and bool(requests)) as advance:
             for finished in generation.passes(_fastest_order(requests)):
                 for opened in finished:
                     request = requests[opened.row.index]
                     outputs[opened.row.index] = self._output(request, opened, params[opened.row.index])
                 self._heap.after_pass()
                 advance(len(finished), loaded.engine.engine.metrics)
-        _refuse_over_budget(loaded.engine.measure_peaks(), outputs)
+        refuse_over_budget(loaded.engine.measure_peaks().over_budget, outputs)
         return outputs
 
     def _stream(self, loaded: LoadedModel, request: Request) -> Iterator[str]:
@@ -175,7 +170,7 @@ class LLM:
             yield from generation.text(opened.sequences[0], opened.texts[0])
         if opened.sequences[0].finish_reason is FinishReason.ERROR:
             raise PromptError(opened.sequences[0].error)
-        _refuse_over_budget(loaded.engine.measure_peaks(), opened.texts[0].text)
+        refuse_over_budget(loaded.engine.measure_peaks().over_budget, opened.texts[0].text)
 
     @property
     def _eos_ids(self) -> frozenset[int]:
@@ -258,10 +253,10 @@ def workload_of(options: Mapping[str, Any], longest: int) -> Workload:
 
     The shortest is of the usual length: where memory is too small for the longest, the cache is as large as it can be.
     """
-    rows = options.get("rows", ROWS)
-    output = min(options.get("output_tokens", OUTPUT_TOKENS), max(1, longest // 2))
-    prompt = min(options.get("prompt_tokens", PROMPT_TOKENS), max(1, longest - output))
-    return Workload(rows, longest, min(longest, prompt + output), rows * prompt, rows * output)
+    wanted = {**EQUAL_ROWS, **options}
+    output = min(wanted["output_tokens"], max(1, longest // 2))
+    prompt = min(wanted["prompt_tokens"], max(1, longest - output))
+    return Workload(rows := wanted["rows"], longest, min(longest, prompt + output), rows * prompt, rows * output)
 
 
 def _several(prompts: Prompt | Items[Prompt]) -> Items[Prompt]:
@@ -297,14 +292,3 @@ def _fastest_order(requests: Items[Request]) -> Iterable[Request]:
         prompt_ids = request.choices[0][0]
         order.add(request.row.index, prompt_ids, len(prompt_ids) + request.row.params.max_tokens)
     return [requests[index] for index in order.rows()] if requests else []
-
-
-def _refuse_over_budget(ledger: MemoryLedger, result: object) -> None:
-    """Raises OverBudget with `result`, for which the work was done."""
-    for tier in ledger.over_budget:
-        peak, budget = (tier.peak or 0) / GIB, (tier.budget or 0) / GIB
-        raise OverBudget(
-            f"{peak:.2f} GiB of {_TIERS[tier.tier]} were used, and the budget is {budget:.2f} GiB; the finished work is "
-            "this error's `result`. Give a larger budget, or a smaller tokens_per_pass",
-            result,
-        )

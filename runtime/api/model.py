@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -16,9 +17,11 @@ from ..loading.machine_memory import MachineMemory, open_memory
 from ..loading.prepare import store_for
 from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
+from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
 from ..plan.planner import PlanResult
-from ..settings.budgets import Budgets
+from ..settings.budgets import GIB, Budgets
+from ..settings.errors import OverBudget
 from ..settings.settings import Settings
 from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
@@ -88,3 +91,17 @@ class OpenModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+_TIERS = {"host": "RAM", "device": "GPU memory"}
+
+
+def refuse_over_budget(tiers: Iterable[TierLedger], result: object) -> None:
+    """Raises OverBudget with `result`, for which the work was done, where `tiers` used more than their budgets."""
+    for tier in tiers:
+        peak, budget = (tier.peak or 0) / GIB, (tier.budget or 0) / GIB
+        raise OverBudget(
+            f"{peak:.2f} GiB of {_TIERS[tier.tier]} were used, and the budget is {budget:.2f} GiB; the finished work "
+            "is this error's `result`. Give a larger budget, or a smaller tokens_per_pass",
+            result,
+        )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from ...moe.streaming_mode import ExpertOptions, Hold, Mode
+from ..sampling.params import LIMITS
 from ..settings.budgets import Budgets
 from ..settings.errors import BadArgument, shown
 from ..settings.settings import Settings
@@ -72,6 +73,10 @@ class WorkloadOptions(TypedDict, total=False):
     output_tokens: int
 
 
+# What is planned for where no rows are known, as by `moedge plan`.
+EQUAL_ROWS = {"rows": 1000, "prompt_tokens": 512, "output_tokens": 256}
+
+
 class LLMOptions(EngineOptions, StreamingOptions, WorkloadOptions, total=False):
     """`max_model_len` tokens has a sequence at most, prompt and answer (by default 4,096, or the smaller context).
 
@@ -126,6 +131,9 @@ def _wanted(name: str, value: Any) -> str:
     if name in _SIZES:
         fine = isinstance(value, str) or (type(value) is int and value >= 0)
         return "" if fine else 'a number of bytes, or a size such as "7GiB"'
+    if name in LIMITS:
+        fine = isinstance(value, int | float) and not isinstance(value, bool) and value in LIMITS[name]
+        return "" if fine and (name == "temperature" or type(value) is int) else str(LIMITS[name])
     if name in _COUNTS:
         return "" if value is None or (type(value) is int and value >= 1) else "a whole number from 1"
     return ""
