@@ -98,14 +98,19 @@ class _Progress(JobObserver):
         self._done = eta.done
         with progress_bar(eta.total, self._wanted, "rows", done=eta.done) as self._advance:
             yield
+            # The journal confirms the last rows after the last pass.
+            self._show(running)
 
     def after_pass(self, running: Running) -> str | None:
+        self._show(running)
+        return "signal" if self._interrupt.requested else None
+
+    def _show(self, running: Running) -> None:
         committed = running.session.committed
         done = committed.ok + committed.failed
         if self._advance is not None:
             self._advance(done - self._done, running.metrics)
         self._done = done
-        return "signal" if self._interrupt.requested else None
 
 
 def run_batch(

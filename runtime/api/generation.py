@@ -117,7 +117,7 @@ Advance = Callable[[int, Metrics], None]
 @contextmanager
 def progress_bar(total: int, wanted: bool, what: str = "prompts", done: int = 0) -> Iterator[Advance]:
     """A bar on stderr, or nothing; to be called with how many of `what` a pass finished."""
-    if not wanted:
+    if not wanted or not total:
         yield lambda count, metrics: None
         return
     columns = BarColumn(), MofNCompleteColumn(), TextColumn(f"{what}  {{task.description}}"), TimeElapsedColumn()

@@ -154,7 +154,10 @@ class LLM:
     ) -> list[RequestOutput]:
         loaded, params = self._engine, _params_of_each(sampling_params, len(bodies))
         requests, outputs = self._requests(bodies, endpoint, params, what), [cast(RequestOutput, None)] * len(bodies)
-        with self._generating(loaded) as generation, progress_bar(len(requests), progress and bool(requests)) as advance:
+        with (
+            self._generating(loaded) as generation,
+            progress_bar(len(requests), progress and bool(requests)) as advance,
+        ):
             for finished in generation.passes(_fastest_order(requests)):
                 for opened in finished:
                     request = requests[opened.row.index]
@@ -167,7 +170,10 @@ class LLM:
     def _stream(self, loaded: LoadedModel, request: Request) -> Iterator[str]:
         opened = OpenRow.start(request.row, request.choices, self._encoder, self._eos_ids)
         with self._generating(loaded) as generation:
-            yield from generation.text(opened.sequences[0], opened.texts[0])
+            for piece in generation.text(opened.sequences[0], opened.texts[0]):
+                yield piece
+                # It may have been closed meanwhile.
+                loaded = self._engine
         if opened.sequences[0].finish_reason is FinishReason.ERROR:
             raise PromptError(opened.sequences[0].error)
         refuse_over_budget(loaded.engine.measure_peaks().over_budget, opened.texts[0].text)
