@@ -66,10 +66,11 @@ kernels-quick: $(STAMP)
 tables: $(STAMP)
 	$(BIN)/python -m moedge.runtime.model.defaults
 
-# mypy follows folders, not the import hook of an editable install: five links give it the installed names.
+# mypy follows folders, not the import hook of an editable install: links give it the installed names.
 links:
 	@mkdir -p .links/moedge
 	@for floor in quant offload moe runtime cli; do ln -sfn ../../$$floor .links/moedge/$$floor; done
+	@for file in __init__.py __main__.py; do ln -sfn ../../api/$$file .links/moedge/$$file; done
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -41,10 +41,10 @@ def run(
 
     The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
-    from ..runtime.api.single_prompt import Wish, answer
+    from ..runtime.api.single_prompt import PromptOptions, answer
     from ..runtime.settings.errors import PromptError
+    from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.settings import Settings
-    from .views.formatting import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -56,6 +56,7 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    for piece in answer(model, prompt, settings, budgets, Wish(max_tokens, temperature, seed, raw)):
+    asked = PromptOptions(max_tokens, temperature, seed, raw)
+    for piece in answer(model, prompt, settings, budgets, asked):
         print(escape_controls(piece), end="", flush=True)
     print()

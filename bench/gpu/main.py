@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from moedge.cli.options.process import settle
+from moedge.runtime.settings.process import settle
 
 # Before torch is imported: passes run as users' do.
 settle()

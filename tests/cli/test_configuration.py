@@ -17,7 +17,7 @@ from moedge.cli.main import app
 from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt as one_prompt
+from moedge.runtime.api import single_prompt
 from moedge.runtime.jobs.request import BatchRequest
 
 Cli = Callable[..., int]
@@ -301,11 +301,11 @@ def test_run_takes_what_stands(
     places: Places, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(one_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
+    monkeypatch.setattr(single_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
     places.project.write_text('[run]\nmax-tokens = 9\nkv = "int8"\n')
     assert cli("run", "model", "hi") == 0
-    _, _, wanted, _, wish = seen[0]
-    assert (wanted.kv, wish.max_tokens) == ("int8", 9)
+    _, _, wanted, _, asked = seen[0]
+    assert (wanted.kv, asked.max_tokens) == ("int8", 9)
     assert capsys.readouterr().out == "hello\n", "what stands is said on stderr"
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from moedge.cli.options.process import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.source.model_source import open_source
 
 HERE = Path(__file__).parent

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moedge.cli.options.process import ALLOCATOR_VARIABLES
 from moedge.offload.errors import is_out_of_memory
 from moedge.offload.host_memory import HostMemory
+from moedge.runtime.settings.process import ALLOCATOR_VARIABLES
 
 MIB = 1 << 20
 PAGE = 4096

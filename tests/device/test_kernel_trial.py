@@ -193,14 +193,14 @@ def question(shape: Any, settings: Settings, job: Any, gpu: Gpu) -> PlanRequest:
 def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernels(
     case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.cli.plan import print_plan
+    from moedge.runtime.api.plan_report import PlanReport
 
     tiny = case("qwen3_moe")
     whole = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28))
     part = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28, Lacks(attention="it does not compile")))
     documents = [json.loads(json.dumps(document("a model", solve(each), [], [], 0))) for each in (whole, part)]
     assert [found["plan"]["lacks"] for found in documents] == [{}, {"attention": "it does not compile"}]
-    print_plan(documents[1], explain=False)
+    PlanReport(documents[1]).print()
     assert "torch computes instead of the GPU kernels for attention. it does not compile" in capsys.readouterr().out
     plan = Plan.from_json(documents[0]["plan"])
     assert plan == solve(whole).plan
@@ -227,7 +227,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
 def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
     capability: tuple[int, int], wanted: str, dtype: str, note: str, case: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.cli.plan import print_plan
+    from moedge.runtime.api.plan_report import PlanReport
 
     tiny = case("qwen3_moe")
     shape = replace(tiny.source.shape, dtype="bf16")
@@ -238,7 +238,7 @@ def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
     assert plan.kv == dtype, "where all have room keys and values are native"
     assert len(plan.notes) == bool(note)
     assert note in "".join(plan.notes)
-    print_plan(document("a model", result, [], [], 0), explain=False)
+    PlanReport(document("a model", result, [], [], 0)).print()
     assert note in capsys.readouterr().out
     without_gpu = replace(asked, budget=MemoryBudget(1 << 36))
     assert solve(without_gpu).plan.dtype == ("bf16" if wanted == "auto" else wanted)

@@ -11,7 +11,8 @@ Edges = Mapping[str, set[str]]
 class ImportGraph:
     """`files` maps a module ("runtime.plan.planner") to the modules it imports; `folders` does the same for folders.
 
-    A folder is the files directly in it: `quant` and `quant.kernels` are two.
+    A folder is the files directly in it: `quant` and `quant.kernels` are two. `api` is the package moedge itself, so
+    its relative imports begin at the root.
     """
 
     def __init__(self, root: Path, floors: tuple[str, ...]) -> None:
@@ -30,7 +31,7 @@ class ImportGraph:
         return module if self.paths[module].name == "__init__.py" else module.rpartition(".")[0]
 
     def _imports(self, module: str) -> Iterator[str]:
-        package = self.folder(module).split(".")
+        package = [part for part in self.folder(module).split(".") if part != "api" or module.startswith("runtime.")]
         for node in ast.walk(ast.parse(self.paths[module].read_text())):
             if isinstance(node, ast.ImportFrom):
                 absolute = (node.module or "").removeprefix("moedge").strip(".").split(".")
