@@ -217,7 +217,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
     ("capability", "wanted", "dtype", "note"),
     [
         (TURING, "auto", "fp16", "dtype is fp16: compute capability 7.5 has no tensor cores for bfloat16"),
-        (TURING, "bf16", "bf16", "bf16 is several times slower than fp16 there"),
+        (TURING, "bf16", "bf16", "bf16 is several times slower than fp16 on it"),
         (TURING, "fp32", "fp32", ""),
         (TURING, "fp16", "fp16", ""),
         ((8, 0), "auto", "bf16", ""),
