@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ceiling
-import page_cache
-from ceiling import GIB, NoGroup, Outcome
+from support import memory_ceiling as ceiling
+from support import page_cache
+from support.memory_ceiling import GIB, NoGroup, Outcome
 
 HERE = Path(__file__).parent
 Task = dict[str, Any]

@@ -31,7 +31,6 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "moe"))
 
 import torch
-from replay import belady, replay
 
 from moedge.moe.policy import ExpertKey, Lru
 from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
@@ -48,6 +47,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
+from support.experts.replay import belady, replay
 
 PROMPT, GENERATED = 32, 160
 # Of the flat distributions of random weights every token would be sorted at each draw; no trained model asks for that.

@@ -25,14 +25,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime" / "attention"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))
 
-import grouped_cases
-import paged_cases
 import triton
 
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
 from moedge.runtime.attention.kernels.launch import attend_launches
 from moedge.runtime.attention.kernels.tuning import decode_cut, extend_cut, num_splits
+from support.kernels import grouped_cases, paged_cases
 
 HAS_GPU = torch.cuda.is_available()
 MOST_ERROR = 2e-6

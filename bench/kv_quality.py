@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from heldout import asked, predict
 
 from moedge.quant.kv.key_transform import KeyTransform
 from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
@@ -21,6 +20,7 @@ from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids, measure
+from support.heldout import asked, predict
 
 FORMATS = ("int8", "int8/int4", "int4")
 # How much longer than a normalised key of D elements (length sqrt D) the vector is that all keys have in common.

@@ -26,7 +26,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-from known_shapes import GPT_OSS_120B, QWEN3_30B, headers  # noqa: E402
+from support.known_shapes import GPT_OSS_120B, QWEN3_30B, headers  # noqa: E402
 
 # One file with a few large tensors; many files with an expert's matrices apart from each other.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from heldout import asked, predict
 from transformers import AutoModelForCausalLM
 
 from moedge.runtime.loading.engine_loader import load_engine
@@ -19,6 +18,7 @@ from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
+from support.heldout import asked, predict
 
 # Arithmetic, weights, --compute.
 ROWS = [

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instant_lane import number, opened
 
 from moedge.moe.fetch_queue import ExpertFetchQueue
 from moedge.moe.policy import ExpertKey
+from support.experts.instant_lane import number, opened
 
 LAYERS = 3
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from replay import Trace, belady, replay
 
 from moedge.moe.policy import ExpertKey, HoldPolicy, Lru, Popular
+from support.experts.replay import Trace, belady, replay
 
 LAYERS, EXPERTS = 4, 8
 KEYS = [ExpertKey(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
