@@ -1,8 +1,8 @@
 """What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide.
 
-    python bench/host_cost.py
-    python bench/host_cost.py --layers 2 --experts 16 --tokens 4 --repeats 3
-    python bench/host_cost.py --json host.json
+    python -m bench.host_cost
+    python -m bench.host_cost --layers 2 --experts 16 --tokens 4 --repeats 3
+    python -m bench.host_cost --json host.json
 
 A pass goes through the layers as `moe/streaming.py` serves them: what a router chose is asked for, arrives over a lane
 that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and no

@@ -1,6 +1,6 @@
 """What does a job cost beside its engine, in time and in memory, and does it grow with the rows?
 
-    python bench/job_scale.py [--rows 200000] [--small 1000] [--at 200]
+    python -m bench.job_scale [--rows 200000] [--small 1000] [--at 200]
 
 Runs a small and then a large job with the fake engine of the tests, in one process of its own: the growth of the peak
 resident memory, and the time outside of the engine's passes, phase by phase and as a share of a job that does --at rows
@@ -10,7 +10,6 @@ caches are cold after every pass.
 
 import argparse
 
-import support_path  # noqa: F401
 from support.jobs.job_scale import measure
 
 

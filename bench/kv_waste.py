@@ -1,6 +1,6 @@
 """How much of the KV cache holds tokens, and what scheduling costs: the real scheduler and allocator, no model.
 
-    python bench/kv_waste.py [--rows 2000] [--live 64] [--blocks 16 32 64] [--pool 1.0 0.5 0.25]
+    python -m bench.kv_waste [--rows 2000] [--live 64] [--blocks 16 32 64] [--pool 1.0 0.5 0.25]
 
 Prompts are lognormal with a median of 400 tokens, outputs exponential with a mean of 300, together at most 4,096.
 Every figure is integrated over passes, in bytes, a shared block counted once; `waste` is the share of used blocks'

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from random_model import CONFIGS, random_source
-from report import Report
-from throughput import KV, PROMPT, measure_small, memory_of
-from throughput import measure as measure_run
-
+from bench.gpu.random_model import CONFIGS, random_source
+from bench.gpu.report import Report
+from bench.gpu.throughput import KV, PROMPT, measure_small, memory_of
+from bench.gpu.throughput import measure as measure_run
 from moedge.offload.machine.hardware import find_gpus
 from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.plan.placement import Workload

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checks import device_for_run, tiny_case
-from report import Report
 
+from bench.gpu.checks import device_for_run, tiny_case
+from bench.gpu.report import Report
 from moedge.offload.stream.cuda_lane import CudaLane
 from moedge.runtime.weights import lanes
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate_offload import best_batch
-from checks import device_for_run
-from random_model import CONFIGS, load_random, random_source
-from report import Report
-from roofline import against_roofline, measure_rates
 
+from bench.gpu.checks import device_for_run
+from bench.gpu.random_model import CONFIGS, load_random, random_source
+from bench.gpu.report import Report
+from bench.peers.accelerate_offload import best_batch
+from bench.roofline import against_roofline, measure_rates
 from moedge.offload.budget import parse_size
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine

@@ -9,9 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from random_model import write_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.gpu.random_model import write_config
 
 # What activations, the cache and one layer in flight take of the budget, beside held layers; found by trying.
 RESERVED_SHARE = 0.4

@@ -1,6 +1,6 @@
 """The contenders of bench/compare.py: each loads a model once and is timed on the same rows, phase by phase.
 
-    python bench/contenders.py '{"contender": "transformers", "model": ..., "setting": "eager", "batches": [8], ...}'
+    python -m bench.peers.contenders '{"contender": "transformers", "model": ..., "setting": "eager", "batches": [8], ...}'
 
 One process per contender and setting, so that nobody inherits another's memory or threads. Prints a JSON line per run:
 tokens per second of the prompt and of decoding, peak memory of the process, and the share of the machine's CPU time
@@ -248,16 +248,15 @@ def run_llama(task: Task) -> Iterator[Timing]:
 
 def run_products(task: Task) -> Iterator[Timing]:
     """What no engine can beat in bfloat16: the products of the same passes and nothing else."""
-    from bare_products import seconds
-
+    from bench.roofline import product_seconds
     from moedge.runtime.source.model_source import open_source
 
     with open_source(task.model) as source:
 
         def run(batch: int) -> tuple[float, float]:
             tokens = min(PASS_TOKENS, batch * task.prompt)
-            prompt = seconds(source.shape, tokens, task.threads) * batch * task.prompt / tokens
-            return prompt, seconds(source.shape, batch, task.threads) * (task.new - 1)
+            prompt = product_seconds(source.shape, tokens, task.threads) * batch * task.prompt / tokens
+            return prompt, product_seconds(source.shape, batch, task.threads) * (task.new - 1)
 
         yield from repeated(task, run)
 

@@ -1,4 +1,4 @@
-"""bench/compare.py and bench/contenders.py: what the table says was looked up, and moedge streams."""
+"""bench/compare.py and bench/peers/contenders.py: what the table says was looked up, and moedge streams."""
 
 import json
 import subprocess
@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
+from bench import ROOT, compare
+from bench.peers import contenders
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import Settings, budget_range
 from moedge.runtime.source.model_source import open_source
-
-import compare
-import contenders
-
 from support import memory_ceiling as ceiling
 from support import page_cache
 from support.memory_ceiling import GIB, Outcome
 
-BENCH = Path(compare.__file__).parent
 SIZES = {"batches": [1, 3], "prompt": 6, "new": 3, "repeats": 1, "threads": 2}
 
 
@@ -211,7 +208,7 @@ def test_the_command_runs_to_its_end(limit: str | None, tight: tuple[Path, str],
     model, ram = tight
     sizes = ["--batches", "1", "3", "--prompt", "6", "--new", "3", "--repeats", "1"]
     options = ["--moedge", "none", "--transformers", "--ram", ram, *(["--ceiling", limit] if limit else [])]
-    command = [sys.executable, BENCH / "compare.py", "--model", model, *sizes, *options]
+    command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.compare", "--model", model, *sizes, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     if "no memory controller" in done.stderr or "stay in the page cache" in done.stderr:
         pytest.skip(done.stderr)

@@ -1,7 +1,7 @@
 """Decode attention on a CPU: one layer, a batch of live sequences, every format, against the obvious code.
 
-python bench/attention.py                 # 128 sequences of 1,024 tokens, shapes of well-known models
-python bench/attention.py --ragged        # lengths spread evenly from 512 to 1,536
+python -m bench.micro attention       # 128 sequences of 1,024 tokens, shapes of well-known models
+python -m bench.micro attention --ragged        # lengths spread evenly from 512 to 1,536
 """
 
 from __future__ import annotations
@@ -99,15 +99,16 @@ class Decode:
         return F.scaled_dot_product_attention(self.q.unsqueeze(2), k, v, attn_mask=mask, enable_gqa=True).squeeze(2)
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--ragged", action="store_true", help="lengths from half the context to one and a half")
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> None:
     lengths = [options.context] * options.sequences
     if options.ragged:
         lengths = torch.linspace(options.context / 2, options.context * 1.5, options.sequences).long().tolist()
@@ -131,7 +132,3 @@ def main() -> None:
             print(f"| {name} | {kv_format} | {seconds * 1e3:.1f} | {decode.nbytes / 1e6:.0f} | {moved / 1e9:.1f} | "
                   f"{moved / rate:.0%} | {obvious * 1e3:.0f} | {obvious / seconds:.1f} | {seconds / native:.2f} |",
                   flush=True)  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

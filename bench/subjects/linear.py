@@ -1,6 +1,6 @@
 """How long does a product with a packed matrix take, for few rows and many, fast and deterministic?
 
-    python bench/linear.py [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
+    python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
 
 Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Compute beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
@@ -113,23 +113,27 @@ def print_strips(weight: Tensor, repeats: int) -> None:
         for num_rows, values in rows.items():
             x = torch.randn(int(num_rows), weight.shape[1]).to(weight.dtype)
             values |= best_times({f"2^{exponent}": partial(compute.linear, x, packed)}, repeats)
-    print_table("nf4 by weights per strip, 4096 x 4096 (us)", rows)
+    print_table(f"nf4 by weights per strip, {len(weight)} x {len(weight)} (us)", rows)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shape", type=int, nargs=2, default=(1024, 2048), metavar=("N", "K"))
+    parser.add_argument(
+        "--strips", type=int, default=4096, help="rows and columns of the matrix that is cut into strips"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     bitsandbytes_kernels.load()
-    matrix = torch.randn(*arguments.shape).to(getattr(torch, arguments.dtype))
-    print(f"{arguments.dtype} {list(arguments.shape)}, {arguments.threads} threads")
-    print_products(matrix, arguments.repeats)
-    print_tiles(matrix, arguments.repeats)
+    matrix = torch.randn(*options.shape).to(getattr(torch, options.dtype))
+    print(f"{options.dtype} {list(options.shape)}, {options.threads} threads")
+    print_products(matrix, options.repeats)
+    print_tiles(matrix, options.repeats)
     for name in ("int8", "int4"):
-        print_few_rows(matrix, arguments.repeats, name)
-    print_strips(torch.randn(4096, 4096).to(matrix.dtype), arguments.repeats)
+        print_few_rows(matrix, options.repeats, name)
+    print_strips(torch.randn(options.strips, options.strips).to(matrix.dtype), options.repeats)

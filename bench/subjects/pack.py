@@ -1,16 +1,14 @@
 """How fast are matrices packed, against bitsandbytes, and how far is each format from the weights?
 
-    python bench/pack.py [--threads 2] [--repeats 9]
+    python -m bench.micro pack [--threads 2] [--repeats 9]
 
 Speeds are medians over rounds in which every candidate takes its turn, so that a busy machine disturbs all alike.
 """
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,16 +16,13 @@ from torch import Tensor
 from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import dtype_name, pack, pack_into
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))
 from support.packing_error import relative_error
 
-SHAPE = (2048, 2048)
 COLUMNS = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
 
 
 def packing(weight: Tensor, format_name: str) -> Callable[[], object]:
-    layout = get_format(format_name).layout(SHAPE, dtype_name(weight.dtype))
+    layout = get_format(format_name).layout(tuple(weight.shape), dtype_name(weight.dtype))
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     return lambda: pack_into(weight, layout, buffer)
 
@@ -43,10 +38,10 @@ def seconds_in_turns(candidates: dict[str, Callable[[], object]], repeats: int) 
     return times
 
 
-def print_speeds(repeats: int) -> None:
+def print_speeds(repeats: int, shape: tuple[int, int]) -> None:
     print(f"{'M weights/s':12}{'nf4':>8}{'bnb nf4':>9}{'ratio':>7}{'int8':>8}{'none':>8}")
     for name, dtype in COLUMNS:
-        weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         candidates: dict[str, Callable[[], object]] = {
             "bnb": lambda weight=weight: torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
         }
@@ -76,12 +71,12 @@ def int8_error(weight: Tensor, scale_dtype: torch.dtype) -> float:
     return distance(codes.float() * scales.to(scale_dtype).float()[:, None], weight)
 
 
-def print_errors() -> None:
+def print_errors(shape: tuple[int, int]) -> None:
     print(f"\n{'relative L2 error':32}" + "".join(f"{name:>10}" for name, _ in COLUMNS))
-    normal = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     # Student's t with 5 degrees of freedom: outliers as trained weights have them.
-    heavy = torch.distributions.StudentT(5.0).sample(SHAPE)
+    heavy = torch.distributions.StudentT(5.0).sample(shape)
     kinds = {"N(0, 0.02)": normal * 0.02, "Student t5 * 0.02": heavy * 0.02, "N(0, 1e-6)": normal * 1e-6}
     for kind, weights in kinds.items():
         stored = [weights.to(dtype) for _, dtype in COLUMNS]
@@ -94,12 +89,14 @@ def print_errors() -> None:
             print(f"  {row:30}" + "".join(f"{error:10.6f}" for error in errors))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--size", type=int, default=2048, help="rows and columns of the matrix")
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
     bitsandbytes_kernels.load()
-    print_speeds(arguments.repeats)
-    print_errors()
+    print_speeds(options.repeats, (options.size, options.size))
+    print_errors((options.size, options.size))

@@ -1,6 +1,6 @@
 """How close do the stream's reader threads come to the disk, with how many threads and which chunks?
 
-    python bench/reader_lane.py [--folder .] [--gib 2] [--shard-mib 21] [--rounds 3]
+    python -m bench.micro reads [--folder .] [--gib 2] [--shard-mib 21] [--rounds 3]
 
 Writes a file of random bytes, then reads it past the page cache, always into huge pages: raw O_DIRECT reads by
 threads without engine code (the roof: the best of 1-8 threads and 1-8 MiB) into one buffer a thread and into memory
@@ -92,19 +92,20 @@ def candidates_of(path: Path, memory: memoryview, shard_nbytes: int) -> dict[str
     return candidates
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--shard-mib", type=float, default=21)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    shard_nbytes = int(arguments.shard_mib * MIB) // ALIGNMENT * ALIGNMENT
+
+
+def run(options: argparse.Namespace) -> None:
+    shard_nbytes = int(options.shard_mib * MIB) // ALIGNMENT * ALIGNMENT
     memory = memoryview(allocate(8 * shard_nbytes))
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "bytes"
-        write_file(path, int(arguments.gib * 1024) * MIB)
-        rates = measure(candidates_of(path, memory, shard_nbytes), path.stat().st_size, arguments.rounds)
+        write_file(path, int(options.gib * 1024) * MIB)
+        rates = measure(candidates_of(path, memory, shard_nbytes), path.stat().st_size, options.rounds)
     for name, values in sorted(rates.items()):
         print(f"{name}  median {statistics.median(values):5.2f}  best {max(values):5.2f} GB/s")
     chosen = rates[f"stream        {NUM_THREADS} x {CHUNK_NBYTES // MIB} MiB"]
@@ -112,7 +113,3 @@ def main() -> None:
         roof = max((values for name, values in rates.items() if name.startswith(kind)), key=statistics.median)
         ratio = statistics.median(chosen) / statistics.median(roof)
         print(f"default / {kind}: {ratio:.1%} by medians, {max(chosen) / max(roof):.1%} by bests")
-
-
-if __name__ == "__main__":
-    main()

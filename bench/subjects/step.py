@@ -1,7 +1,7 @@
 """What a pass costs outside the model: microseconds per token of scheduling, packing, sampling and committing.
 
-    python bench/step.py
-    python bench/step.py --sequences 512 --vocab 151936 --profile
+    python -m bench.micro step
+    python -m bench.micro step --sequences 512 --vocab 151936 --profile
 
 The model is a fake whose logits are there already, so that a pass is nothing but the engine. Every sequence decodes one
 token a pass, with a text that grows and a stop string to look for. A kind of row is `greedy`, `sampled` (temperature
@@ -113,28 +113,25 @@ def measure(engine: Engine, passes: int) -> tuple[float, float]:
     return statistics.median(times) * 1e6, statistics.median(sampler.seconds) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 151_936])
     parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--profile", action="store_true", help="Print where Python's time goes.")
-    arguments = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     return_memory()
     print("| vocabulary | rows | us per token | of it sampling | the rest |\n|---|---|---|---|---|")
     with as_file(files("moedge.demo")) as bundle, Tokenizer.load(bundle / "model") as tokenizer:
-        for vocab in arguments.vocab:
-            for kind in arguments.kinds:
-                engine = make_engine(arguments.sequences, vocab, arguments.passes, kind, tokenizer)
-                if arguments.profile:
+        for vocab in options.vocab:
+            for kind in options.kinds:
+                engine = make_engine(options.sequences, vocab, options.passes, kind, tokenizer)
+                if options.profile:
                     profiler = cProfile.Profile()
-                    profiler.runcall(measure, engine, arguments.passes)
+                    profiler.runcall(measure, engine, options.passes)
                     pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
                     continue
-                whole, sampling = (each / arguments.sequences for each in measure(engine, arguments.passes))
+                whole, sampling = (each / options.sequences for each in measure(engine, options.passes))
                 print(f"| {vocab:,} | {kind} | {whole:.1f} | {sampling:.1f} | {whole - sampling:.1f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """bench/gpu.sh: parts of the evidence that a GPU must give."""
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import argparse
@@ -18,17 +16,16 @@ import torch
 
 # Before Triton is imported: its kernels run in the interpreter where there is no GPU.
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 from functools import partial
 
-from budgets import run_budgets
-from checks import run_checks
-from kernels import run_kernels
-from races import run_races
-from random_model import CONFIGS
-from report import Report, machine
-from throughput import run_model
+from bench.gpu.budgets import run_budgets
+from bench.gpu.checks import run_checks
+from bench.gpu.races import run_races
+from bench.gpu.random_model import CONFIGS
+from bench.gpu.report import Report, machine
+from bench.gpu.throughput import run_model
+from bench.kernels import run_kernels
 
 PARTS = {"checks": run_checks, "kernels": run_kernels, "races": run_races, "budgets": run_budgets}
 PARTS |= {name: partial(run_model, name) for name in CONFIGS}
