@@ -70,6 +70,8 @@ tables: $(STAMP)
 links:
 	@mkdir -p .links/moedge
 	@for floor in quant offload moe runtime cli; do ln -sfn ../../$$floor .links/moedge/$$floor; done
+	@ln -sfn ../bench .links/bench
+	@for package in support matrix; do ln -sfn ../tests/$$package .links/$$package; done
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

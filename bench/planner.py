@@ -75,6 +75,7 @@ def main() -> None:
             with options.results.open("a") as file:
                 runs = [run(point) for _ in range(2 if options.part == "budgets" else 1)]
                 file.write(json.dumps({"point": point, "runs": runs}) + "\n")
+            print(f"{point['model']} {point['ram']}: exit codes {[one['code'] for one in runs]}", flush=True)
 
 
 def points(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 from torch import Tensor
 
+from moedge.offload.budget import parse_size
 from moedge.offload.heap import return_memory
 from moedge.offload.machine.device import measure_link, measure_pin_limit
 from moedge.offload.machine.timing import best_seconds
@@ -53,8 +54,6 @@ from moedge.runtime.shape.model_shape import LayerShape, Matrix, ModelShape
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 PROMPT = 32
-READ_NBYTES = 3 << 30
-AGAIN_NBYTES = 2 << 30
 RING_NBYTES = 144 << 20
 SETTLE_SECONDS = 0.2
 
@@ -67,7 +66,7 @@ class Reads(NamedTuple):
     block: int
 
 
-def raw_read_rate(files: list[Path], num_threads: int, block: int, nbytes: int = READ_NBYTES) -> float:
+def raw_read_rate(files: list[Path], num_threads: int, block: int, nbytes: int) -> float:
     """Bytes per second of O_DIRECT reads of up to `nbytes`, in file order."""
     descriptors = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
     blocks = [(fd, at) for fd in descriptors for at in range(0, os.fstat(fd).st_size // block * block, block)]
@@ -102,10 +101,10 @@ def raw_read_rate(files: list[Path], num_threads: int, block: int, nbytes: int =
     return sum(counts) / seconds
 
 
-def fastest_reads(files: list[Path]) -> Reads:
+def fastest_reads(files: list[Path], nbytes: int) -> Reads:
     """Of several block sizes and numbers of threads."""
     ways = itertools.product((1, 2, 4, 8), (1 << 20, 4 << 20, 8 << 20))
-    return max(Reads(raw_read_rate(files, *way), *way) for way in ways)
+    return max(Reads(raw_read_rate(files, *way, nbytes), *way) for way in ways)
 
 
 class Pass(NamedTuple):
@@ -339,7 +338,9 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=[32, 128, 512])
     # Enough tokens that all sequences are still live when the last prompt is done.
     parser.add_argument("--generated", type=int, default=28)
+    parser.add_argument("--read", default="3GiB", help="bytes of a raw read")
     options = parser.parse_args()
+    read_nbytes = parse_size(options.read, 0, 0)
     return_memory()
     with open_source(options.model) as source:
         store = place_for(source, options.quant, source.shape.dtype, options.stores)
@@ -356,8 +357,8 @@ def main() -> None:
                 whole = make_plan(source.shape, same, MemoryBudget(1 << 40), job)
                 alone, _ = measure(source, whole, store, num_sequences, options.generated, lambda: 1.0)
                 compute = statistics.median(each.seconds for each in alone)
-                reads = fastest_reads(files)
-                again = partial(raw_read_rate, files, reads.num_threads, reads.block, AGAIN_NBYTES)
+                reads = fastest_reads(files, read_nbytes)
+                again = partial(raw_read_rate, files, reads.num_threads, reads.block, read_nbytes * 2 // 3)
                 passes, moved = measure(source, plan, store, num_sequences, options.generated, again)
                 seconds = statistics.median(each.seconds for each in passes)
                 disk = statistics.median(each.moved / each.rate for each in passes)

@@ -20,10 +20,11 @@ from bench.roofline import against_roofline, measure_rates
 from moedge.offload.budget import parse_size
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine
+from moedge.runtime.loading.machine_memory import MachineMemory, open_memory
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, DeviceBudget, MachineMemory, MemoryBudget
+from moedge.runtime.settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource
 
@@ -73,7 +74,7 @@ def _peer(report: Report, budget: str) -> dict[str, Any]:
 
 
 def memory_of(budget: str) -> MachineMemory:
-    return Budgets(ram="80%", gpu_mem=budget).open()
+    return open_memory(Budgets(ram="80%", gpu_mem=budget))
 
 
 def measure_small(name: str, share: float) -> dict[str, Any]:

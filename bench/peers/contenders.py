@@ -1,6 +1,6 @@
 """The contenders of bench/compare.py: each loads a model once and is timed on the same rows, phase by phase.
 
-    python -m bench.peers.contenders '{"contender": "transformers", "model": ..., "setting": "eager", "batches": [8], ...}'
+    python -m bench.peers.contenders '{"contender": "transformers", "model": ..., "setting": "eager", ...}'
 
 One process per contender and setting, so that nobody inherits another's memory or threads. Prints a JSON line per run:
 tokens per second of the prompt and of decoding, peak memory of the process, and the share of the machine's CPU time

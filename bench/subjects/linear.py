@@ -120,9 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shape", type=int, nargs=2, default=(1024, 2048), metavar=("N", "K"))
-    parser.add_argument(
-        "--strips", type=int, default=4096, help="rows and columns of the matrix that is cut into strips"
-    )
+    parser.add_argument("--strips", type=int, default=4096, help="rows and columns of the matrix cut into strips")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
 
 
