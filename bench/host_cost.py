@@ -34,7 +34,7 @@ from moedge.moe.popularity import Popularity
 from moedge.moe.slots import ExpertSlots
 from moedge.moe.streaming import ExpertSupply
 from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
-from moedge.offload.stream.lane import ALIGNMENT, Place, Ring, Shard
+from moedge.offload.stream.lane import ALIGNMENT, Mark, Place, Ring, Shard
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
@@ -67,7 +67,7 @@ class NoLane:
         self.point = Point(together)
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, place: Place, after: Point | None) -> Point:
+    def start(self, shard: Shard, place: Place, after: Mark | None) -> Point:
         self.nbytes_moved += shard.nbytes
         return self.point
 

@@ -28,7 +28,8 @@ from matrix import kernels as exact
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
 from moedge.runtime.attention.kernels.launch import attend_launches
-from moedge.runtime.attention.kernels.tuning import decode_cut, extend_cut, num_splits
+from moedge.runtime.attention.kernels.operands import Side
+from moedge.runtime.attention.kernels.tuning import Cut, decode_cut, extend_cut, num_splits
 from support.kernels import grouped_cases, paged_cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -86,7 +87,7 @@ def timed_attention(capability: tuple[int, int]) -> Iterator[Timed]:
             yield timed_case(f"extend {keys}/{values} head {head_dim}, 1536 rows", case, cut, 1, cut.rows // cut.heads)
 
 
-def timed_case(name: str, case: paged_cases.Case, cut: object, splits: int, tokens: int) -> Timed:
+def timed_case(name: str, case: paged_cases.Case, cut: Cut, splits: int, tokens: int) -> Timed:
     cache = paged_cases.Cache.make(case)
     launches = attend_launches(cache.q, cache.out, cache.cached, cache.pages(tokens), cache.features, cut, splits)
     for launch in launches:
@@ -100,7 +101,7 @@ def timed_case(name: str, case: paged_cases.Case, cut: object, splits: int, toke
     return Timed(name, launches, stored * sum(widths) + rows, operations, error)
 
 
-def side_nbytes(side: object) -> float:
+def side_nbytes(side: Side) -> float:
     """Bytes of one head of one token."""
     planes = [plane for plane in side[:3] if plane is not None]
     return sum(plane[0, 0].numel() * plane.element_size() for plane in planes) / side.codes.shape[2]

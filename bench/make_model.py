@@ -102,7 +102,8 @@ def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch
 
 
 def write_weights(shape: Shape, out: Path, seed: int, skew: bool) -> None:
-    weights, weight_map, total = Weights(seed, shape.hidden_size, skew), {}, 0
+    weights, total = Weights(seed, shape.hidden_size, skew), 0
+    weight_map: dict[str, str] = {}
     count = shape.num_hidden_layers + 1
     for index in range(count):
         if index < shape.num_hidden_layers:

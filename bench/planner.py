@@ -238,7 +238,8 @@ def make_headers(name: str, folder: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     tensors = list(headers(config).items())
-    size, weight_map = math.ceil(len(tensors) / num_files), {}
+    size = math.ceil(len(tensors) / num_files)
+    weight_map: dict[str, str] = {}
     for begin in range(0, len(tensors), size):
         file = f"model-{begin // size + 1:05}-of-{num_files:05}.safetensors"
         weight_map |= dict.fromkeys((tensor for tensor, _ in tensors[begin : begin + size]), file)

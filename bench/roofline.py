@@ -255,7 +255,7 @@ def products() -> dict[str, Any]:
         compute = ParallelMatmul(Workspace(scratch_nbytes(packed.layout, "bfloat16", False), "cuda"))
         for rows in DEVICE_ROWS:
             x = torch.randn(rows, DEVICE_SIZE, dtype=torch.bfloat16, device="cuda")
-            seconds = _device_seconds(lambda x=x, packed=packed, compute=compute: compute.linear(x, packed))
+            seconds = _device_seconds(partial(compute.linear, x, packed))
             rates.setdefault(name, {})[str(rows)] = 2 * rows * DEVICE_SIZE * DEVICE_SIZE / seconds
     return {"flop_s": rates}
 
@@ -266,9 +266,7 @@ def widening() -> dict[str, Any]:
     out = torch.empty_like(weight)
     packs = {name: pack(weight, name) for name in ("int8", "nf4")}
     return {
-        "weights_s": {
-            name: weight.numel() / _device_seconds(lambda p=p: p.dequantize(out)) for name, p in packs.items()
-        }
+        "weights_s": {name: weight.numel() / _device_seconds(partial(p.dequantize, out)) for name, p in packs.items()}
     }
 
 

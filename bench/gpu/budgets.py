@@ -46,7 +46,8 @@ def _hold(gib: int) -> dict[str, Any]:
 
 def _sequences(name: str) -> dict[str, Any]:
     """How many sequences the planner keeps alive in a device budget of 8 and 12 GiB, bf16 to int4."""
-    job, results = Workload(100_000, PROMPT + OUTPUT), {}
+    job = Workload(100_000, PROMPT + OUTPUT)
+    results: dict[str, float] = {}
     with random_source(name) as source:
         for gib in (8, 12):
             granted = DeviceBudget(gib * GIB, CONTEXT_NBYTES, 1 << 30, Gpu((8, 6), 28))

@@ -127,8 +127,8 @@ class device_for_run:
     """
 
     def __init__(self, fake: bool, pin: bool, number: int, capability: tuple[int, int] = (7, 0)) -> None:
-        options = {"pin_limit": float("inf") if pin else 0, "capability": capability}
-        self._fake = fake_device.FakeDevice(number, **options) if fake else None
+        pin_limit = float("inf") if pin else 0
+        self._fake = fake_device.FakeDevice(number, pin_limit=pin_limit, capability=capability) if fake else None
         self._pin = pin
 
     def __enter__(self) -> Any:

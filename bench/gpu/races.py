@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -65,11 +66,8 @@ class _PoisonedLane(CudaLane):
 
 @contextmanager
 def _poisoning() -> Iterator[None]:
-    before, lanes.CudaLane = lanes.CudaLane, _PoisonedLane  # type: ignore[misc]
-    try:
+    with patch.object(lanes, "CudaLane", _PoisonedLane):
         yield
-    finally:
-        lanes.CudaLane = before  # type: ignore[misc]
 
 
 def _sanitize(tool: str, fake: bool) -> dict[str, Any]:

@@ -91,15 +91,18 @@ def measure_small(name: str, share: float) -> dict[str, Any]:
 def measure(source: ModelSource, memory: MachineMemory, settings: Settings, prompt: int) -> dict[str, Any]:
     """One run: every sequence's prompt, then passes in which all of them decode."""
     sequences = settings.max_sequences
+    assert sequences is not None
     job = Workload(sequences, prompt + STEADY + 2)
     plan = make_plan(source.shape, settings, memory.budget, job)
     with closing(load_random(source, plan, memory.device)) as loaded:
+        assert plan.kv_sequences is not None
         live = min(sequences, plan.kv_sequences)
         prompts, steady = _passes(loaded, live, prompt, source.shape.vocab)
         assert plan.staging is not None
         assert memory.device is not None
+        assert plan.budget.device is not None
         streamed = loaded.streamed.nbytes_to_device // loaded.engine.metrics.passes
-        result = {
+        result: dict[str, Any] = {
             "live": live,
             "prompt_tok_s": live * prompt / sum(prompts),
             "pass_s": statistics.median(steady),

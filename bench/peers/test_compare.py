@@ -12,7 +12,8 @@ import pytest
 from bench import ROOT, compare
 from bench.peers import contenders
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import Settings, budget_range
+from moedge.runtime.plan.planner import budget_range
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from support import memory_ceiling as ceiling
 from support import page_cache
@@ -135,7 +136,8 @@ class Contender:
     """In place of processes: reads and takes what it is told, and answers as a contender does."""
 
     def __init__(self, model: Path, outcome: Outcome) -> None:
-        self.model, self.outcome, self.seen = model, outcome, []
+        self.model, self.outcome = model, outcome
+        self.seen: list[tuple[str, int | None, int]] = []
 
     def __call__(self, command: list[str], limit: int | None, seconds: float | None) -> Outcome:
         wanted = json.loads(command[-1])
@@ -208,7 +210,17 @@ def test_the_command_runs_to_its_end(limit: str | None, tight: tuple[Path, str],
     model, ram = tight
     sizes = ["--batches", "1", "3", "--prompt", "6", "--new", "3", "--repeats", "1"]
     options = ["--moedge", "none", "--transformers", "--ram", ram, *(["--ceiling", limit] if limit else [])]
-    command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.compare", "--model", model, *sizes, *options]
+    command = [
+        "env",
+        f"PYTHONPATH={ROOT}",
+        sys.executable,
+        "-m",
+        "bench.compare",
+        "--model",
+        str(model),
+        *sizes,
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     if "no memory controller" in done.stderr or "stay in the page cache" in done.stderr:
         pytest.skip(done.stderr)

@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ COLUMNS = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32",
 
 
 def packing(weight: Tensor, format_name: str) -> Callable[[], object]:
-    layout = get_format(format_name).layout(tuple(weight.shape), dtype_name(weight.dtype))
+    layout = get_format(format_name).layout((weight.shape[0], weight.shape[1]), dtype_name(weight.dtype))
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     return lambda: pack_into(weight, layout, buffer)
 
@@ -43,7 +44,7 @@ def print_speeds(repeats: int, shape: tuple[int, int]) -> None:
     for name, dtype in COLUMNS:
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         candidates: dict[str, Callable[[], object]] = {
-            "bnb": lambda weight=weight: torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
+            "bnb": partial(torch.ops.bitsandbytes.quantize_4bit, weight, 64, "nf4", torch.uint8)
         }
         times = seconds_in_turns(candidates | {key: packing(weight, key) for key in ("nf4", "int8", "none")}, repeats)
         speeds = {key: weight.numel() / statistics.median(values) / 1e6 for key, values in times.items()}

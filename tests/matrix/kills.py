@@ -218,16 +218,15 @@ def run_preparations(root: Path, kills: int, seed: int) -> None:
 
 # Kills of a part: few enough that an interrupted run loses little.
 JOB_KILLS, MODEL_KILLS, PREPARE_KILLS, PARTS = 300, 60, 60, {"job": 10, "model": 5, "prepare": 5}
-QUICK = {"job": 20, "model": 0, "prepare": 5}
+# Preparations are stopped at every system call by tests/offload/store/test_crash.py.
+QUICK_JOB_KILLS = 20
 
 
 def parts(quick: bool) -> Iterator[Part]:
     """3,000 kills of jobs with the fake engine, 300 with the demo model, 300 of preparations; each part has a seed."""
     ledger.datetime = OneDay  # type: ignore[misc]
     if quick:
-        for what, kills in QUICK.items():
-            if kills:
-                yield Part(f"{what}, {kills} kills", partial(faults, what, kills, 0))
+        yield Part(f"job, {QUICK_JOB_KILLS} kills", partial(faults, "job", QUICK_JOB_KILLS, 0))
         return
     for what, kills in (("prepare", PREPARE_KILLS), ("job", JOB_KILLS), ("model", MODEL_KILLS)):
         for seed in range(PARTS[what]):

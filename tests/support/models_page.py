@@ -50,10 +50,5 @@ def verdicts(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def worked(path: Path, family: str) -> bool:
-    """Whether the page says that a family works with the newest release."""
-    return verdicts(path)[family][-1] == "works"
-
-
 def _cell(result: str) -> str:
     return result.replace("|", "/").replace("\n", " ")[:160]
