@@ -35,9 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
+from moedge.offload.budget import GIB, parse_size
 from support import memory_ceiling as ceiling
 from support import page_cache
-from support.memory_ceiling import GIB, NoGroup, Outcome
+from support.memory_ceiling import NoGroup, Outcome
 
 Task = dict[str, Any]
 Cells = dict[int, tuple[float, float]]
@@ -257,7 +258,7 @@ def main() -> None:
     options = parser().parse_args()
     limit = None
     if options.ceiling is not None:
-        limit = ceiling.parse_size(options.ceiling, 0, 0)
+        limit = parse_size(options.ceiling, 0, 0)
         try:
             with ceiling.make_group(limit) as group:
                 version = group.interface.version

@@ -13,7 +13,7 @@ STRIP_WEIGHTS = 1 << 22
 STEADY_WEIGHTS = 1 << 19
 
 # Rows that a deterministic product computes together. Of 16, 32 and 64, 32 is the one that is never much slower than
-# the other two: a single row costs 1.2 times an unpadded one in bfloat16, 64 rows 1.1 times (bench/linear.py).
+# the other two: a single row costs 1.2 times an unpadded one in bfloat16, 64 rows 1.1 times (`bench.micro linear`).
 TILE = 32
 
 # Rows that elementwise operations see a multiple of where bits must not depend on how many there are. Torch computes

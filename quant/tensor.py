@@ -18,7 +18,7 @@ from .scratch import wide_columns
 
 # Below this torch runs an operation in the calling thread, and a core's cache holds the chunk's float32 copies.
 # Packing takes forty operations per chunk: were they shared among threads, each would end in a barrier, and one busy
-# neighbour on the machine would then slow packing down ten to a hundred times (bench/pack.py).
+# neighbour on the machine would then slow packing down ten to a hundred times (`bench.micro pack`).
 CHUNK = 1 << 15
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from bench import ROOT, compare
 from bench.peers import contenders
+from moedge.offload.budget import GIB
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from support import memory_ceiling as ceiling
 from support import page_cache
-from support.memory_ceiling import GIB, Outcome
+from support.memory_ceiling import Outcome
 
 SIZES = {"batches": [1, 3], "prompt": 6, "new": 3, "repeats": 1, "threads": 2}
 
