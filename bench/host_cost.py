@@ -1,8 +1,8 @@
 """What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide.
 
-    python bench/host_cost.py
-    python bench/host_cost.py --layers 2 --experts 16 --tokens 4 --repeats 3
-    python bench/host_cost.py --json host.json
+    python -m bench.host_cost
+    python -m bench.host_cost --layers 2 --experts 16 --tokens 4 --repeats 3
+    python -m bench.host_cost --json host.json
 
 A pass goes through the layers as `moe/expert_cache.py` serves them: what a router chose is requested, arrives over a
 lane that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and
@@ -32,7 +32,7 @@ from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.slots import ExpertSlots
 from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
@@ -65,7 +65,7 @@ class NoLane:
         self.point = Point(together)
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, slot: Slot, after: Point | None) -> Point:
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Point:
         self.nbytes_moved += shard.nbytes
         return self.point
 

@@ -18,7 +18,7 @@ from .scratch import wide_columns
 
 # Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.
 # Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
-# process on the machine would then make packing ten to a hundred times slower (bench/pack.py).
+# process on the machine would then make packing ten to a hundred times slower (`bench.micro pack`).
 CHUNK = 1 << 15
 
 

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-# These helpers serve scripts in bench/ too; tests are not a package.
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_families import build_model, build_tokenizer
+from support.tiny_families import save_tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,9 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @functools.cache
     def make(family: str, **sizes: int) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        model = build_model(family, **sizes)
-        model.save_pretrained(folder)
-        build_tokenizer(folder, model.config.vocab_size)
+        save_tiny(family, folder, **sizes)
         return folder
 
     return make

@@ -46,7 +46,7 @@ def test_m4_a_real_limit_is_found_and_kept_to(checkpoint: Callable[[str], Path],
         summary,
         "-q",
     ]
-    ceiling = [sys.executable, ROOT / "bench" / "ceiling.py", f"{limit}MiB"]
+    ceiling = [sys.executable, ROOT / "tests" / "support" / "memory_ceiling.py", f"{limit}MiB"]
     done = subprocess.run([*map(str, [*ceiling, *MOEDGE, *job])], capture_output=True, text=True, check=False)
     if "no memory controller" in done.stderr or "Permission denied" in done.stderr or "Read-only" in done.stderr:
         pytest.skip("this machine does not let a test make a memory cgroup")

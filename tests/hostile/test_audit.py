@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+# The child finds `support` in its working directory.
+TESTS = Path(__file__).parents[1]
 FORBIDDEN = (
     "socket.connect",
     "socket.bind",
@@ -18,9 +20,8 @@ FORBIDDEN = (
 )
 LOAD = """
 import json, sys
-sys.path.insert(0, {helpers!r})
 from pathlib import Path
-from hostile_load import load_weights
+from support.hostile.load import load_weights
 from moedge.runtime.shape.checkpoint_shape import read_shape
 
 folder, seen = Path({folder!r}), []
@@ -47,9 +48,8 @@ print(json.dumps(seen))
 
 
 def events(good: Path, folder: Path, before: str = "") -> list[str]:
-    helpers = str(Path(__file__).parent)
-    code = LOAD.format(helpers=helpers, folder=str(folder), good=str(good), forbidden=FORBIDDEN, before=before)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = LOAD.format(folder=str(folder), good=str(good), forbidden=FORBIDDEN, before=before)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TESTS)
     seen: list[str] = json.loads(run.stdout)
     return seen
 

@@ -3,14 +3,12 @@
 import ast
 import collections
 import statistics
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from import_graph import ImportGraph, circles
+from support.import_graph import ImportGraph, circles
 
 ROOT = Path(__file__).parents[2]
 FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4, "api": 5}

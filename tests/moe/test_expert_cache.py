@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from instant_lane import InstantLane, number, open_stream, shard
 
 from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
 from moedge.moe.expert_cache import StreamedExperts, StreamingExpertCache
@@ -21,6 +20,7 @@ from moedge.offload.stream.lane import ALIGNMENT, ShardKey
 from moedge.quant.matmul.matmul import Matmul
 from moedge.quant.matmul.parallel import ParallelMatmul
 from moedge.quant.matmul.workspace import Workspace
+from support.experts.instant_lane import InstantLane, number, open_stream, shard
 
 LAYERS, EXPERTS, TOKENS = 3, 8, 4
 

@@ -1,8 +1,5 @@
 """moedge finds the demo model's text exactly as likely as transformers does."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,10 +10,7 @@ from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
-
-# What judges formats is judged itself.
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from heldout import DEMO, predict
+from support.heldout import DEMO, predict
 
 WINDOW = 512
 

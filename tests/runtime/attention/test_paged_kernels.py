@@ -1,16 +1,17 @@
 """Attention over pages agrees with its definition in float64 over the same codes: every format, kernel and feature.
 
-`bench/kernels.py check` does what is done here for every combination.
+tests/matrix/kernels.py does what is done here for every combination.
 """
 
 import dataclasses
 import itertools
 import os
 
-import paged_cases as cases
 import pytest
 import torch
-from paged_cases import Case
+
+from support.kernels import paged_cases as cases
+from support.kernels.paged_cases import Case
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 DEVICE = "cpu" if INTERPRETED else "cuda"

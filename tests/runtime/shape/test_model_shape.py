@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import build_model, stored_numel
 from torch import nn
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from moedge.runtime.shape.families import MOE, SUPPORTED
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
+from support.tiny_families import build_model, stored_numel
 
 
 def read(folder: Path) -> ModelShape:
