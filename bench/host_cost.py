@@ -25,11 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from moedge.moe.expert import ExpertWeights
-from moedge.moe.expert_cache import StreamingExpertCache
+from moedge.moe.expert_cache import ExpertSlots, StreamingExpertCache
 from moedge.moe.forecast import Forecast, LookAhead
 from moedge.moe.groups import ExpertGroups, group_by_expert
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.slots import ExpertSlots
 from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
 from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint

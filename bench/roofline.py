@@ -37,8 +37,7 @@ from moedge.offload.heap import return_memory
 from moedge.offload.machine.link import measure_link, measure_pin_limit
 from moedge.offload.machine.timing import best_seconds
 from moedge.offload.page_locked import allocate
-from moedge.quant.matmul.parallel import ParallelMatmul
-from moedge.quant.matmul.workspace import Workspace
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import pack
 from moedge.runtime.engine.sequence import Sequence

@@ -18,7 +18,7 @@ import torch
 from bench.gpu.checks import device_for_run, tiny_case
 from bench.gpu.report import Report
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 ROOT = Path(__file__).parents[2]
 POISON = 0xFF

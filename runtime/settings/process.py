@@ -24,7 +24,7 @@ def wait_without_spinning() -> None:
 
     By default they spin, even while another process needs their core: with both cores of a small machine busy
     elsewhere, passes took 20 to 40 times as long (docs/performance.md). Batch jobs share their machines. Sleeping
-    threads take 0.1 ms to wake up; therefore small operations use one thread (quant/matmul/parallel.py).
+    threads take 0.1 ms to wake up; therefore small operations use one thread (quant/matmul/matmul.py).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.slots import ExpertSlots
+from moedge.moe.expert_cache import ExpertSlots
 from moedge.moe.streaming_mode import Hold, Mode
 from moedge.moe.streaming_order import ExpertFetchQueue
 from moedge.offload.stream.lane import ShardKey

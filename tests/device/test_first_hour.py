@@ -22,7 +22,7 @@ from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets, MemoryBudget
 from moedge.runtime.shape.model_shape import KVGroup
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 MIB = 1 << 20
 PAGE = 4096

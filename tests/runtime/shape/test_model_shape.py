@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
-from moedge.quant.matmul.parallel import ParallelMatmul
-from moedge.quant.matmul.workspace import Workspace
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
 from moedge.runtime.model.definition import define
