@@ -58,7 +58,11 @@ def test_a_request_has_what_the_arguments_say() -> None:
         3 << 30,
     )
     assert not request.budgets.wants_device
-    assert (request.settings.quant, request.settings.deterministic, str(request.experts.mode)) == ("int4", True, "all")
+    assert (request.settings.quant, request.settings.deterministic, str(request.experts.stream)) == (
+        "int4",
+        True,
+        "all",
+    )
     assert (request.defaults.max_tokens, request.defaults.temperature, request.defaults.seed) == (7, 0.5, 3)
     assert (request.limits.until, request.limits.max_rows, request.limits.max_failures) == ("07:00", 9, "4")
     assert (request.plan, request.lenient, request.resume.drift) == (Path("p"), True, ("kv",))
@@ -123,19 +127,19 @@ def huge() -> int:
     return 1 << 40
 
 
-ROWS = 100
-KILLED = (
-    "import sys; from moedge import run_batch; run_batch(*sys.argv[1:4], ram='3GiB', max_sequences=8, progress=False)"
-)
+ROWS = 300
+KILLED = "import sys; from moedge import run_batch; run_batch(*sys.argv[1:], ram='3GiB', max_sequences=8)"
 
 
 @pytest.mark.slow
-def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(tmp_path: Path) -> None:
-    import moedge.demo
-
-    model = Path(str(moedge.demo.__file__)).parent / "model"
-    rows, out = write_rows(tmp_path / "in.jsonl", ROWS, max_tokens=20), tmp_path / "out.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(model), str(rows), str(out)])
+def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, out = checkpoint("llama"), tmp_path / "out.jsonl"
+    rows = write_rows(tmp_path / "in.jsonl", ROWS, max_tokens=20)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(model), str(rows), str(out)], stderr=subprocess.DEVNULL
+    )
     journal = tmp_path / "out.job" / "journal"
     while process.poll() is None and not (journal.exists() and journal.stat().st_size > 8_000):
         time.sleep(0.01)
