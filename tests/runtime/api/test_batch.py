@@ -76,16 +76,16 @@ def test_a_job_stops_is_resumed_and_done_once(
     checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, rows, out = checkpoint("llama"), write_rows(tmp_path / "in.jsonl", 6), tmp_path / "out.jsonl"
-    stopped = run_batch(model, rows, out, max_rows=2)
+    stopped = run_batch(model, rows, out, ram="3GiB", max_rows=2)
     assert (stopped.rows.total, out.exists()) == (2, False)
     shown = capfd.readouterr()
     assert (shown.out, "2/6 rows" in shown.err) == ("", True)
     with pytest.raises(JobMismatch, match="max_tokens 256 -> 9"):
-        run_batch(model, rows, out, max_tokens=9, progress=False)
-    done = run_batch(model, rows, out, progress=False)
+        run_batch(model, rows, out, ram="3GiB", max_tokens=9, progress=False)
+    done = run_batch(model, rows, out, ram="3GiB", progress=False)
     assert (done.rows.ok, done.rows.failed, done.tokens.generated) == (6, 0, 24)
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [str(index) for index in range(6)]
-    assert run_batch(model, rows, out).rows.ok == 6, "a finished job is not run again"
+    assert run_batch(model, rows, out, ram="3GiB").rows.ok == 6, "a finished job is not run again"
 
 
 def test_ctrl_c_keeps_what_was_answered(
@@ -102,11 +102,11 @@ def test_ctrl_c_keeps_what_was_answered(
     with monkeypatch.context() as patch:
         patch.setattr(Running, "_why_stop", press)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(model, rows, out, max_sequences=2, progress=False)
+            run_batch(model, rows, out, ram="3GiB", max_sequences=2, progress=False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     partial = (tmp_path / "out.partial.jsonl").read_text().splitlines()
     assert 2 <= len(partial) < 6
-    assert run_batch(model, rows, out, progress=False).rows.ok == 6
+    assert run_batch(model, rows, out, ram="3GiB", progress=False).rows.ok == 6
 
 
 def test_memory_above_the_budget_raises_and_the_answers_are_there(
@@ -118,7 +118,7 @@ def test_memory_above_the_budget_raises_and_the_answers_are_there(
         Running, "_why_stop", lambda running: monkeypatch.setattr("moedge.runtime.plan.memory_ledger.host_peak", huge)
     )
     with pytest.raises(OverBudget, match=r"1024\.00 GiB of RAM were used, and the budget is") as raised:
-        run_batch(model, rows, out, progress=False)
+        run_batch(model, rows, out, ram="3GiB", progress=False)
     assert raised.value.result.rows.ok == 2
     assert len(out.read_text().splitlines()) == 2
 
