@@ -126,14 +126,15 @@ class Measured:
     size: JobSize
     order: array[int]
 
-    def plan(self, given: PlanResult | None = None) -> Planned:
+    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became.
 
-        `given` is the plan of an engine that is loaded already. Raises DoesNotFit, SettingError, JobMismatch.
+        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
+        opened again. Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = open_memory(budgets, source.settle(settings), source.shape)
+        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
         chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
         memory.limit_pins(chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))

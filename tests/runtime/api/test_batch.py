@@ -58,7 +58,11 @@ def test_a_request_has_what_the_arguments_say() -> None:
         3 << 30,
     )
     assert not request.budgets.wants_device
-    assert (request.settings.quant, request.settings.deterministic, str(request.experts.mode)) == ("int4", True, "all")
+    assert (request.settings.quant, request.settings.deterministic, str(request.experts.stream)) == (
+        "int4",
+        True,
+        "all",
+    )
     assert (request.defaults.max_tokens, request.defaults.temperature, request.defaults.seed) == (7, 0.5, 3)
     assert (request.limits.until, request.limits.max_rows, request.limits.max_failures) == ("07:00", 9, "4")
     assert (request.plan, request.lenient, request.resume.drift) == (Path("p"), True, ("kv",))
@@ -72,16 +76,16 @@ def test_a_job_stops_is_resumed_and_done_once(
     checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, rows, out = checkpoint("llama"), write_rows(tmp_path / "in.jsonl", 6), tmp_path / "out.jsonl"
-    stopped = run_batch(model, rows, out, max_rows=2)
+    stopped = run_batch(model, rows, out, ram="3GiB", max_rows=2)
     assert (stopped.rows.total, out.exists()) == (2, False)
     shown = capfd.readouterr()
     assert (shown.out, "2/6 rows" in shown.err) == ("", True)
     with pytest.raises(JobMismatch, match="max_tokens 256 -> 9"):
-        run_batch(model, rows, out, max_tokens=9, progress=False)
-    done = run_batch(model, rows, out, progress=False)
+        run_batch(model, rows, out, ram="3GiB", max_tokens=9, progress=False)
+    done = run_batch(model, rows, out, ram="3GiB", progress=False)
     assert (done.rows.ok, done.rows.failed, done.tokens.generated) == (6, 0, 24)
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [str(index) for index in range(6)]
-    assert run_batch(model, rows, out).rows.ok == 6, "a finished job is not run again"
+    assert run_batch(model, rows, out, ram="3GiB").rows.ok == 6, "a finished job is not run again"
 
 
 def test_ctrl_c_keeps_what_was_answered(
@@ -98,11 +102,11 @@ def test_ctrl_c_keeps_what_was_answered(
     with monkeypatch.context() as patch:
         patch.setattr(Running, "_why_stop", press)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(model, rows, out, max_sequences=2, progress=False)
+            run_batch(model, rows, out, ram="3GiB", max_sequences=2, progress=False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     partial = (tmp_path / "out.partial.jsonl").read_text().splitlines()
     assert 2 <= len(partial) < 6
-    assert run_batch(model, rows, out, progress=False).rows.ok == 6
+    assert run_batch(model, rows, out, ram="3GiB", progress=False).rows.ok == 6
 
 
 def test_memory_above_the_budget_raises_and_the_answers_are_there(
@@ -114,7 +118,7 @@ def test_memory_above_the_budget_raises_and_the_answers_are_there(
         Running, "_why_stop", lambda running: monkeypatch.setattr("moedge.runtime.plan.memory_ledger.host_peak", huge)
     )
     with pytest.raises(OverBudget, match=r"1024\.00 GiB of RAM were used, and the budget is") as raised:
-        run_batch(model, rows, out, progress=False)
+        run_batch(model, rows, out, ram="3GiB", progress=False)
     assert raised.value.result.rows.ok == 2
     assert len(out.read_text().splitlines()) == 2
 
@@ -123,19 +127,19 @@ def huge() -> int:
     return 1 << 40
 
 
-ROWS = 100
-KILLED = (
-    "import sys; from moedge import run_batch; run_batch(*sys.argv[1:4], ram='3GiB', max_sequences=8, progress=False)"
-)
+ROWS = 300
+KILLED = "import sys; from moedge import run_batch; run_batch(*sys.argv[1:], ram='3GiB', max_sequences=8)"
 
 
 @pytest.mark.slow
-def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(tmp_path: Path) -> None:
-    import moedge.demo
-
-    model = Path(str(moedge.demo.__file__)).parent / "model"
-    rows, out = write_rows(tmp_path / "in.jsonl", ROWS, max_tokens=20), tmp_path / "out.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(model), str(rows), str(out)])
+def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, out = checkpoint("llama"), tmp_path / "out.jsonl"
+    rows = write_rows(tmp_path / "in.jsonl", ROWS, max_tokens=20)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(model), str(rows), str(out)], stderr=subprocess.DEVNULL
+    )
     journal = tmp_path / "out.job" / "journal"
     while process.poll() is None and not (journal.exists() and journal.stat().st_size > 8_000):
         time.sleep(0.01)

@@ -86,7 +86,7 @@ with LLM(model, ram="1300MiB", max_model_len=256, rows=2000, prompt_tokens=20, o
     except MoedgeError as error:
         print(type(error).__name__, error.exit_code.name, len(error.result[0].outputs[0].token_ids), error)
 try:
-    LLM(model, ram="1300MiB", rows=2000)
+    LLM(model, ram="1300MiB", max_model_len=256, rows=2000, prompt_tokens=20, output_tokens=8)
 except MoedgeError as error:
     print(type(error).__name__, error)
 del other
