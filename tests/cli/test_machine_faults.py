@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.row_files import write_rows
 import torch
 
 from moedge.runtime.engine.batch import Batch
@@ -25,8 +27,7 @@ MOEDGE = [sys.executable, "-m", "moedge.cli"]
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     file = tmp_path / "in.jsonl"
-    file.write_text(
-        "".join(json.dumps({"id": f"{n}", "prompt": "Hello " * n, "max_tokens": 8}) + "\n" for n in (1, 2, 3, 5, 8))
+    write_rows(file, [{"id": f"{n}", "prompt": "Hello " * n, "max_tokens": 8} for n in (1, 2, 3, 5, 8])
     )
     return file
 
@@ -196,9 +197,7 @@ def test_k5_a_job_gives_the_same_bytes_in_the_oddest_surroundings(
     """Names and texts beyond ASCII, in a process whose encoding knows none of them."""
     source = tmp_path / "fragen-äöü.jsonl"
     texts = ("Grüße", "İstanbul", "日本語")
-    source.write_text(
-        "".join(json.dumps({"id": text, "prompt": text, "max_tokens": 6}, ensure_ascii=False) + "\n" for text in texts)
-    )
+    write_rows(source, [{"id": text, "prompt": text, "max_tokens": 6} for text in texts], ensure_ascii=False)
     job = [
         "batch",
         str(checkpoint("qwen3_moe")),
