@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from support.row_files import write_rows
 import torch
 
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.model.runner import ModelRunner
+from support.row_files import write_rows
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -27,8 +26,7 @@ MOEDGE = [sys.executable, "-m", "moedge.cli"]
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     file = tmp_path / "in.jsonl"
-    write_rows(file, [{"id": f"{n}", "prompt": "Hello " * n, "max_tokens": 8} for n in (1, 2, 3, 5, 8])
-    )
+    write_rows(file, [{"id": f"{n}", "prompt": "Hello " * n, "max_tokens": 8} for n in (1, 2, 3, 5, 8)])
     return file
 
 
