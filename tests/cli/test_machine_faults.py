@@ -16,6 +16,7 @@ import torch
 
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.model.runner import ModelRunner
+from support.row_files import write_rows
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -25,9 +26,7 @@ MOEDGE = [sys.executable, "-m", "moedge.cli"]
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     file = tmp_path / "in.jsonl"
-    file.write_text(
-        "".join(json.dumps({"id": f"{n}", "prompt": "Hello " * n, "max_tokens": 8}) + "\n" for n in (1, 2, 3, 5, 8))
-    )
+    write_rows(file, [{"id": f"{n}", "prompt": "Hello " * n, "max_tokens": 8} for n in (1, 2, 3, 5, 8)])
     return file
 
 
@@ -198,9 +197,7 @@ def test_k5_a_job_gives_the_same_bytes_in_the_oddest_surroundings(
     """Names and texts beyond ASCII, in a process whose encoding knows none of them."""
     source = tmp_path / "fragen-äöü.jsonl"
     texts = ("Grüße", "İstanbul", "日本語")
-    source.write_text(
-        "".join(json.dumps({"id": text, "prompt": text, "max_tokens": 6}, ensure_ascii=False) + "\n" for text in texts)
-    )
+    write_rows(source, [{"id": text, "prompt": text, "max_tokens": 6} for text in texts], ensure_ascii=False)
     job = [
         "batch",
         str(checkpoint("qwen3_moe")),

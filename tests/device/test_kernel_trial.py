@@ -32,6 +32,7 @@ from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
+from support.row_files import read_rows, write_rows
 
 AMPERE, TURING = (8, 6), (7, 5)
 KERNELS = {
@@ -60,7 +61,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     from moedge.cli.main import main
 
     rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
-    rows.write_text(json.dumps({"prompt": "a b c", "max_tokens": 3}) + "\n")
+    write_rows(rows, [{"prompt": "a b c", "max_tokens": 3}])
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -70,7 +71,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()
-    answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
+    answers = [row["text"] for row in read_rows(out)] if out.exists() else []
     return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
 
 

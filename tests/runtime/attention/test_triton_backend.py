@@ -97,6 +97,7 @@ class TrimmedSetup(TritonSetup):
                 self.pool.memory.put(block_id, torch.full((self.pool.spec.block_nbytes,), 0xFF, dtype=torch.uint8))
 
 
+@pytest.mark.sample("sm86-fp32", "sm75-int4")
 @pytest.mark.parametrize("kv_format", ["fp32", "int4"])
 @pytest.mark.parametrize("gpu", [AMPERE, TURING], ids=["sm86", "sm75"])
 def test_blocks_that_were_given_back_behind_the_window_are_never_read(
