@@ -26,8 +26,11 @@ def batch(
     stream: options.STREAM = options.Stream.AUTO,
     hold: options.HOLD = options.Hold.POPULAR,
     max_tokens: options.MAX_TOKENS = 256,
-    temperature: options.TEMPERATURE = 0.0,
+    temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,
+    reasoning_effort: options.REASONING_EFFORT = None,
+    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
+    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -50,7 +53,9 @@ def batch(
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
+    from ..runtime.rows.fields import kwargs_setting
     from ..runtime.rows.row import Defaults
+    from ..runtime.sampling.model_defaults import NAMES
     from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
@@ -61,7 +66,15 @@ def batch(
         input=input_file,
         output=output,
         settings=settings,
-        defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
+        defaults=Defaults(
+            max_tokens=max_tokens,
+            temperature=temperature or 0.0,
+            seed=seed,
+            max_thinking_tokens=max_thinking_tokens,
+            chat_template_kwargs=kwargs_setting(chat_template_kwargs),
+            reasoning_effort=reasoning_effort and str(reasoning_effort),
+        ),
+        unset=frozenset(NAMES) - ({"temperature"} if temperature is not None else set()),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),

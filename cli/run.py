@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
@@ -32,8 +33,11 @@ def run(
             help="Tokens to generate at most; 512 where the context has room for them.",
         ),
     ] = None,
-    temperature: options.TEMPERATURE = 0.0,
+    temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,
+    reasoning_effort: options.REASONING_EFFORT = None,
+    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
+    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -44,6 +48,7 @@ def run(
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
     from ..runtime.api.single_prompt import Wish, answer
+    from ..runtime.rows.fields import kwargs_setting
     from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
     from .views.formatting import escape_controls
@@ -58,7 +63,10 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    wish = Wish(max_tokens, temperature, seed, raw)
+    variables = json.loads(kwargs_setting(chat_template_kwargs) or "{}")
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = str(reasoning_effort)
+    wish = Wish(max_tokens, temperature, seed, raw, max_thinking_tokens, variables)
     for piece in answer(model, prompt, settings, budgets, wish):
         print(escape_controls(piece), end="", flush=True)
     print()

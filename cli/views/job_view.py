@@ -114,6 +114,8 @@ class JobView:
             self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
         measured = checked.measure()
         self._say_size(measured)
+        for note in (*_sampling(checked), *measured.notes):
+            self._say(note)
         planned = measured.plan()
         self._say_plan(planned, done)
         loaded = planned.load()
@@ -215,6 +217,12 @@ class JobView:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _sampling(checked: Checked) -> Iterator[str]:
+    if checked.sampling.values:
+        yield f"sampling defaults from generation_config.json: {checked.sampling} (--temperature 0 is greedy)"
+    yield from checked.sampling.ignored
 
 
 def _are(number: int, noun: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
@@ -12,10 +12,13 @@ from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..rows.answer_formats import Answers, Completion, usage
 from ..rows.failure import ErrorCode, RowFailure
+from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import Row
 from ..sampling.params import FinishReason
+from ..text.chat_stream import ChatStream
 from ..text.stream import TextStream
+from ..text.tool_calls import FunctionCall, split_calls
 from .encode import RowEncoder
 from .journal.journal import Journal
 from .journal.record import Done
@@ -86,6 +89,10 @@ class FileRows:
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
 
+# A text to continue has no parts, and neither has a chat answer whose model has no known marks.
+AnswerText = TextStream | ChatStream
+
+
 @dataclass(slots=True)
 class _OpenRow:
     """A row whose choices are being generated; `num_open` of them are not finished."""
@@ -93,7 +100,7 @@ class _OpenRow:
     row: Row
     num_open: int
     sequences: list[Sequence] = field(default_factory=list)
-    texts: list[TextStream] = field(default_factory=list)
+    texts: list[AnswerText] = field(default_factory=list)
 
 
 class RowRunner:
@@ -108,6 +115,7 @@ class RowRunner:
         self._journal = journal
         self._source = source
         self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
+        self._chat_eos_ids = self._eos_ids | encoder.tokenizer.chat_stop_ids
         self._open: dict[Sequence, _OpenRow] = {}
 
     def passes(self) -> Iterator[None]:
@@ -138,9 +146,11 @@ class RowRunner:
         # The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
         first: list[Sequence] = []
         for token_ids, params in choices:
-            text = self._encoder.tokenizer.stream(params.stop)
+            text = self._encoder.text(row, token_ids, params)
             grammar = self._encoder.grammar(row)
-            sequence = Sequence(token_ids, params, self._eos_ids, text=text, grammar=grammar)
+            parts = text if isinstance(text, ChatStream) else None
+            eos_ids = self._chat_eos_ids if row.chat else self._eos_ids
+            sequence = Sequence(token_ids, params, eos_ids, text=text, grammar=grammar, parts=parts)
             opened.sequences.append(sequence)
             opened.texts.append(text)
             self._open[sequence] = opened
@@ -168,7 +178,7 @@ class RowRunner:
         broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:
             return self._failed(_failure(broken, row))
-        completions = [_completion(each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)]
+        completions = [_completion(row, each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)]
         tokens = usage(completions, row.num_samples)
         line = self._answers.answer(row, completions)
         prompt, generated = tokens["prompt_tokens"], tokens["completion_tokens"]
@@ -179,15 +189,16 @@ class RowRunner:
 
 
 def _failure(broken: Sequence, row: Row) -> RowFailure:
-    if broken.grammar is not None and broken.grammar.error:
-        return row.failure(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format")
+    if broken.grammar is not None and broken.grammar.error and row.schema is not None:
+        found = invalid_schema(row.schema, broken.error).failure
+        return row.failure(found.code, broken.error, found.param)
     return row.failure(ErrorCode.NUMERICAL_ERROR, broken.error)
 
 
-def _completion(sequence: Sequence, text: TextStream) -> Completion:
+def _completion(row: Row, sequence: Sequence, text: AnswerText) -> Completion:
     text.finish()
     assert sequence.finish_reason is not None
-    return Completion(
+    completion = Completion(
         text.text,
         tuple(sequence.output_ids),
         sequence.finish_reason,
@@ -195,3 +206,23 @@ def _completion(sequence: Sequence, text: TextStream) -> Completion:
         None if sequence.params.logprobs is None else tuple(sequence.logprobs),
         cut=sequence.grammar is not None and sequence.finish_reason is FinishReason.LENGTH,
     )
+    calls: Items[FunctionCall] = ()
+    if isinstance(text, ChatStream):
+        reasoning, counted, calls = text.reasoning, text.reasoning_tokens, text.calls
+        completion = replace(completion, reasoning=reasoning, reasoning_tokens=counted, answered=text.answered)
+    # A call of an answer that was cut may be cut too.
+    if row.tools and sequence.finish_reason is FinishReason.STOP:
+        return _with_calls(completion, calls)
+    if not calls:
+        return completion
+    return replace(completion, text=completion.text + "".join(call.arguments for call in calls), answered=True)
+
+
+def _with_calls(completion: Completion, calls: Items[FunctionCall]) -> Completion:
+    """The calls that the answer's format marks, else those that its text holds."""
+    content = completion.text
+    if not calls:
+        content, calls = split_calls(content)
+    if not calls:
+        return completion
+    return replace(completion, text=content, finish_reason=FinishReason.TOOL_CALLS, calls=tuple(calls))

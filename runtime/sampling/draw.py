@@ -62,13 +62,16 @@ class Draw:
     """The row's settings, and where on its own random stream it stands.
 
     `sample` tells the continuations of one prompt apart; `position` counts the tokens it already produced.
-    `history` holds prompt and output so far, and is needed exactly if `params.penalised`.
+    `history` holds prompt and output so far, and is needed exactly if `params.penalised`. `forbidden` tokens are not
+    taken; `forced` is taken instead of what would be drawn, if it is not None.
     """
 
     params: SamplingParams
     sample: int
     position: int
     history: TokenHistory | None = None
+    forbidden: tuple[int, ...] = ()
+    forced: int | None = None
 
     def __post_init__(self) -> None:
         if self.history is None and self.params.penalised:
@@ -77,7 +80,12 @@ class Draw:
     @property
     def is_argmax(self) -> bool:
         """Whether the row's token is the first largest logit, with nothing to compute before."""
-        return self.params.greedy and not self.params.penalised
+        return self.params.greedy and not self.biased
+
+    @property
+    def biased(self) -> bool:
+        """Whether logits of the row are changed before its token is taken."""
+        return self.params.penalised or bool(self.params.logit_bias or self.forbidden)
 
 
 @dataclass(frozen=True, slots=True)
