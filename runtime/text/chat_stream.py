@@ -338,6 +338,7 @@ class HarmonyStream:
         self._parts = _Parts(decoding, options)
         self._header: list[str] | None = []
         self._header_tokens = 0
+        self._num_given = 0
         self._body: TextStream | None = None
         self._opened = False
         self._calls: list[tuple[str, TextStream]] = []
@@ -383,7 +384,7 @@ class HarmonyStream:
     def finish(self) -> None:
         if not self._opened and self._header:
             # No channel ever began: the text is all there is.
-            self._parts.content.add("".join(self._header).replace("\0", ""))
+            self._parts.content.add("".join(self._header[self._num_given :]).replace(" \0 ", ""))
         for part in (self._parts.content, self._parts.thoughts, *(body for _, body in self._calls)):
             if part is not None:
                 part.finish()
@@ -402,6 +403,7 @@ class HarmonyStream:
         for token_id in tail[starts[-1] :] if starts else ():
             self._read(token_id)
         self._header_tokens = self.reasoning_tokens = 0
+        self._num_given = len(self._header or ())
 
     def _read(self, token_id: int) -> None:
         name = self._names.get(token_id)
@@ -421,7 +423,7 @@ class HarmonyStream:
         if fresh or self._header is None:
             self._header, self._header_tokens = [], 0
         if not fresh:
-            self._header.append("\0")
+            self._header.append(" \0 ")
         self._body = None
         self._header_tokens += 1
 
@@ -432,7 +434,7 @@ class HarmonyStream:
         self._header, self._opened = None, True
         if recipient is not None and recipient[1].startswith(_FUNCTIONS):
             self._body = TextStream(self._parts.decoding.detokenizer())
-            self._calls.append((recipient[1].removeprefix(_FUNCTIONS).strip("\0"), self._body))
+            self._calls.append((recipient[1].removeprefix(_FUNCTIONS), self._body))
         elif channel.split()[:1] == [_FINAL]:
             self._body = self._parts.content = self._parts.new_content()
         else:
