@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import options
+
+if TYPE_CHECKING:
+    from ..runtime.rows.row import Defaults
 
 
 def batch(
@@ -53,28 +56,19 @@ def batch(
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
-    from ..runtime.rows.fields import kwargs_setting
-    from ..runtime.rows.row import Defaults
-    from ..runtime.sampling.model_defaults import NAMES
     from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
     base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
     settings = replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
+    defaults = _defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
         settings=settings,
-        defaults=Defaults(
-            max_tokens=max_tokens,
-            temperature=temperature or 0.0,
-            seed=seed,
-            max_thinking_tokens=max_thinking_tokens,
-            chat_template_kwargs=kwargs_setting(chat_template_kwargs),
-            reasoning_effort=reasoning_effort and str(reasoning_effort),
-        ),
-        unset=frozenset(NAMES) - ({"temperature"} if temperature is not None else set()),
+        defaults=defaults,
+        unset=_unset(temperature),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
@@ -83,3 +77,32 @@ def batch(
         plan=plan,
     )
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+
+
+def _defaults(
+    max_tokens: int,
+    temperature: float | None,
+    seed: int,
+    max_thinking_tokens: int | None,
+    chat_template_kwargs: str | None,
+    reasoning_effort: options.Effort | None,
+) -> Defaults:
+    """What rows get that do not say otherwise, as far as the command says it."""
+    from ..runtime.rows.fields import kwargs_setting
+    from ..runtime.rows.row import Defaults
+
+    return Defaults(
+        max_tokens=max_tokens,
+        temperature=temperature or 0.0,
+        seed=seed,
+        max_thinking_tokens=max_thinking_tokens,
+        chat_template_kwargs=kwargs_setting(chat_template_kwargs),
+        reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
+    )
+
+
+def _unset(temperature: float | None) -> frozenset[str]:
+    """What the model's generation_config.json may say."""
+    from ..runtime.sampling.model_defaults import NAMES
+
+    return frozenset(NAMES) - (set() if temperature is None else {"temperature"})
