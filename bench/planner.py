@@ -86,7 +86,7 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
             "--temperature",
             "0",
         ]
-        command += ["--ram", point["ram"], "--quant", point["quant"], "--summary", str(summary)]
+        command += ["--temperature", "0", "--ram", point["ram"], "--quant", point["quant"], "--summary", str(summary)]
         for option, value in (
             ("--disk-dir", "disk_dir"),
             ("--tokens-per-pass", "tokens"),

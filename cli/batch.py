@@ -12,6 +12,7 @@ from .options import options
 
 if TYPE_CHECKING:
     from ..runtime.rows.row import Defaults
+    from ..runtime.settings.settings import Settings
 
 
 def batch(
@@ -56,17 +57,14 @@ def batch(
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
-    from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
-    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
-    settings = replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
     defaults = _defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
-        settings=settings,
+        settings=_settings(dtype, quant, kv, compute, attention, deterministic, tokens_per_pass, max_sequences),
         defaults=defaults,
         unset=_unset(temperature),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
@@ -77,6 +75,22 @@ def batch(
         plan=plan,
     )
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+
+
+def _settings(
+    dtype: str,
+    quant: str,
+    kv: str,
+    compute: str,
+    attention: str,
+    deterministic: bool,
+    tokens_per_pass: int | None,
+    max_sequences: int | None,
+) -> Settings:
+    from ..runtime.settings.settings import Settings
+
+    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
+    return replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
 
 
 def _defaults(
