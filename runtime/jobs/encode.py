@@ -135,6 +135,9 @@ class RowEncoder:
             assert row.schema is not None
             found = invalid_schema(row.schema, error).failure
             return row.failure(found.code, found.message, found.param)
+        if (bias := row.params.logit_bias) and bias[-1][0] >= self._vocab:
+            message = f"token id {bias[-1][0]} of logit_bias is not in the model's vocabulary of {self._vocab}"
+            return row.failure(ErrorCode.INVALID_VALUE, message, "logit_bias")
         self._note(row)
         for token_ids in ids_of_prompts:
             if not token_ids:

@@ -172,6 +172,13 @@ def test_reasoning_of_a_message_is_text(load: Load) -> None:
     assert len([each for each in choices[0][0] if each in special]) == len([e for e in plain[0][0] if e in special])
 
 
+def test_a_bias_of_a_token_that_is_not_there_is_an_error(load: Load) -> None:
+    last = load("qwen3").num_tokens - 1
+    assert not isinstance(encoded(load, read(logit_bias={str(last): 1}))[0], RowFailure)
+    failure, _ = encoded(load, read(logit_bias={str(last): 1, str(last + 1): 1}))
+    assert (failure.code, failure.param) == ("invalid_value", "logit_bias")
+
+
 def test_a_template_without_tools_refuses_them(load: Load) -> None:
     failure, _ = encoded(load, read(tools=[TOOL]), "opened")
     assert isinstance(failure, RowFailure)
