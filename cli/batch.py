@@ -102,7 +102,6 @@ def _defaults(
     reasoning_effort: options.Effort | None,
 ) -> Defaults:
     """What rows get that do not say otherwise, as far as the command says it."""
-    from ..runtime.rows.fields import kwargs_setting
     from ..runtime.rows.row import Defaults
 
     return Defaults(
@@ -110,7 +109,7 @@ def _defaults(
         temperature=temperature or 0.0,
         seed=seed,
         max_thinking_tokens=max_thinking_tokens,
-        chat_template_kwargs=kwargs_setting(chat_template_kwargs),
+        chat_template_kwargs=chat_template_kwargs or "",
         reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
     )
 

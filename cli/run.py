@@ -48,7 +48,6 @@ def run(
     The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
     """
     from ..runtime.api.single_prompt import Wish, answer
-    from ..runtime.rows.fields import kwargs_setting
     from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
     from .views.formatting import escape_controls
@@ -63,7 +62,7 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    variables = json.loads(kwargs_setting(chat_template_kwargs) or "{}")
+    variables = json.loads(chat_template_kwargs or "{}")
     if reasoning_effort is not None:
         variables["reasoning_effort"] = str(reasoning_effort)
     wish = Wish(max_tokens, temperature, seed, raw, max_thinking_tokens, variables)

@@ -27,6 +27,17 @@ def _size(text: str) -> str:
     return text
 
 
+def _kwargs(text: str) -> str:
+    """Checks variables of a chat template and returns their text in one spelling."""
+    from ...runtime.rows.fields import kwargs_setting
+    from ...runtime.settings.errors import SettingError
+
+    try:
+        return kwargs_setting(text)
+    except SettingError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 MODEL = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint folder, prepared weights, or a hub id like Qwen/Qwen3-30B-A3B."),
@@ -182,6 +193,7 @@ CHAT_TEMPLATE_KWARGS = Annotated[
         envvar="MOEDGE_CHAT_TEMPLATE_KWARGS",
         show_envvar=False,
         metavar="JSON",
+        parser=_kwargs,
         help="Variables of the chat template as a JSON object, for rows that do not set them: "
         "'{\"enable_thinking\": false}'.",
     ),

@@ -169,15 +169,13 @@ def chat_template_kwargs(value: Any, param: str) -> dict[str, Any]:
     return value
 
 
-def kwargs_setting(given: str | None) -> str:
-    """The same as the text of an option, in one spelling; empty where there is none. Raises SettingError."""
-    if given is None:
-        return ""
+def kwargs_setting(given: str) -> str:
+    """The same as the text of an option, in one spelling. Raises SettingError."""
     try:
         value = parse_object(given.encode(errors="replace"))
         return json.dumps(chat_template_kwargs(value, "--chat-template-kwargs"), sort_keys=True)
     except InvalidRow as error:
-        raise SettingError(f"--chat-template-kwargs takes a JSON object: {error}") from None
+        raise SettingError(f"{given[:60]!a} is not what --chat-template-kwargs takes: {error}") from None
 
 
 MAX_BIASES = 1024
