@@ -57,6 +57,7 @@ def batch(
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
+    from ..runtime.sampling.model_defaults import unset_names
     from .views.job_view import JobView
 
     defaults = _defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort)
@@ -66,7 +67,7 @@ def batch(
         output=output,
         settings=_settings(dtype, quant, kv, compute, attention, deterministic, tokens_per_pass, max_sequences),
         defaults=defaults,
-        unset=_unset(temperature),
+        unset=unset_names(temperature),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
@@ -112,10 +113,3 @@ def _defaults(
         chat_template_kwargs=chat_template_kwargs or "",
         reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
     )
-
-
-def _unset(temperature: float | None) -> frozenset[str]:
-    """What the model's generation_config.json may say."""
-    from ..runtime.sampling.model_defaults import NAMES
-
-    return frozenset(NAMES) - (set() if temperature is None else {"temperature"})

@@ -14,11 +14,9 @@ from .options import options
 def run(
     model: options.MODEL,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Read from stdin when it is not given.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; read from stdin if absent.")
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
@@ -30,7 +28,7 @@ def run(
             envvar="MOEDGE_MAX_TOKENS",
             show_envvar=False,
             min=1,
-            help="Tokens to generate at most; 512 where the context has room for them.",
+            help="Most tokens to generate; 512 by default if the context allows.",
         ),
     ] = None,
     temperature: options.TEMPERATURE = None,
@@ -45,12 +43,12 @@ def run(
 ) -> None:
     """Answer one prompt on the terminal.
 
-    The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
+    The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
-    from ..runtime.api.single_prompt import Wish, answer
+    from ..runtime.api.single_prompt import PromptOptions, answer
     from ..runtime.settings.errors import PromptError
+    from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.settings import Settings
-    from .views.formatting import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -65,7 +63,7 @@ def run(
     variables = json.loads(chat_template_kwargs or "{}")
     if reasoning_effort is not None:
         variables["reasoning_effort"] = str(reasoning_effort)
-    wish = Wish(max_tokens, temperature, seed, raw, max_thinking_tokens, variables)
-    for piece in answer(model, prompt, settings, budgets, wish):
+    asked = PromptOptions(max_tokens, temperature, seed, raw, max_thinking_tokens, variables)
+    for piece in answer(model, prompt, settings, budgets, asked):
         print(escape_controls(piece), end="", flush=True)
     print()

@@ -1,4 +1,4 @@
-"""From rows to token ids, and what a job adds up to: its tokens, its longest rows, and the order that is fastest.
+"""Tokenizes rows, and computes the size of a job: its tokens, its longest rows, and the fastest order.
 
 A row is tokenized once. It is measured before anything is loaded, because what is too long, and how much memory the
 KV cache takes, must be known by then; its token ids wait in a file until it runs (`TokenSpool`). Its line is parsed
@@ -117,6 +117,8 @@ class RowEncoder:
         self._cache_tokens = cache_tokens
         self._spool = spool
         self._grammars = Grammars(tokenizer, vocab)
+        self._eos_ids = frozenset(tokenizer.eos_token_ids)
+        self._chat_eos_ids = self._eos_ids | tokenizer.chat_stop_ids
         self._notes: dict[str, None] = {}
 
     @property
@@ -125,7 +127,7 @@ class RowEncoder:
         return tuple(self._notes)
 
     def encode(self, row: Row) -> Choices | RowFailure:
-        """What is to be generated for a row, or why nothing is."""
+        """The generations of a row, or the failure that prevents them."""
         try:
             self.grammar(row)
             ids_of_prompts = self._ids_of_prompts(row)
@@ -159,6 +161,10 @@ class RowEncoder:
             if (stream := self.tokenizer.chat_stream(prompt_ids, options)) is not None:
                 return stream
         return self.tokenizer.stream(params.stop, min_tokens=params.min_tokens)
+
+    def eos_ids(self, row: Row) -> frozenset[int]:
+        """The tokens that end an answer to the row."""
+        return self._chat_eos_ids if row.chat else self._eos_ids
 
     def _note(self, row: Row) -> None:
         prompt, tokenizer = row.prompts[0], self.tokenizer
@@ -255,7 +261,7 @@ _MAX = (1 << 64) - 1
 
 
 class SpeedOrder:
-    """In which order rows run fastest: shared prefixes together, long rows before short ones. 40 bytes a row.
+    """The fastest order of rows: shared prefixes together, long rows before short ones. Takes 40 bytes per row.
 
     Rows with a common beginning run side by side, so that their common blocks are computed once while they are in the
     cache. Long rows run first, because the end of a job waits for its longest row: the shorter the last rows are, the

@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 # Shorter runs are mostly their beginning and their end.
 LEAST_SECONDS = 1.0
-# A job that a slow machine takes longer for than this waits until this machine is measured.
+# Jobs with a longer estimate at the default rates wait until this machine is measured.
 LONG_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The machine that a job is planned for; `profile` is None where it was never measured."""
+    """The machine that a job is planned for; `profile` is None if it was never measured."""
 
     hardware: Hardware
     profile: Machine | None
 
     @classmethod
     def here(cls, budgets: Budgets) -> _Machine:
-        """This one, with the disk of its stores."""
+        """This machine, with the disk of its prepared weights."""
         hardware = find_hardware(budgets.disk_dir or default_root())
         return cls(hardware, load_machine(hardware, saved_path()))
 
@@ -69,13 +69,13 @@ class _Machine:
         return cls(profile.hardware, profile)
 
     def measured(self, budgets: Budgets) -> _Machine:
-        """Takes about twenty seconds."""
+        """Measures the machine, in about twenty seconds."""
         from ..calibration.machine_profile import machine_profile
 
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
     def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
-        """Its rates, corrected by its runs; those of a device where one computes."""
+        """The cost model from its rates, corrected by its runs; with the rates of `device` if there is one."""
         on_device = device is not None
         dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
         kinds = {
@@ -165,7 +165,9 @@ def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds:
     try:
         keep(record)
     except OSError as error:
-        warnings.warn(f"{history_path()} cannot be written ({error}): the next plan learns nothing", stacklevel=2)
+        warnings.warn(
+            f"{history_path()} cannot be written ({error}): this run will not improve later predictions", stacklevel=2
+        )
 
 
 def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
@@ -177,7 +179,9 @@ def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
 def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobSize:
     """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
     if headers.folder is None:
-        raise ModelNotFound(f"{headers.name} is not here, and counting the tokens of {rows} takes its tokenizer")
+        raise ModelNotFound(
+            f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
+        )
     # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows
     from ..rows.row import Defaults

@@ -30,7 +30,7 @@ MOST_KEPT = 200
 LEARNED_FROM = 3
 MOST_BORROWED = 2.0
 # Where no run of this machine has taught better. What a job does beside bare passes (sampling, text, the journal,
-# caches that they empty) is in no profile. First jobs took 1.05 to 1.7 times what arithmetic alone would have, the
+# caches that they empty) is in no profile. First jobs took 1.05 to 1.7 times the time of compute alone, the
 # middle one a quarter more (docs/performance.md).
 UNTAUGHT = MappingProxyType({"compute": 1.25})
 
@@ -77,7 +77,7 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
 def factors(
     records: Sequence[RunRecord], machine: str, shape: str, all_formats: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """By weight format and resource: what to multiply predicted seconds with. `all_formats` names the kind of each.
+    """Correction factors of predicted seconds, by weight format and resource. `all_formats` names the kind of each.
 
     Runs of the same model in the same formats count in full, their newest few; else runs of this machine that waited
     for the same resource, within bounds, so that trying something new is predicted about as well as what is known.
@@ -104,7 +104,7 @@ def factors(
 
 
 def machine_key(hardware: Hardware) -> str:
-    """What a run's speed belongs to; the folder of its store may lie on another disk."""
+    """The hardware that a speed belongs to; the folder of prepared weights may be on another disk."""
     return _digest(asdict(hardware))
 
 
@@ -113,7 +113,7 @@ def shape_key(shape: ModelShape) -> str:
 
 
 def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_device: bool) -> str:
-    """What decides how products of a model are computed."""
+    """The formats that determine how a model is computed."""
     words = [quant, dtype, compute, "deterministic" if deterministic else "", "device" if on_device else ""]
     return " ".join(word for word in words if word)
 

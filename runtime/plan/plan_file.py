@@ -92,7 +92,7 @@ def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
         wanted, planned = getattr(settings, name), getattr(plan, name)
         if wanted not in ("auto", None, planned):
             option = name.replace("_", "-")
-            raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; leave one of them away")
+            raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; drop one of them")
 
 
 def _refuse_other_budget(plan: Plan, request: PlanRequest) -> None:
@@ -105,7 +105,7 @@ def _refuse_other_budget(plan: Plan, request: PlanRequest) -> None:
         if planned > granted[tier]:
             raise SettingError(
                 f"the plan was made for {planned / GIB:.2f} GiB of memory and {granted[tier] / GIB:.2f} GiB are "
-                "granted now; make a new one, or grant as much"
+                "granted now; make a new plan, or grant that much"
             )
 
 

@@ -46,7 +46,7 @@ def attempt(request: PlanRequest) -> PlanResult | None:
 
 
 def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
-    """From one sequence to twice what the plan runs together, all else as good as it can be."""
+    """Speed by number of sequences, from one to twice the plan's, each with the best other choices."""
     most = min(request.workload.sequences, 2 * result.plan.max_sequences)
     counts = sorted({1 << power for power in range(0, most.bit_length(), 2)} | {result.plan.max_sequences, most})
     fixed = request.with_settings(quant=result.plan.quant)

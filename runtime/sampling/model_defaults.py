@@ -16,6 +16,11 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_NBYTES = 4 << 20
 
 
+def unset_names(temperature: float | None) -> frozenset[str]:
+    """The names that a model may set where the caller gives `temperature` alone, or not even that."""
+    return frozenset(NAMES) - (set() if temperature is None else {"temperature"})
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
     """`values` by the name of a sampling parameter; `ignored` says in words which of the file's are not used."""

@@ -1,4 +1,4 @@
-"""A model from its config and headers alone: of a folder, or of a hub repository of which nothing else is fetched.
+"""Reads a model from its config and headers, in a folder or a hub repository; downloads nothing else.
 
 Torch-free.
 """
@@ -28,7 +28,7 @@ from .model_source import is_store
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """`folder` is None for a model of which nothing is here; `recipe` is what a store has decided already."""
+    """`folder` is None for a model that is not in the local cache; `recipe` holds the formats of prepared weights."""
 
     name: str
     shape: ModelShape
@@ -40,7 +40,7 @@ class Headers:
 
 
 def read_headers(name: str) -> Headers:
-    """Of a folder, a store, a checkpoint in the hub's cache, or the hub.
+    """Reads the headers of a folder, prepared weights, a checkpoint in the hub's cache, or a hub repository.
 
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """
@@ -63,7 +63,7 @@ def _on_hub(name: str) -> ModelShape:
     # As in hub.py: whatever its HTTP client or its parser raises.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is no folder here, and its headers could not be read: {reason}") from None
+        raise ModelNotFound(f"{name!r} is not a local folder, and its headers could not be read: {reason}") from None
     entries = {
         tensor: TensorEntry(tensor, info.dtype, tuple(info.shape), *info.data_offsets)
         for file in metadata.files_metadata.values()

@@ -104,9 +104,9 @@ class Tokenizer:
         """Whether it is known how the model's answers mark calls of functions."""
         return isinstance(self.answer_format, Harmony) or (self._chat is not None and self._chat.writes_json_calls)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without special tokens unless they are asked for."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, stops: Sequence[str] = (), *, min_tokens: int = 0) -> TextStream:
         """A text that grows token by token and ends before the first of `stops` behind its first `min_tokens`."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moedge.cli.options.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
+from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CODE = """
-from moedge.cli.options.process import settle
+from moedge.runtime.settings.process import settle
 settle()
 import torch
 buffer = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)

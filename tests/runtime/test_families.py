@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from family_run import FamilyRun, run_family
-from tiny_families import FEATURES
 
 from moedge.runtime.model import attention_seam
 from moedge.runtime.shape import config as windows
+from support.family_run import FamilyRun, run_family
+from support.tiny_families import FEATURES
 
 
 @pytest.mark.sample("qwen3_moe", "gpt_oss", "gemma3_text", "llama4_text")
