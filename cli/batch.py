@@ -60,13 +60,12 @@ def batch(
     from ..runtime.sampling.model_defaults import unset_names
     from .views.job_view import JobView
 
-    defaults = _defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
         settings=_settings(dtype, quant, kv, compute, attention, deterministic, tokens_per_pass, max_sequences),
-        defaults=defaults,
+        defaults=_defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort),
         unset=unset_names(temperature),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
