@@ -97,8 +97,20 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
         rows, out, summary = (Path(folder, name) for name in ("in.jsonl", "out.jsonl", "summary.json"))
         rows.write_text("".join(json.dumps(row) + "\n" for row in job(point)))
         model = str(files("moedge.demo") / "model") if point["model"] == "demo" else point["model"]
-        command = [sys.executable, "-m", "moedge.cli", "batch", model, str(rows), "-o", str(out), "-q"]
-        command += ["--ram", point["ram"], "--quant", point["quant"], "--summary", str(summary)]
+        command = [
+            sys.executable,
+            "-m",
+            "moedge.cli",
+            "batch",
+            model,
+            str(rows),
+            "-o",
+            str(out),
+            "-q",
+            "--temperature",
+            "0",
+        ]
+        command += ["--temperature", "0", "--ram", point["ram"], "--quant", point["quant"], "--summary", str(summary)]
         for option, value in (
             ("--disk-dir", "disk_dir"),
             ("--tokens-per-pass", "tokens"),

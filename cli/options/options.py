@@ -27,6 +27,17 @@ def _size(text: str) -> str:
     return text
 
 
+def _kwargs(text: str) -> str:
+    """Checks variables of a chat template and returns their text in one spelling."""
+    from ...runtime.rows.fields import kwargs_setting
+    from ...runtime.settings.errors import SettingError
+
+    try:
+        return kwargs_setting(text)
+    except SettingError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 MODEL = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint folder, prepared weights, or a hub id like Qwen/Qwen3-30B-A3B."),
@@ -68,6 +79,10 @@ class Stream(StrEnum):
 
 class Hold(StrEnum):
     POPULAR, LRU = "popular", "lru"
+
+
+class Effort(StrEnum):
+    NONE, MINIMAL, LOW, MEDIUM, HIGH, XHIGH = "none", "minimal", "low", "medium", "high", "xhigh"
 
 
 class Progress(StrEnum):
@@ -142,13 +157,45 @@ STREAM = Annotated[
 ]
 HOLD = Annotated[Hold, typer.Option("--hold", help="Experts to keep in memory: most often or last used.")]
 TEMPERATURE = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--temperature",
         envvar="MOEDGE_TEMPERATURE",
         show_envvar=False,
         min=0.0,
-        help="Temperature for rows that do not set it; 0 is greedy.",
+        help="Temperature for rows that do not set it; 0 is greedy. By default the model's generation_config.json "
+        "says it, else 0.",
+    ),
+]
+REASONING_EFFORT = Annotated[
+    Effort | None,
+    typer.Option(
+        "--reasoning-effort",
+        envvar="MOEDGE_REASONING_EFFORT",
+        show_envvar=False,
+        help="reasoning_effort of the chat template, for rows that do not set it.",
+    ),
+]
+MAX_THINKING_TOKENS = Annotated[
+    int | None,
+    typer.Option(
+        "--max-thinking-tokens",
+        envvar="MOEDGE_MAX_THINKING_TOKENS",
+        show_envvar=False,
+        min=0,
+        help="Most tokens of reasoning before a chat answer, for rows that do not set it.",
+    ),
+]
+CHAT_TEMPLATE_KWARGS = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        envvar="MOEDGE_CHAT_TEMPLATE_KWARGS",
+        show_envvar=False,
+        metavar="JSON",
+        parser=_kwargs,
+        help="Variables of the chat template as a JSON object, for rows that do not set them: "
+        "'{\"enable_thinking\": false}'.",
     ),
 ]
 SEED = Annotated[

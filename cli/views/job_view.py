@@ -118,6 +118,8 @@ class JobView(JobObserver):
 
     def measured(self, measured: Measured) -> None:
         self._say_size(measured)
+        for note in (*_sampling(measured.checked), *measured.notes):
+            self._say(note)
 
     def planned(self, planned: Planned) -> None:
         self._say_plan(planned, planned.measured.checked.claim.num_done)
@@ -228,6 +230,12 @@ class JobView(JobObserver):
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _sampling(checked: Checked) -> Iterator[str]:
+    if checked.sampling.values:
+        yield f"sampling defaults from generation_config.json: {checked.sampling} (--temperature 0 is greedy)"
+    yield from checked.sampling.ignored
 
 
 def _are(number: int, noun: str) -> str:

@@ -13,9 +13,10 @@ from ..jobs.request import BatchRequest, ResumeOptions
 from ..jobs.stop import Limits
 from ..jobs.summary import RunSummary
 from ..rows.row import Defaults
+from ..sampling.model_defaults import unset_names
 from .generation import Advance, DeferredInterrupt, progress_bar
 from .model import refuse_over_budget
-from .options import BatchOptions, budgets_of, check, experts_of, settings_of
+from .options import BatchOptions, budgets_of, check, experts_of, settings_of, template_variables_of
 
 
 class JobObserver:
@@ -154,9 +155,13 @@ def batch_request(
         settings=settings_of(options),
         defaults=Defaults(
             max_tokens=options.get("max_tokens", 256),
-            temperature=options.get("temperature", 0.0),
+            temperature=options.get("temperature") or 0.0,
             seed=options.get("seed", 0),
+            max_thinking_tokens=options.get("max_thinking_tokens"),
+            chat_template_kwargs=template_variables_of(options),
+            reasoning_effort=options.get("reasoning_effort"),
         ),
+        unset=unset_names(options.get("temperature")),
         budgets=budgets_of(options),
         experts=experts_of(options),
         limits=Limits(options.get("until"), options.get("max_rows"), None if failures is None else str(failures)),

@@ -18,9 +18,8 @@ from ..engine.engine import Engine
 from ..engine.metrics import Metrics
 from ..engine.sequence import Sequence
 from ..jobs.encode import Choices, RowEncoder
-from ..jobs.run import OpenRow
+from ..jobs.run import AnswerText, OpenRow
 from ..rows.row import Row
-from ..text.stream import TextStream
 
 
 class DeferredInterrupt:
@@ -69,7 +68,6 @@ class Generation:
     def __init__(self, engine: Engine, encoder: RowEncoder) -> None:
         self._engine = engine
         self._encoder = encoder
-        self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
         self.in_pass = False
 
     def passes(self, requests: Iterable[Request]) -> Iterator[list[OpenRow]]:
@@ -78,7 +76,7 @@ class Generation:
         open_rows: dict[Sequence, OpenRow] = {}
         while True:
             while engine.scheduler.has_capacity and (request := next(waiting, None)) is not None:
-                opened = OpenRow.start(request.row, request.choices, self._encoder, self._eos_ids)
+                opened = OpenRow.start(request.row, request.choices, self._encoder)
                 open_rows |= dict.fromkeys(opened.sequences, opened)
                 for sequence in opened.first:
                     engine.add(sequence)
@@ -92,7 +90,7 @@ class Generation:
                     finished.append(opened)
             yield finished
 
-    def text(self, sequence: Sequence, text: TextStream) -> Iterator[str]:
+    def text(self, sequence: Sequence, text: AnswerText) -> Iterator[str]:
         """The text of one sequence, a piece per pass; pieces do not change any more."""
         self._engine.add(sequence)
         while self._engine.busy:

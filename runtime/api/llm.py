@@ -10,13 +10,14 @@ from typing import Any, Self, Unpack, cast
 
 from ...offload.heap import Heap
 from ..jobs.encode import RowEncoder, SpeedOrder
-from ..jobs.run import OpenRow
+from ..jobs.run import OpenRow, completion_of
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import SearchSpace
 from ..rows.failure import InvalidRow, RowFailure
 from ..rows.row import Defaults, Endpoint
 from ..rows.row_formats import RowBuilder, RowPosition, line_id
+from ..sampling.model_defaults import model_defaults
 from ..sampling.params import FinishReason
 from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
 from .generation import Generation, Request, progress_bar
@@ -59,6 +60,7 @@ class LLM:
         self._in_use = False
         try:
             source = self._opened.source
+            self._default_params = SamplingParams(**model_defaults(source.folder).values)
             wanted = options.get("max_model_len") or min(MAX_MODEL_LEN, source.shape.context)
             if wanted > source.shape.context:
                 raise SettingError(f"max_model_len {wanted:,} is more than the context of {source.shape.context:,}")
@@ -91,7 +93,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues one prompt or any number of them, and returns their outputs in the order of the prompts.
 
-        A list of ints is one prompt of token ids. `sampling_params` are for all prompts, or one for each. Prompt i
+        A list of ints is one prompt of token ids. `sampling_params` are for all prompts, or one for each; without any,
+        the model's generation_config.json sets temperature, filters and repetition penalty, as in vLLM. Prompt i
         draws the random numbers that line i + 1 of an input file would. `progress` shows a bar on stderr.
 
         Raises PromptError, naming its index, for a prompt that cannot run, before any has; OverBudget, whose `result`
@@ -110,7 +113,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The model's next message in one conversation, or in each of several; otherwise as `generate`.
 
-        Messages go through the model's chat template. Raises PromptError for a model without one.
+        Messages go through the model's chat template. Reasoning of a thinking model is not in the text of an answer
+        but in its `reasoning_content`. Raises PromptError for a model without a chat template.
         """
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         bodies = [{"messages": list(cast(Conversation, each))} for each in several]
@@ -119,10 +123,11 @@ class LLM:
     def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to one prompt, or to one conversation, in pieces of text as it is generated.
 
-        Pieces never change, and are the answer together. The LLM is in use until the iterator ends or is closed.
+        Pieces never change, and are the answer together; to a conversation a thinking model's reasoning and an empty
+        line come first. The LLM is in use until the iterator ends or is closed.
         Raises as `generate`; `n` must be 1.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._default_params
         if params.n != 1:
             raise BadArgument(f"n must be 1 for a stream of text; found {params.n}")
         chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
@@ -152,7 +157,7 @@ class LLM:
     def _run(
         self, bodies: list[dict[str, Any]], endpoint: Endpoint, sampling_params: Params, what: str, progress: bool
     ) -> list[RequestOutput]:
-        loaded, params = self._engine, _params_of_each(sampling_params, len(bodies))
+        loaded, params = self._engine, self._params_of_each(sampling_params, len(bodies))
         requests, outputs = self._requests(bodies, endpoint, params, what), [cast(RequestOutput, None)] * len(bodies)
         with (
             self._generating(loaded) as generation,
@@ -168,7 +173,7 @@ class LLM:
         return outputs
 
     def _stream(self, loaded: LoadedModel, request: Request) -> Iterator[str]:
-        opened = OpenRow.start(request.row, request.choices, self._encoder, self._eos_ids)
+        opened = OpenRow.start(request.row, request.choices, self._encoder)
         with self._generating(loaded) as generation:
             for piece in generation.text(opened.sequences[0], opened.texts[0]):
                 yield piece
@@ -178,9 +183,14 @@ class LLM:
             raise PromptError(opened.sequences[0].error)
         refuse_over_budget(loaded.engine.measure_peaks().over_budget, opened.texts[0].text)
 
-    @property
-    def _eos_ids(self) -> frozenset[int]:
-        return frozenset(self._opened.tokenizer.eos_token_ids)
+    def _params_of_each(self, params: Params, count: int) -> Items[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self._default_params] * count
+        if len(params) != count:
+            raise BadArgument(
+                f"sampling_params must be one, or one for each of {count:,} prompts; found {len(params):,}"
+            )
+        return params
 
     @contextmanager
     def _generating(self, loaded: LoadedModel) -> Iterator[Generation]:
@@ -239,16 +249,20 @@ class LLM:
         return f"{found}, and max_model_len is {self.max_model_len:,}; give the LLM max_model_len={longest}"
 
     def _output(self, request: Request, opened: OpenRow, params: SamplingParams) -> RequestOutput:
-        for text in opened.texts:
-            text.finish()
         token_text, outputs = self._opened.tokenizer.token_text, []
         for index, (sequence, text) in enumerate(zip(opened.sequences, opened.texts, strict=True)):
-            found = None
+            found, answer = None, completion_of(request.row, sequence, text)
             if params.logprobs is not None:
                 found = logprobs_by_id(sequence.logprobs, params.logprobs, token_text)
             outputs.append(
                 CompletionOutput(
-                    index, text.text, sequence.output_ids, str(sequence.finish_reason), found, sequence.error or None
+                    index,
+                    answer.text,
+                    sequence.output_ids,
+                    str(answer.finish_reason),
+                    found,
+                    sequence.error or None,
+                    answer.reasoning,
                 )
             )
         return RequestOutput(request.prompt, request.choices[0][0], outputs)
@@ -281,14 +295,6 @@ def _prompt_body(prompt: Prompt, where: str) -> dict[str, Any]:
     if not isinstance(prompt, Items) or not all(type(each) is int for each in prompt):
         raise PromptError(f"{where} must be text or a list of token ids; found {shown(prompt)}")
     return {"prompt": list(prompt)}
-
-
-def _params_of_each(params: Params, count: int) -> Items[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise BadArgument(f"sampling_params must be one, or one for each of {count:,} prompts; found {len(params):,}")
-    return params
 
 
 def _fastest_order(requests: Items[Request]) -> Iterable[Request]:

@@ -5,15 +5,17 @@ Torch-free. Every one has a default; what they mean is in `moedge COMMAND --help
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from ...moe.streaming_mode import ExpertOptions, Hold, Mode
+from ..rows.fields import kwargs_setting
 from ..sampling.params import LIMITS
 from ..settings.budgets import Budgets
-from ..settings.errors import BadArgument, shown
+from ..settings.errors import BadArgument, SettingError, shown
 from ..settings.settings import Settings
 
 Size = str | int
@@ -24,6 +26,7 @@ KVCacheFormat = Literal["auto", "bf16", "fp16", "fp32", "int8", "int8/int4", "in
 Attention = Literal["auto", "torch", "triton"]
 Stream = Literal["auto", "all", "wanted", "wanted+forecast"]
 HeldExperts = Literal["popular", "lru"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _CHOICES = {
     "dtype": get_args(DType),
@@ -33,7 +36,10 @@ _CHOICES = {
     "attention": get_args(Attention),
     "stream": get_args(Stream),
     "hold": get_args(HeldExperts),
+    "reasoning_effort": get_args(ReasoningEffort),
 }
+# Options that somebody else sets where they are None: the model, or a row.
+_UNSET = ("temperature", "max_thinking_tokens", "reasoning_effort")
 _SIZES = ("ram", "gpu_mem", "disk")
 _COUNTS = ("tokens_per_pass", "max_sequences", "max_model_len", "max_rows", "rows", "prompt_tokens", "output_tokens")
 
@@ -98,12 +104,18 @@ class PlanOptions(EngineOptions, WorkloadOptions, total=False):
 class BatchOptions(EngineOptions, StreamingOptions, total=False):
     """`max_tokens`, `temperature` and `seed` are for rows that do not say; `plan` is a file of `moedge plan --save`.
 
+    A `temperature` of None is that of the model's generation_config.json, else 0. `reasoning_effort`,
+    `max_thinking_tokens` and `chat_template_kwargs` (a dict, or the text of a JSON object) are for chat rows that do
+    not say.
     The job stops early at the time of day `until` ("07:00"), after `max_rows`, or beyond `max_failures` (10, "5%").
     """
 
     max_tokens: int
-    temperature: float
+    temperature: float | None
     seed: int
+    reasoning_effort: ReasoningEffort | None
+    max_thinking_tokens: int | None
+    chat_template_kwargs: str | Mapping[str, Any] | None
     plan: str | Path | None
     lenient: bool
     until: str | None
@@ -126,6 +138,8 @@ def check(options: Mapping[str, Any], kind: type) -> None:
 
 def _wanted(name: str, value: Any) -> str:
     """What an option takes where `value` is something else; empty where it is fine, or checked by whoever uses it."""
+    if value is None and name in _UNSET:
+        return ""
     if name in _CHOICES:
         return "" if value in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
     if name in _SIZES:
@@ -155,6 +169,18 @@ def experts_of(options: Mapping[str, Any]) -> ExpertOptions:
     """Those of the options that say how experts are streamed and held."""
     stream = options.get("stream", "auto")
     return ExpertOptions(None if stream == "auto" else Mode(stream), Hold(options.get("hold", "popular")))
+
+
+def template_variables_of(options: Mapping[str, Any]) -> str:
+    """What chat templates get for every row, as the text of a JSON object. Raises BadArgument."""
+    given = options.get("chat_template_kwargs")
+    if given is None:
+        return ""
+    try:
+        text = given if isinstance(given, str) else json.dumps(given)
+        return kwargs_setting(text, "chat_template_kwargs")
+    except (SettingError, TypeError, ValueError) as error:
+        raise BadArgument(f"chat_template_kwargs must be an object of JSON: {error}") from None
 
 
 def _text(size: Size) -> str:

@@ -25,7 +25,8 @@ class CompletionOutput:
     `finish_reason` is "stop" where the model, a stop string or a grammar ended the answer, "length" where `max_tokens`
     did, and "error" where there was no next token: then `error` says why, and `text` is what there was before.
     `token_ids` are the generated ones, the end token among them. `logprobs` has a dict for every token of `token_ids`,
-    by token id: the token itself and the likeliest ones; None where none were asked for.
+    by token id: the token itself and the likeliest ones; None where none were asked for. `reasoning_content` is what a
+    thinking model wrote before the content of a chat answer; None where it did not reason.
     """
 
     index: int
@@ -34,6 +35,7 @@ class CompletionOutput:
     finish_reason: str
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    reasoning_content: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -15,7 +15,8 @@ from ..settings.errors import BadArgument
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a prompt is continued. The names are vLLM's; two defaults are those of `moedge batch`, and not vLLM's:
-    `temperature` is 0 (vLLM: 1), and `max_tokens` 256 (vLLM: 16).
+    `temperature` is 0 (vLLM: 1), and `max_tokens` 256 (vLLM: 16). A call that is given none takes temperature, filters
+    and repetition penalty from the model's generation_config.json.
 
     - `n`: answers to each prompt, 1 to 128. The prompt is computed once for all of them.
     - `max_tokens`: tokens of an answer at most. It counts against `max_model_len` together with the prompt.

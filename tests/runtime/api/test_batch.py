@@ -42,6 +42,7 @@ def test_the_arguments_are_the_options_of_the_commands() -> None:
     assert set(PlanOptions.__annotations__) == parameters(plan) | {"attention"}
     assert set(LLMOptions.__annotations__) >= parameters(batch) & set(BatchOptions.__annotations__) - {
         "max_tokens", "temperature", "plan", "lenient", "until", "max_rows", "max_failures", "accept_drift",
+        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs",
     }  # fmt: skip
     assert parameters(jobs.resume) - {"job", "failed"} <= set(BatchOptions.__annotations__)
 
@@ -50,7 +51,8 @@ def test_a_request_has_what_the_arguments_say() -> None:
     request = batch_request(
         "m", "in", "out", ram=3 << 30, gpu_mem=0, disk="5GiB", disk_dir="/d", quant="int4", hold="lru", stream="all",
         max_tokens=7, temperature=0.5, seed=3, plan="p", lenient=True, until="07:00", max_rows=9, max_failures=4,
-        accept_drift="kv", deterministic=True,
+        accept_drift="kv", deterministic=True, reasoning_effort="low", max_thinking_tokens=8,
+        chat_template_kwargs={"enable_thinking": False},
     )  # fmt: skip
     assert (request.budgets.ram, request.budgets.gpu_mem, request.budgets.host_nbytes()) == (
         "3221225472B",
@@ -64,10 +66,18 @@ def test_a_request_has_what_the_arguments_say() -> None:
         "all",
     )
     assert (request.defaults.max_tokens, request.defaults.temperature, request.defaults.seed) == (7, 0.5, 3)
+    assert (request.defaults.reasoning_effort, request.defaults.max_thinking_tokens) == ("low", 8)
+    assert request.defaults.chat_template_kwargs == '{"enable_thinking": false}'
+    assert "temperature" not in request.unset, "a temperature that is given is not the model's to set"
+    assert "temperature" in batch_request("m", "in", "out").unset
     assert (request.limits.until, request.limits.max_rows, request.limits.max_failures) == ("07:00", 9, "4")
     assert (request.plan, request.lenient, request.resume.drift) == (Path("p"), True, ("kv",))
     with pytest.raises(BadArgument, match="temperature must be at least 0; found -1"):
         batch_request("m", "in", "out", temperature=-1)
+    with pytest.raises(BadArgument, match="reasoning_effort must be one of none, minimal"):
+        batch_request("m", "in", "out", reasoning_effort="max")  # type: ignore[typeddict-item]
+    with pytest.raises(BadArgument, match="chat_template_kwargs must be"):
+        batch_request("m", "in", "out", chat_template_kwargs="[1]")
     with pytest.raises(BadArgument, match="max_token is not an option; did you mean max_tokens"):
         batch_request("m", "in", "out", max_token=1)  # type: ignore[call-arg]
 

@@ -99,7 +99,7 @@ def rows_in(tmp_path: Path) -> Callable[[int], Path]:
         path = tmp_path / "in.jsonl"
         with path.open("w") as file:
             for row in range(count):
-                extra = {"tools": [1]} if row == 2 else {}
+                extra = {"echo": True} if row == 2 else {}
                 line = {"id": f"r{row}", "prompt": f"row {row}", "max_tokens": 1 + row % 7, **extra}
                 file.write(json.dumps(line) + "\n")
         return path

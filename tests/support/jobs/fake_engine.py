@@ -41,6 +41,8 @@ class FakeTokenizer:
     """One token per byte."""
 
     eos_token_ids: tuple[int, ...] = ()
+    chat_stop_ids: frozenset[int] = frozenset()
+    answer_format = None
 
     @classmethod
     @contextmanager
@@ -50,14 +52,17 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], *_: Any) -> list[int]:
         return self.encode("\n".join(f"{each['role']}:{each['content']}" for each in messages))
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         return chr(token_id), bytes([token_id])
 
-    def stream(self, stops: Any) -> FakeText:
+    def stream(self, stops: Any, min_tokens: int = 0) -> FakeText:
         return FakeText()
+
+    def chat_stream(self, prompt_ids: list[int], options: Any) -> None:
+        return None
 
 
 class FakeEngine:
