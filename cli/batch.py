@@ -33,6 +33,13 @@ def batch(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     plan: options.PLAN = None,
+    input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
+    prompt_column: options.PROMPT_COLUMN = None,
+    id_column: options.ID_COLUMN = None,
+    prompt: options.PROMPT = None,
+    system: options.SYSTEM = None,
+    schema: options.SCHEMA = None,
+    chat: options.CHAT = None,
     lenient: options.LENIENT = False,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
@@ -46,22 +53,26 @@ def batch(
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
     Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
-    Finished rows are kept in the folder of the same name with .job until you remove it.
+    An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
+    name with .job until you remove it.
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
     from ..runtime.rows.row import Defaults
+    from ..runtime.rows.tables import InputFormat
     from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
     base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
+    defaults = Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed)
     settings = replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
         settings=settings,
-        defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
+        defaults=options.rows_as(defaults, prompt_column, id_column, prompt, system, schema, chat),
+        input_format=InputFormat(input_format),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from ...offload.budget import BadSize, parse_size
 
 if TYPE_CHECKING:
     from ...moe.streaming_mode import ExpertOptions
+    from ...runtime.rows.row import Defaults
     from ...runtime.settings.budgets import Budgets
 
 # More bytes than `auto` keeps free on any machine.
@@ -36,7 +38,7 @@ INPUT = Annotated[
     Path,
     typer.Argument(
         metavar="INPUT",
-        help="Prompts as JSON lines, OpenAI batch format or short: .jsonl, .jsonl.gz, or -.",
+        help="Rows: .jsonl (OpenAI batch format or short), .json, .csv, .tsv, .parquet, .txt, also .gz and .zst; or -.",
     ),
 ]
 
@@ -72,6 +74,10 @@ class Hold(StrEnum):
 
 class Progress(StrEnum):
     AUTO, BAR, PLAIN, NONE = "auto", "bar", "plain", "none"
+
+
+class InputFormat(StrEnum):
+    AUTO, JSONL, JSON, CSV, TSV, PARQUET, TXT = "auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"
 
 
 class Format(StrEnum):
@@ -173,6 +179,35 @@ MAX_SEQUENCES = Annotated[
         show_envvar=False,
         min=1,
         help="Most sequences in a batch; chosen from the job and the memory by default.",
+    ),
+]
+INPUT_FORMAT = Annotated[
+    InputFormat,
+    typer.Option("--input-format", help="Format of INPUT; auto goes by its suffix, and takes a pipe as JSON lines."),
+]
+PROMPT_COLUMN = Annotated[
+    str | None, typer.Option("--prompt-column", metavar="NAME", help="The column, or field, that holds the prompt.")
+]
+ID_COLUMN = Annotated[
+    str | None, typer.Option("--id-column", metavar="NAME", help="The column, or field, that holds the id.")
+]
+PROMPT = Annotated[
+    str | None,
+    typer.Option("--prompt", metavar="TEXT|FILE", help="Template of every prompt; {{ NAME }} is a column of the row."),
+]
+SYSTEM = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT|FILE", help="Template of a system message before every prompt."),
+]
+SCHEMA = Annotated[
+    Path | None,
+    typer.Option("--schema", metavar="FILE", help="JSON schema of every answer, unless a row has its own."),
+]
+CHAT = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Prompts become messages of a user; by default those from columns do, if the model has a chat template.",
     ),
 ]
 PLAN = Annotated[
@@ -282,6 +317,29 @@ PROGRESS = Annotated[
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+
+
+def rows_as(
+    defaults: Defaults,
+    prompt_column: str | None,
+    id_column: str | None,
+    prompt: str | None,
+    system: str | None,
+    schema: Path | None,
+    chat: bool | None,
+) -> Defaults:
+    """The defaults of rows, with what their prompts are made of."""
+    from ...runtime.rows.columns import read_schema, text_or_file
+
+    return replace(
+        defaults,
+        prompt_column=prompt_column,
+        id_column=id_column,
+        prompt=None if prompt is None else text_or_file(prompt, "--prompt"),
+        system=None if system is None else text_or_file(system, "--system"),
+        schema=None if schema is None else read_schema(schema),
+        chat=chat,
+    )
 
 
 def experts(stream: Stream, hold: Hold) -> ExpertOptions:

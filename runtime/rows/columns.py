@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,11 +189,9 @@ class Columns:
         """Names that would be slips, or fields, but were given a meaning by the settings."""
         if name in (self._id_column, self._column):
             return name != "id"
-        return (name == "id" and self._id_column is not None) or (
-            name in self._used
-            and name not in ("id", "prompt", "messages")
-            and name not in short_own(dict.fromkeys([name]))
-        )
+        if name == "id":
+            return self._id_column is not None
+        return name in self._used and name not in ("prompt", "messages") and name not in short_own({name: None})
 
     def _text(self, values: Mapping[str, Any]) -> str:
         if self._prompt is not None:
@@ -226,9 +225,20 @@ def _found(values: Mapping[str, Any]) -> str:
     return f"the row has {names}" if names else "the row is empty"
 
 
-def settle_chat(defaults: Defaults, has_template: bool) -> bool | None:
-    """Whether prompts become user messages, as asked for; else as the model can, where prompts come from columns."""
-    if defaults.chat is not None:
-        return defaults.chat
+# The field of a line of plain text.
+TEXT_COLUMN = "text"
+
+
+def settled(defaults: Defaults, plain_text: bool, has_template: bool) -> Defaults:
+    """What is left open, as the input and the model are: which column is the prompt, and whether it becomes a message.
+
+    Prompts become messages of a user where they come from columns and the model has a chat template. Raises
+    SettingError for settings that contradict each other.
+    """
+    if plain_text and defaults.prompt is None and defaults.prompt_column is None:
+        defaults = replace(defaults, prompt_column=TEXT_COLUMN)
     made = defaults.prompt_column is not None or defaults.prompt is not None or defaults.system is not None
-    return has_template if made else None
+    if defaults.chat is None and made:
+        defaults = replace(defaults, chat=has_template)
+    Columns(defaults)
+    return defaults

@@ -23,6 +23,7 @@ class ErrorCode(StrEnum):
     EMPTY_FILE = "empty_file"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
     DAMAGED_GZIP = "damaged_gzip"
+    DAMAGED_ZSTD = "damaged_zstd"
     INPUT_CHANGED = "input_changed"
 
     LINE_TOO_LONG = "line_too_long"
@@ -59,6 +60,7 @@ _FILE = {
     ErrorCode.EMPTY_FILE,
     ErrorCode.UNSUPPORTED_ENCODING,
     ErrorCode.DAMAGED_GZIP,
+    ErrorCode.DAMAGED_ZSTD,
     ErrorCode.INPUT_CHANGED,
 }
 _ROW = {

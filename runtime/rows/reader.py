@@ -19,7 +19,7 @@ from ..settings.errors import InputChanged
 from .columns import Columns
 from .failure import ErrorCode, InvalidRow, RowFailure
 from .fields import Schemas
-from .input_file import Stream, open_input, plain
+from .input_file import DamagedZstd, Stream, open_input, plain
 from .row import Defaults, Endpoint, Row
 from .row_formats import (
     RowBuilder,
@@ -149,6 +149,10 @@ def rows_from(
     except _GZIP_DAMAGE as error:
         yield parser.end_badly(
             RowFailure(ErrorCode.DAMAGED_GZIP, f"the gzip data is damaged or cut off ({error}); copy the file again")
+        )
+    except DamagedZstd as error:
+        yield parser.end_badly(
+            RowFailure(ErrorCode.DAMAGED_ZSTD, f"the zstd data is damaged or cut off ({error}); copy the file again")
         )
     except InvalidRow as error:
         yield parser.end_badly(error.failure)

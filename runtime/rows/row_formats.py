@@ -211,7 +211,7 @@ class RowBuilder:
 
     def _schema(self, given: Mapping[str, Any]) -> str | None:
         """A grammar alone ends its text: whatever else might would cut it."""
-        schema: str | None = given["response_format"] if "response_format" in given else self._schema_of_job
+        schema: str | None = given.get("response_format", self._schema_of_job)
         for name in ("stop", "stop_token_ids", "ignore_eos") if schema is not None else ():
             if given.get(name, self._defaults[name]):
                 raise InvalidRow(
