@@ -74,7 +74,10 @@ def openai_failure(failure: RowFailure) -> dict[str, Any]:
 
 # What answers say themselves, in either form: a field of the user's with such a name gets a prefix in every answer.
 ANSWER_KEYS = frozenset(
-    ("id", "custom_id", "response", "error", "text", "partial", "finish_reason", "usage", "choices", "token_ids")
+    (
+        *("id", "custom_id", "response", "error", "text", "partial", "finish_reason", "usage", "choices", "token_ids"),
+        *("logprobs", "prompt_logprobs", "reasoning_content", "tool_calls"),
+    )
 )
 OWN_PREFIX = "input_"
 
