@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..offload.errors import ExitCode
 from .options import options
+
+if TYPE_CHECKING:
+    from ..runtime.jobs.request import BatchRequest
+
+OUTPUT = Annotated[
+    Path,
+    typer.Option("--output", "-o", help="File for the answers, by suffix .jsonl, .csv or .parquet; - is stdout."),
+]
+JOB_DIR = Annotated[
+    Path | None,
+    typer.Option("--job-dir", help="Folder of the job with -o -; the user's state by default, removed at the end."),
+]
 
 
 def batch(
     model: options.MODEL,
     input_file: options.INPUT,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, in the order of the input.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File for the answers: .jsonl, .csv or .parquet; - is stdout.")
+    ],
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -33,6 +50,7 @@ def batch(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     plan: options.PLAN = None,
+    job_dir: JOB_DIR = None,
     input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
     prompt_column: options.PROMPT_COLUMN = None,
     id_column: options.ID_COLUMN = None,
@@ -56,10 +74,12 @@ def batch(
     An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
     name with .job until you remove it.
     """
+    from ..runtime.jobs.answer_stream import STDOUT
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
     from ..runtime.rows.row import Defaults
     from ..runtime.rows.tables import InputFormat
+    from ..runtime.settings.errors import OutputRefused
     from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
@@ -80,4 +100,30 @@ def batch(
         resume=ResumeOptions(drift=tuple(accept_drift or ())),
         plan=plan,
     )
+    if os.fspath(output) == STDOUT:
+        raise typer.Exit(_to_stdout(request, job_dir, progress, quiet, output_format, summary))
+    if job_dir is not None:
+        raise OutputRefused("--job-dir is for -o -; the folder of other jobs is beside OUTPUT")
     raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+
+
+def _to_stdout(
+    request: BatchRequest,
+    job_dir: Path | None,
+    progress: options.Progress,
+    quiet: bool,
+    output_format: options.Format,
+    summary: Path | None,
+) -> ExitCode:
+    from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
+    from ..runtime.settings.errors import OutputRefused
+    from .views.job_view import JobView
+
+    if output_format is options.Format.JSON:
+        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
+    request = into_folder(request, job_dir)
+    view = JobView(progress, quiet, output_format, AnswerStream(sys.stdout.buffer))
+    code = view.run(request, summary)
+    if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
+        remove_finished(request)
+    return code

@@ -6,6 +6,7 @@ The terminal shows the contents of the JSON document: tiers with bars, the expec
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +25,7 @@ from .views.formatting import count, duration, gib, kernel_lines
 if TYPE_CHECKING:
     from ..runtime.jobs.encode import JobSize
     from ..runtime.plan.planner import PlanRequest
+    from ..runtime.rows.preflight import Preflight
 
 INPUT = Annotated[
     Path | None, typer.Argument(metavar="INPUT", help="Rows to plan for, in the format of `moedge batch`.")
@@ -53,6 +55,13 @@ def plan(
     max_sequences: options.MAX_SEQUENCES = None,
     deterministic: options.DETERMINISTIC = False,
     max_tokens: options.MAX_TOKENS = 256,
+    input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
+    prompt_column: options.PROMPT_COLUMN = None,
+    id_column: options.ID_COLUMN = None,
+    prompt: options.PROMPT = None,
+    system: options.SYSTEM = None,
+    schema: options.SCHEMA = None,
+    chat: options.CHAT = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -67,11 +76,17 @@ def plan(
     If the job does not fit, prints the nearest job that does and exits with 4.
     """
     from ..runtime.jobs.job_plan import equal_rows, measured_job, plan_request
+    from ..runtime.rows.row import Defaults
+    from ..runtime.rows.tables import InputFormat
     from ..runtime.settings.settings import Settings
     from ..runtime.source.headers import read_headers
 
-    headers = read_headers(model)
-    size = None if input_file is None else measured_job(headers, input_file, max_tokens)
+    headers, size = read_headers(model), None
+    defaults = Defaults(max_tokens=max_tokens)
+    if input_file is not None:
+        defaults = options.rows_as(defaults, prompt_column, id_column, prompt, system, schema, chat)
+        size, found = measured_job(headers, input_file, defaults, InputFormat(input_format))
+        print_left_out(found, size)
     workload = equal_rows(rows, prompt_tokens, output_tokens) if size is None else size.shape()
     settings = Settings(
         dtype=dtype,
@@ -133,6 +148,16 @@ def print_plan(found: Mapping[str, Any], explain: bool) -> None:
     if explain:
         for line in _explanation(found):
             console.print(line)
+
+
+def print_left_out(found: Preflight, size: JobSize) -> None:
+    """Says on stderr which rows of the input the plan is not made for."""
+    invalid = found.num_rows - sum(found.rows.values())
+    if invalid or found.file_problems.total:
+        print(found.report(lenient=True), file=sys.stderr)
+        print(f"planned without {counted(invalid, 'invalid row')}", file=sys.stderr)
+    if size.too_long:
+        print(f"planned without {counted(size.too_long, 'row')} longer than the model's context", file=sys.stderr)
 
 
 def print_refusal(reason: str, fitting: list[str]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...offload.errors import ExitCode
+from ...runtime.jobs.answer_stream import AnswerStream
 from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.summary import Percentiles, RunSummary
@@ -77,7 +78,11 @@ def _percentiles(values: Percentiles) -> str:
 class JobView:
     """Runs a job, state by state, and reports it in the requested style."""
 
-    def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
+    def __init__(
+        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, answers: AnswerStream | None = None
+    ) -> None:
+        """`answers` also go there while the job runs."""
+        self._answers = answers
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
@@ -102,6 +107,8 @@ class JobView:
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
             self._console.print(summary_table(ended.summary))
+        if self._answers is not None:
+            self._answers.upto(ended.session.folder.journal)
         if ended.reason is None:
             return self._conclude(ended)
         return self._stopped(ended, checked.preflight.num_rows, signals.requested)
@@ -166,6 +173,10 @@ class JobView:
                 committed = running.session.committed
                 eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
                 progress.show(eta)
+                if self._answers is not None:
+                    self._answers.upto(running.session.folder.journal, committed.end)
+                    if self._answers.closed:
+                        return running.end("nobody reads standard output any more")
                 if signals.requested is not None:
                     self._say("Stopping after this pass... (Ctrl-C again to quit now)")
                     break
@@ -196,7 +207,7 @@ class JobView:
                 name = "RAM" if tier.tier == "host" else "GPU memory"
                 self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
-        self._say(f"{counted(rows.ok, 'answer')} in {paths.out}")
+        self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
         if rows.failed:
             self._say(
                 f"{counted(rows.failed, 'row')} failed (see {paths.errors}); "

@@ -225,7 +225,7 @@ def json_lines(path: Path, kind: InputFormat, folder: JobFolder) -> Path:
     folder.rows_of.unlink(missing_ok=True)
     file = AtomicFile(folder.rows)
     try:
-        convert(path, kind, file)
+        convert(path, kind, file, "standard input" if path == folder.input else None)
         file.publish()
     finally:
         file.discard()

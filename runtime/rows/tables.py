@@ -98,11 +98,13 @@ def _other_format(head: bytes) -> str | None:
     return "tsv" if header[1] == "\t" else "csv"
 
 
-def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile) -> None:
+def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile, name: str | None = None) -> None:
     """Writes the rows of `path` as JSON lines to `target`, which the caller publishes. Memory is that of a few rows.
 
-    Raises InputRefused, with the row, for what is not of this format; MissingExtra; InputUnreadable.
+    `name` stands for the file in messages. Raises InputRefused, with the row, for what is not of this format;
+    MissingExtra; InputUnreadable.
     """
+    name = name or os.fspath(path)
     rows = _READERS[kind]
     with open_input(path) as raw:
         try:
@@ -110,13 +112,13 @@ def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile)
                 target.write(line)
                 target.write(b"\n")
         except _Refused as error:
-            raise InputRefused(f"{path}: {error}") from None
+            raise InputRefused(f"{name}: {error}") from None
         except InvalidRow as error:
-            raise InputRefused(f"{path}: {error.failure.code}: {error.failure.message}") from None
+            raise InputRefused(f"{name}: {error.failure.code}: {error.failure.message}") from None
         except (gzip.BadGzipFile, zlib.error, EOFError, DamagedZstd) as error:
-            raise InputRefused(f"{path}: the compressed data is damaged or cut off ({error}); copy it again") from None
+            raise InputRefused(f"{name}: the compressed data is damaged or cut off ({error}); copy it again") from None
         except OSError as error:
-            raise InputRefused(f"{path} could not be converted to JSON lines in {target.path}: {error}") from None
+            raise InputRefused(f"{name} could not be converted to JSON lines in {target.path}: {error}") from None
 
 
 def _unpacked(raw: BufferedReader) -> Stream:
