@@ -374,5 +374,5 @@ def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:
     elif name in UNSUPPORTED:
         message = f"{name} would change the answer and is not supported; remove it"
     else:
-        return unknown(name, tuple(_CHECKS[endpoint]))
+        return unknown(name, _SHORT_NAMES if endpoint is SHORT else tuple(_CHECKS[endpoint]))
     return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
