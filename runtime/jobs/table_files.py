@@ -89,7 +89,7 @@ def _choice(choice: Mapping[str, Any], fields: tuple[str, ...] | None, own: Mapp
     found |= {name: said[name] for name in _BESIDE_TEXT if said.get(name) is not None}
     if choice.get("partial") is not None:
         found |= {"text": None, "partial": choice["partial"]}
-    if fields is None or found["text"] is None:
+    if fields is None or text is None or found["text"] is None:
         return found
     try:
         value = json.loads(text)

@@ -220,8 +220,8 @@ class LineParser:
         raise InvalidRow(ErrorCode.NOT_A_ROW, what_is_missing(values))
 
     def _located(self, failure: RowFailure, position: RowPosition) -> RowFailure:
-        place = {"index": position.index, "line": position.line, "id": position.id}
-        return replace(failure, **place, short=self._short, own=position.own)
+        index, line, row_id = position.index, position.line, position.id
+        return replace(failure, index=index, line=line, id=row_id, short=self._short, own=position.own)
 
 
 class RowFile:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -89,11 +90,6 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (text, done.stderr)
     assert (tmp_path / "answers.csv").read_text().startswith("id,text,finish_reason,")
-    assert "happy,about,ticket,stars\n" in (tmp_path / "answers.csv").read_text() + table_header(tmp_path)
+    names = pq.read_schema(tmp_path / "happy.parquet").names
+    assert names[-4:] == ["happy", "about", "ticket", "stars"]
     assert len((tmp_path / "piped.jsonl").read_text().splitlines()) == 2
-
-
-def table_header(folder: Path) -> str:
-    import pyarrow.parquet as pq
-
-    return ",".join(pq.read_schema(folder / "moods.parquet").names) + "\n"

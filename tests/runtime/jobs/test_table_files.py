@@ -17,11 +17,13 @@ from moedge.runtime.settings.errors import OutputRefused
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 LINES = [
-    {"id": "a", "text": 'x,"y"\n', "finish_reason": "stop", "usage": USAGE, "label": "b", "big": 2**70, "list": [1, "ä"]},
+    {"id": "a", "text": 'x,"y"\n', "finish_reason": "stop", "usage": USAGE, "label": "b", "big": 2**70,
+     "list": [1, "ä"]},
     {"id": "b", "error": {"code": "invalid_value", "message": "m", "param": "n"}, "label": None},
     {"id": "c", "choices": [{"text": t, "finish_reason": "stop"} for t in "de"], "usage": USAGE, "flag": True},
     {"id": "x", "custom_id": "f", "response": {"body": {"choices": [
-        {"message": {"content": None}, "partial": "{", "finish_reason": "length"}], "usage": USAGE, "metadata": {"k": 1}}}},
+        {"message": {"content": None}, "partial": "{", "finish_reason": "length"}],
+        "usage": USAGE, "metadata": {"k": 1}}}},
 ]  # fmt: skip
 COLUMNS = ["id", "choice", "text", "partial", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
 OWN = ["label", "big", "list", "flag", "metadata"]
