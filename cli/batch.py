@@ -15,10 +15,12 @@ from .options import options
 
 if TYPE_CHECKING:
     from ..runtime.jobs.request import BatchRequest
+    from ..runtime.rows.row import Defaults
+    from ..runtime.settings.settings import Settings
 
 OUTPUT = Annotated[
     Path,
-    typer.Option("--output", "-o", help="File for the answers, by suffix .jsonl, .csv or .parquet; - is stdout."),
+    typer.Option("--output", "-o", help="File for the answers: .jsonl, .csv or .parquet; - is stdout."),
 ]
 JOB_DIR = Annotated[
     Path | None,
@@ -29,9 +31,7 @@ JOB_DIR = Annotated[
 def batch(
     model: options.MODEL,
     input_file: options.INPUT,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File for the answers: .jsonl, .csv or .parquet; - is stdout.")
-    ],
+    output: OUTPUT,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -43,8 +43,11 @@ def batch(
     stream: options.STREAM = options.Stream.AUTO,
     hold: options.HOLD = options.Hold.POPULAR,
     max_tokens: options.MAX_TOKENS = 256,
-    temperature: options.TEMPERATURE = 0.0,
+    temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,
+    reasoning_effort: options.REASONING_EFFORT = None,
+    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
+    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -77,22 +80,21 @@ def batch(
     from ..runtime.jobs.answer_stream import STDOUT
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
-    from ..runtime.rows.row import Defaults
+    from ..runtime.rows.columns import rows_as
     from ..runtime.rows.tables import InputFormat
+    from ..runtime.sampling.model_defaults import unset_names
     from ..runtime.settings.errors import OutputRefused
-    from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
-    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
-    defaults = Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    settings = replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
+    defaults = _defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
-        settings=settings,
-        defaults=options.rows_as(defaults, prompt_column, id_column, prompt, system, schema, chat),
+        settings=_settings(dtype, quant, kv, compute, attention, deterministic, tokens_per_pass, max_sequences),
+        defaults=rows_as(defaults, prompt_column, id_column, prompt, system, schema, chat),
         input_format=InputFormat(input_format),
+        unset=unset_names(temperature),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
@@ -127,3 +129,40 @@ def _to_stdout(
     if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
         remove_finished(request)
     return code
+
+
+def _settings(
+    dtype: str,
+    quant: str,
+    kv: str,
+    compute: str,
+    attention: str,
+    deterministic: bool,
+    tokens_per_pass: int | None,
+    max_sequences: int | None,
+) -> Settings:
+    from ..runtime.settings.settings import Settings
+
+    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
+    return replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
+
+
+def _defaults(
+    max_tokens: int,
+    temperature: float | None,
+    seed: int,
+    max_thinking_tokens: int | None,
+    chat_template_kwargs: str | None,
+    reasoning_effort: options.Effort | None,
+) -> Defaults:
+    """What rows get that do not say otherwise, as far as the command says it."""
+    from ..runtime.rows.row import Defaults
+
+    return Defaults(
+        max_tokens=max_tokens,
+        temperature=temperature or 0.0,
+        seed=seed,
+        max_thinking_tokens=max_thinking_tokens,
+        chat_template_kwargs=chat_template_kwargs or "",
+        reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
+    )

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.formatting import duration, gib
 from .options import options
-from .views.formatting import duration, gib
 
 
 def prepare(

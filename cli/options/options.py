@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,6 @@ from ...offload.budget import BadSize, parse_size
 
 if TYPE_CHECKING:
     from ...moe.streaming_mode import ExpertOptions
-    from ...runtime.rows.row import Defaults
     from ...runtime.settings.budgets import Budgets
 
 # More bytes than `auto` keeps free on any machine.
@@ -27,6 +25,17 @@ def _size(text: str) -> str:
     except BadSize as error:
         raise typer.BadParameter(str(error)) from None
     return text
+
+
+def _kwargs(text: str) -> str:
+    """Checks variables of a chat template and returns their text in one spelling."""
+    from ...runtime.rows.fields import kwargs_setting
+    from ...runtime.settings.errors import SettingError
+
+    try:
+        return kwargs_setting(text)
+    except SettingError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 MODEL = Annotated[
@@ -70,6 +79,10 @@ class Stream(StrEnum):
 
 class Hold(StrEnum):
     POPULAR, LRU = "popular", "lru"
+
+
+class Effort(StrEnum):
+    NONE, MINIMAL, LOW, MEDIUM, HIGH, XHIGH = "none", "minimal", "low", "medium", "high", "xhigh"
 
 
 class Progress(StrEnum):
@@ -148,13 +161,45 @@ STREAM = Annotated[
 ]
 HOLD = Annotated[Hold, typer.Option("--hold", help="Experts to keep in memory: most often or last used.")]
 TEMPERATURE = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--temperature",
         envvar="MOEDGE_TEMPERATURE",
         show_envvar=False,
         min=0.0,
-        help="Temperature for rows that do not set it; 0 is greedy.",
+        help="Temperature for rows that do not set it; 0 is greedy. By default the model's generation_config.json "
+        "says it, else 0.",
+    ),
+]
+REASONING_EFFORT = Annotated[
+    Effort | None,
+    typer.Option(
+        "--reasoning-effort",
+        envvar="MOEDGE_REASONING_EFFORT",
+        show_envvar=False,
+        help="reasoning_effort of the chat template, for rows that do not set it.",
+    ),
+]
+MAX_THINKING_TOKENS = Annotated[
+    int | None,
+    typer.Option(
+        "--max-thinking-tokens",
+        envvar="MOEDGE_MAX_THINKING_TOKENS",
+        show_envvar=False,
+        min=0,
+        help="Most tokens of reasoning before a chat answer, for rows that do not set it.",
+    ),
+]
+CHAT_TEMPLATE_KWARGS = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        envvar="MOEDGE_CHAT_TEMPLATE_KWARGS",
+        show_envvar=False,
+        metavar="JSON",
+        parser=_kwargs,
+        help="Variables of the chat template as a JSON object, for rows that do not set them: "
+        "'{\"enable_thinking\": false}'.",
     ),
 ]
 SEED = Annotated[
@@ -317,29 +362,6 @@ PROGRESS = Annotated[
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-
-
-def rows_as(
-    defaults: Defaults,
-    prompt_column: str | None,
-    id_column: str | None,
-    prompt: str | None,
-    system: str | None,
-    schema: Path | None,
-    chat: bool | None,
-) -> Defaults:
-    """The defaults of rows, with what their prompts are made of."""
-    from ...runtime.rows.columns import read_schema, text_or_file
-
-    return replace(
-        defaults,
-        prompt_column=prompt_column,
-        id_column=id_column,
-        prompt=None if prompt is None else text_or_file(prompt, "--prompt"),
-        system=None if system is None else text_or_file(system, "--system"),
-        schema=None if schema is None else read_schema(schema),
-        chat=chat,
-    )
 
 
 def experts(stream: Stream, hold: Hold) -> ExpertOptions:

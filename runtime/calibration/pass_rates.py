@@ -17,9 +17,7 @@ from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import FORMATS
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.gemv import measure_gemv_max_rows
-from ...quant.matmul.matmul import Matmul
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack
 from ..attention.protocol import AttentionCall

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from ...offload.heap import Heap
@@ -27,6 +27,7 @@ from ..rows.answer_formats import Answers
 from ..rows.failure import RowFailure
 from ..rows.preflight import Preflight
 from ..rows.reader import RowFile, read_rows
+from ..sampling.model_defaults import ModelDefaults, model_defaults
 from ..settings.errors import InputRefused
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
@@ -48,8 +49,9 @@ from .summary import RunSummary, Seconds
 class Checked:
     """The model's headers are read, the input is valid, and the output is claimed; nothing was written.
 
-    A job whose last row has its answer is `finished`: end it with `publish`. Every other is measured next. Leaving
-    the context ends every process and thread of the job; every answer that was confirmed is kept.
+    `sampling` are those defaults of rows that the model sets. A job whose last row has its answer is `finished`: end it
+    with `publish`. Every other is measured next. Leaving the context ends every process and thread of the job; every
+    answer that was confirmed is kept.
     """
 
     request: BatchRequest
@@ -58,6 +60,7 @@ class Checked:
     stop_rule: StopRule
     resources: ExitStack
     begun: float
+    sampling: ModelDefaults
 
     @classmethod
     def open(cls, request: BatchRequest) -> Self:
@@ -65,6 +68,8 @@ class Checked:
         stop_rule, begun = StopRule(request.limits), time.perf_counter()
         with ExitStack() as resources:
             source = resources.enter_context(open_source(request.model))
+            sampling = model_defaults(source.folder).only(request.unset)
+            request = replace(request, defaults=replace(request.defaults, **sampling.values))
             request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
@@ -74,7 +79,7 @@ class Checked:
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
-            return cls(request, source, claim, stop_rule, resources.pop_all(), begun)
+            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling)
 
     @property
     def finished(self) -> bool:
@@ -107,7 +112,7 @@ class Checked:
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
-        return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()))
+        return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +123,10 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Every row to be run is tokenized; `order` are their numbers, the first to run first."""
+    """Every row to be run is tokenized; `order` are their numbers, the first to run first.
+
+    `notes` say what rows ask for and the model does not do.
+    """
 
     checked: Checked
     tokenizer: Tokenizer
@@ -126,15 +134,17 @@ class Measured:
     file: RowFile
     size: JobSize
     order: array[int]
+    notes: tuple[str, ...] = ()
 
-    def plan(self, given: PlanResult | None = None) -> Planned:
+    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became.
 
-        `given` is the plan of an engine that is loaded already. Raises DoesNotFit, SettingError, JobMismatch.
+        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
+        opened again. Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = open_memory(budgets, source.settle(settings), source.shape)
+        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
         chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
         memory.limit_pins(chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
@@ -276,6 +286,7 @@ class Running:
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
+        summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
         remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
         return summary
 

@@ -45,7 +45,10 @@ class ResumeOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file."""
+    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file.
+
+    `unset` names sampling defaults that nobody has given: the model's generation_config.json may set them.
+    """
 
     model: str
     input: Path
@@ -59,6 +62,7 @@ class BatchRequest:
     input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
+    unset: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
         """The identity of the job; budgets, limits and expert streaming belong to a single run."""

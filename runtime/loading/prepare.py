@@ -11,8 +11,7 @@ from typing import Any
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.store.stores import default_root, disk_budget, store_folder
 from ...offload.store.writer import StoreWriter
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload

@@ -45,6 +45,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_JSON_SCHEMA = "invalid_json_schema"
+    INVALID_GRAMMAR = "invalid_grammar"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     NUMERICAL_ERROR = "numerical_error"
     WORKER_CRASHED = "worker_crashed"
@@ -70,6 +71,7 @@ _ROW = {
     ErrorCode.UNKNOWN_PARAMETER,
     ErrorCode.UNSUPPORTED_PARAMETER,
     ErrorCode.INVALID_JSON_SCHEMA,
+    ErrorCode.INVALID_GRAMMAR,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
     ErrorCode.NUMERICAL_ERROR,
     ErrorCode.WORKER_CRASHED,

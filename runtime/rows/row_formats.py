@@ -5,16 +5,18 @@ Knows how fields depend on each other; what each may be is in fields.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any
 
+from ..sampling.grammar import AnswerForm
 from ..sampling.params import SamplingParams
 from ..settings.errors import shown
 from .failure import ErrorCode, InvalidRow
 from .fields import FREE_PREFIX, MAX_PROMPTS, is_own, read_fields, slip_of, unknown
-from .row import Defaults, Endpoint, Prompt, Row, row_seed
+from .row import ChatPrompt, Defaults, Endpoint, Prompt, Row, row_seed
 
 MAX_ID_CHARS = 512
 
@@ -167,14 +169,17 @@ class RowBuilder:
     def __init__(self, defaults: Defaults) -> None:
         self._seed = defaults.seed
         self._schema_of_job = defaults.schema
+        # SamplingParams and what the chat template gets.
         self._defaults: Mapping[str, Any] = {
             field.name: getattr(defaults, field.name) for field in fields(SamplingParams)
         }
+        self._effort = defaults.reasoning_effort
+        self._kwargs: dict[str, Any] = json.loads(defaults.chat_template_kwargs or "{}")
 
     def build(self, body: Mapping[str, Any], endpoint: Endpoint, position: RowPosition) -> Row:
         """Raises `InvalidRow` naming the first field that cannot be run as it is."""
         given = read_fields(body, endpoint)
-        prompts, num_samples = _prompts(given, endpoint), given.get("n", 1)
+        prompts, num_samples = self._chat(_prompts(given, endpoint), given, body), given.get("n", 1)
         if len(prompts) * num_samples > MAX_PROMPTS:
             raise InvalidRow(
                 ErrorCode.INVALID_VALUE,
@@ -207,20 +212,72 @@ class RowBuilder:
             values["max_tokens"] = _max_tokens(given)
         if "seed" not in given:
             values["seed"] = row_seed(self._seed, row_id)
+        if values["min_tokens"] > values["max_tokens"]:
+            raise InvalidRow(
+                ErrorCode.INVALID_VALUE,
+                f"min_tokens {values['min_tokens']} is more than max_tokens {values['max_tokens']}; lower it",
+                "min_tokens",
+            )
         return SamplingParams(**values)
 
-    def _schema(self, given: Mapping[str, Any]) -> str | None:
+    def _chat(
+        self, prompts: tuple[Prompt, ...], given: Mapping[str, Any], body: Mapping[str, Any]
+    ) -> tuple[Prompt, ...]:
+        """`prompts` with what else the chat template gets."""
+        prompt = prompts[0]
+        if not isinstance(prompt, ChatPrompt):
+            for name in _CHAT_ONLY:
+                if name in given:
+                    raise InvalidRow(ErrorCode.INVALID_VALUE, f"{name} needs messages, and there is a prompt", name)
+            return prompts
+        tools = given.get("tools", ()) if given.get("tool_choice") != "none" else ()
+        if tools and body.get("parallel_tool_calls") is False:
+            name = "parallel_tool_calls"
+            message = f"{name} false would change the answer and is not supported beside tools; remove it"
+            raise InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
+        return (replace(prompt, tools=tools, variables=self._variables(given)),)
+
+    def _variables(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        own, effort = given.get("chat_template_kwargs", {}), given.get("reasoning_effort")
+        if effort is not None and own.get("reasoning_effort", effort) != effort:
+            raise InvalidRow(
+                ErrorCode.INVALID_VALUE,
+                "reasoning_effort and the one in chat_template_kwargs disagree; keep one of them",
+                "reasoning_effort",
+            )
+        variables = {**self._kwargs, **own}
+        if effort is not None or (self._effort is not None and "reasoning_effort" not in variables):
+            variables["reasoning_effort"] = effort or self._effort
+        return variables
+
+    def _schema(self, given: Mapping[str, Any]) -> AnswerForm | None:
         """A grammar alone ends its text: whatever else might would cut it."""
-        schema: str | None = given.get("response_format", self._schema_of_job)
-        for name in ("stop", "stop_token_ids", "ignore_eos") if schema is not None else ():
+        forms = [name for name in _FORMS if given.get(name) is not None]
+        if len(forms) > 1:
+            message = "response_format and structured_outputs are both given; keep one of them"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, "structured_outputs")
+        of_job = None if any(name in given for name in _FORMS) else self._schema_of_job
+        schema: AnswerForm | None = given[forms[0]] if forms else of_job
+        if schema is None:
+            return None
+        named = forms[0] if forms else "--schema"
+        for name in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
             if given.get(name, self._defaults[name]):
+                kind = "a JSON response_format" if named == "response_format" else named
                 raise InvalidRow(
                     ErrorCode.INVALID_VALUE,
-                    f"{name} and a JSON response_format are both given; keep one of them: JSON ends where it is "
-                    "complete",
+                    f"{name} and {kind} are both given; keep one of them: such an answer ends where it is complete",
                     name,
                 )
+        if given.get("tools") and given.get("tool_choice") != "none":
+            message = f"tools and {named} are both given; keep one of them: an answer of that form calls no function"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, "tools")
         return schema
+
+
+# Fields that say what form an answer must have.
+_FORMS = ("response_format", "structured_outputs")
+_CHAT_ONLY = ("tools", "chat_template_kwargs", "reasoning_effort", "max_thinking_tokens")
 
 
 def _prompts(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]:

@@ -14,8 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...offload.checkpoint.checkpoint import SINGLE, read_header, read_index
-from ...offload.checkpoint.folder_file import blob_id, open_inside, read_inside
+from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape

@@ -17,7 +17,7 @@ from moedge.cli.main import app
 from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt as one_prompt
+from moedge.runtime.api import single_prompt
 from moedge.runtime.jobs.request import BatchRequest
 
 Cli = Callable[..., int]
@@ -82,6 +82,9 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "deterministic": ("true", lambda r: r.settings.deterministic, True),
     "max-tokens": ("12", lambda r: r.defaults.max_tokens, 12),
     "temperature": ("0.5", lambda r: r.defaults.temperature, 0.5),
+    "reasoning-effort": ('"low"', lambda r: r.defaults.reasoning_effort, "low"),
+    "max-thinking-tokens": ("99", lambda r: r.defaults.max_thinking_tokens, 99),
+    "chat-template-kwargs": (r'"{\"a\": false}"', lambda r: r.defaults.chat_template_kwargs, '{"a": false}'),
     "seed": ("7", lambda r: r.defaults.seed, 7),
     "ram": ('"3GiB"', lambda r: r.budgets.ram, "3GiB"),
     "gpu-mem": ('"0"', lambda r: r.budgets.gpu_mem, "0"),
@@ -301,11 +304,11 @@ def test_run_takes_what_stands(
     places: Places, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(one_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
+    monkeypatch.setattr(single_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
     places.project.write_text('[run]\nmax-tokens = 9\nkv = "int8"\n')
     assert cli("run", "model", "hi") == 0
-    _, _, wanted, _, wish = seen[0]
-    assert (wanted.kv, wish.max_tokens) == ("int8", 9)
+    _, _, wanted, _, asked = seen[0]
+    assert (wanted.kv, asked.max_tokens) == ("int8", 9)
     assert capsys.readouterr().out == "hello\n", "what stands is said on stderr"
 
 

@@ -15,6 +15,7 @@ from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_machine
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.plan.history import UNTAUGHT, last_runs
+from support.row_files import write_rows
 
 CODE = "import sys; from moedge.cli.main import main; main()"
 TORCHLESS = "import atexit, os, sys; atexit.register(lambda: 'torch' in sys.modules and os._exit(99));"
@@ -68,9 +69,7 @@ def test_the_rows_of_a_file_are_measured(
     checkpoint: Callable[[str], Path], planned: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"id": str(n), "prompt": "a b " * n, "max_tokens": 5}) + "\n" for n in (1, 9, 4))
-    )
+    write_rows(rows, [{"id": str(n), "prompt": "a b " * n, "max_tokens": 5} for n in (1, 9, 4)])
     job = planned(checkpoint("llama"), rows)["job"]
     assert (job["sequences"], job["generated_tokens"]) == (3, 15)
     assert job["longest"] > job["shortest"] > 5
@@ -123,9 +122,7 @@ def test_every_option_changes_what_it_should(
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
-    path.write_text(
-        "".join(json.dumps({"id": str(n), "prompt": "a b " * n, "max_tokens": 6}) + "\n" for n in (1, 5, 9))
-    )
+    write_rows(path, [{"id": str(n), "prompt": "a b " * n, "max_tokens": 6} for n in (1, 5, 9)])
     return path
 
 
@@ -225,9 +222,7 @@ def test_a_run_is_remembered_beside_what_was_predicted(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(job_plan, "LEAST_SECONDS", 0.0)
     path = tmp_path / "in.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{n} a", "max_tokens": 8, "ignore_eos": True}) + "\n" for n in range(4))
-    )
+    write_rows(path, [{"prompt": f"{n} a", "max_tokens": 8, "ignore_eos": True} for n in range(4)])
     model, predicted = files("moedge.demo") / "model", []
     for index in range(2):
         summary = tmp_path / f"{index}.json"

@@ -20,7 +20,7 @@ from moedge.runtime.rows.row import Defaults
 GOOD = b'{"prompt":"a"}'
 BODY = b'{"messages":[{"role":"user","content":"a"}]}'
 CHAT = b'{"custom_id":"c","method":"POST","url":"/v1/chat/completions","body":' + BODY + b"}"
-UNSUPPORTED = b'{"prompt":"a","tools":[1]}'
+UNSUPPORTED = b'{"prompt":"a","echo":true}'
 MALFORMED = b'{"prompt":'
 
 
@@ -65,7 +65,7 @@ def test_i9_a_duplicate_id_refuses_a_strict_job(write: Callable[..., Path]) -> N
 def test_a_row_that_cannot_be_run_refuses_nothing(write: Callable[..., Path]) -> None:
     report = preflight(write(GOOD, UNSUPPORTED), Defaults())
     assert not report.refused()
-    assert "line 2: unsupported_parameter: tools " in report.report()
+    assert "line 2: unsupported_parameter: echo " in report.report()
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\r\n \t\n", "{}".encode("utf-16")])

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_shapes import choose, known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan import candidate, planner
@@ -19,6 +18,7 @@ from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
+from support.known_shapes import choose, known_shape, plain_model
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
