@@ -6,12 +6,17 @@ The terminal shows the contents of the JSON document: tiers with bars, the expec
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..offload.errors import ExitCode
 from .options import options
+
+if TYPE_CHECKING:
+    from ..runtime.api.plan_report import PlanReport
 
 INPUT = Annotated[
     Path | None, typer.Argument(metavar="INPUT", help="Rows to plan for, in the format of `moedge batch`.")
@@ -61,34 +66,7 @@ def plan(
 
     If the job does not fit, prints the nearest job that does and exits with 4.
     """
-    from ..runtime.api.plan_report import make_report
-    from ..runtime.rows.columns import rows_as
-    from ..runtime.rows.row import Defaults
-    from ..runtime.rows.tables import InputFormat
-    from ..runtime.settings.settings import Settings
-
-    defaults = Defaults(max_tokens=max_tokens)
-    if input_file is not None:
-        defaults = rows_as(defaults, prompt_column, id_column, prompt, system, schema, chat)
-    settings = Settings(
-        dtype=dtype,
-        quant=quant,
-        kv=kv,
-        tokens_per_pass=tokens_per_pass,
-        max_sequences=max_sequences,
-        deterministic=deterministic,
-        compute=compute,
-    )
-    report = make_report(
-        model,
-        input_file,
-        settings,
-        options.budgets(ram, gpu_mem, disk, disk_dir),
-        rows={"rows": rows, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens},
-        defaults=defaults,
-        input_format=InputFormat(input_format),
-        machine=machine,
-    )
+    report = _report(locals())
     for line in report.left_out:
         print(line, file=sys.stderr)
     if save is not None and report.fits:
@@ -97,3 +75,22 @@ def plan(
         print(report.json())
     else:
         report.print(explain)
+    raise typer.Exit(ExitCode.OK if report.fits else ExitCode.DOES_NOT_FIT)
+
+
+def _report(given: Mapping[str, Any]) -> PlanReport:
+    """`given` are the arguments of the command, by name."""
+    from ..runtime.api.options import input_format_of, row_defaults_of, settings_of
+    from ..runtime.api.plan_report import make_report
+    from ..runtime.rows.row import Defaults
+
+    return make_report(
+        given["model"],
+        given["input_file"],
+        settings_of(given),
+        options.budgets(given["ram"], given["gpu_mem"], given["disk"], given["disk_dir"]),
+        rows={name: given[name] for name in ("rows", "prompt_tokens", "output_tokens")},
+        defaults=row_defaults_of(given, Defaults(max_tokens=given["max_tokens"])),
+        input_format=input_format_of(given),
+        machine=given["machine"],
+    )

@@ -485,7 +485,7 @@ FOREIGN: Mapping[str, str] = {
     "system": "messages, with the role system",
     "json_schema": "response_format",
 }
-# How alike two names must be for one to be a slip of the other: `max_token` is one, `prompt_id` and `topic` are not.
+# From which share of equal characters a name is a slip of another: `max_token` is one, `prompt_id` and `topic` are not.
 _SLIP = 0.82
 
 

@@ -45,7 +45,7 @@ class DamagedZstd(Exception):
 
 # What zstd's own program accepts; a frame may ask for 2 GiB.
 _MAX_WINDOW_NBYTES = 1 << 27
-# What is unpacked at once: a block of 4 bytes may stand for 128 KiB.
+# What is unpacked at once: a block of 4 bytes may unpack to 128 KiB.
 _ZSTD_PIECE_NBYTES = 512
 
 

@@ -101,7 +101,7 @@ def _other_format(head: bytes) -> str | None:
 def convert(path: str | os.PathLike[str], kind: InputFormat, target: AtomicFile, name: str | None = None) -> None:
     """Writes the rows of `path` as JSON lines to `target`, which the caller publishes. Memory is that of a few rows.
 
-    `name` stands for the file in messages. Raises InputRefused, with the row, for what is not of this format;
+    Messages call the file `name`. Raises InputRefused, with the row, for what is not of this format;
     MissingExtra; InputUnreadable.
     """
     name = name or os.fspath(path)

@@ -31,7 +31,8 @@ from moedge.runtime.sampling.params import FinishReason
 from moedge.runtime.settings.errors import InputRefused, MissingExtra
 
 ANSWERS = Answers("m", 0, lambda token_id: ("", None))
-FAKE = Path(__file__).with_name("fake_engine.py")
+# Where the process of a job finds tests/support.
+TESTS = Path(__file__).parents[2]
 
 Rows = list[dict[str, Any]]
 # "a" and not "prompt": text that a column holds, whatever it is.
@@ -251,22 +252,21 @@ def test_a_table_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> 
 
 
 SCRIPT = """
-import importlib.util, sys
+import sys
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("fake_engine", sys.argv[1])
-fake = importlib.util.module_from_spec(spec)
-sys.modules["fake_engine"] = fake
-spec.loader.exec_module(fake)
+from support.jobs import fake_engine as fake
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.rows.row import Defaults
-fake.install(lambda: fake.FakeEngine(None, float(sys.argv[2])))
+fake.install(lambda: fake.FakeEngine(None, float(sys.argv[1])))
 defaults = Defaults(prompt_column="text", max_tokens=9)
 fake.run(BatchRequest(model="fake", input=Path("in.csv"), output=Path("out.jsonl"), defaults=defaults))
 """
 
 
 def run(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, FAKE, str(seconds)], cwd=folder)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(seconds)], cwd=folder, env=os.environ | {"PYTHONPATH": str(TESTS)}
+    )
 
 
 @pytest.mark.slow
