@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..offload.errors import ExitCode
 from .options import options
 
 if TYPE_CHECKING:
+    from ..runtime.jobs.request import BatchRequest
     from ..runtime.rows.row import Defaults
-    from ..runtime.settings.settings import Settings
+
+OUTPUT = Annotated[
+    Path,
+    typer.Option("--output", "-o", help="File for the answers: .jsonl, .csv or .parquet; - is stdout."),
+]
+JOB_DIR = Annotated[
+    Path | None,
+    typer.Option("--job-dir", help="Folder of the job with -o -; the user's state by default, removed at the end."),
+]
 
 
 def batch(
     model: options.MODEL,
     input_file: options.INPUT,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, in the order of the input.")],
+    output: OUTPUT,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -40,6 +52,14 @@ def batch(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     plan: options.PLAN = None,
+    job_dir: JOB_DIR = None,
+    input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
+    prompt_column: options.PROMPT_COLUMN = None,
+    id_column: options.ID_COLUMN = None,
+    prompt: options.PROMPT = None,
+    system: options.SYSTEM = None,
+    schema: options.SCHEMA = None,
+    chat: options.CHAT = None,
     lenient: options.LENIENT = False,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
@@ -53,62 +73,87 @@ def batch(
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
     Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
-    Finished rows are kept in the folder of the same name with .job until you remove it.
+    An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
+    name with .job until you remove it.
     """
+    request = _request(locals())
+    if os.fspath(output) == "-":
+        raise typer.Exit(_to_stdout(request, job_dir, progress, quiet, output_format, summary))
+    raise typer.Exit(_to_file(request, job_dir, progress, quiet, output_format, summary))
+
+
+def _request(given: Mapping[str, Any]) -> BatchRequest:
+    """`given` are the arguments of the command, by name."""
+    from ..runtime.api.options import input_format_of, row_defaults_of, settings_of
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
     from ..runtime.sampling.model_defaults import unset_names
-    from .views.job_view import JobView
 
-    request = BatchRequest(
-        model=model,
-        input=input_file,
-        output=output,
-        settings=_settings(dtype, quant, kv, compute, attention, deterministic, tokens_per_pass, max_sequences),
-        defaults=_defaults(max_tokens, temperature, seed, max_thinking_tokens, chat_template_kwargs, reasoning_effort),
-        unset=unset_names(temperature),
-        budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
-        experts=options.experts(stream, hold),
-        limits=Limits(until, max_rows, max_failures),
-        lenient=lenient,
-        resume=ResumeOptions(drift=tuple(accept_drift or ())),
-        plan=plan,
+    return BatchRequest(
+        model=given["model"],
+        input=given["input_file"],
+        output=given["output"],
+        settings=settings_of(given),
+        defaults=row_defaults_of(given, _defaults(given)),
+        input_format=input_format_of(given),
+        unset=unset_names(given["temperature"]),
+        budgets=options.budgets(given["ram"], given["gpu_mem"], given["disk"], given["disk_dir"]),
+        experts=options.experts(given["stream"], given["hold"]),
+        limits=Limits(given["until"], given["max_rows"], given["max_failures"]),
+        lenient=given["lenient"],
+        resume=ResumeOptions(drift=tuple(given["accept_drift"] or ())),
+        plan=given["plan"],
     )
-    raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
 
 
-def _settings(
-    dtype: str,
-    quant: str,
-    kv: str,
-    compute: str,
-    attention: str,
-    deterministic: bool,
-    tokens_per_pass: int | None,
-    max_sequences: int | None,
-) -> Settings:
-    from ..runtime.settings.settings import Settings
-
-    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
-    return replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
-
-
-def _defaults(
-    max_tokens: int,
-    temperature: float | None,
-    seed: int,
-    max_thinking_tokens: int | None,
-    chat_template_kwargs: str | None,
-    reasoning_effort: options.Effort | None,
-) -> Defaults:
+def _defaults(given: Mapping[str, Any]) -> Defaults:
     """What rows get that do not say otherwise, as far as the command says it."""
     from ..runtime.rows.row import Defaults
 
+    effort = given["reasoning_effort"]
     return Defaults(
-        max_tokens=max_tokens,
-        temperature=temperature or 0.0,
-        seed=seed,
-        max_thinking_tokens=max_thinking_tokens,
-        chat_template_kwargs=chat_template_kwargs or "",
-        reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
+        max_tokens=given["max_tokens"],
+        temperature=given["temperature"] or 0.0,
+        seed=given["seed"],
+        max_thinking_tokens=given["max_thinking_tokens"],
+        chat_template_kwargs=given["chat_template_kwargs"] or "",
+        reasoning_effort=None if effort is None else str(effort),
     )
+
+
+def _to_file(
+    request: BatchRequest,
+    job_dir: Path | None,
+    progress: options.Progress,
+    quiet: bool,
+    output_format: options.Format,
+    summary: Path | None,
+) -> ExitCode:
+    from ..runtime.settings.errors import OutputRefused
+    from .views.job_view import JobView
+
+    if job_dir is not None:
+        raise OutputRefused("--job-dir is for -o -; the folder of other jobs is beside OUTPUT")
+    return JobView(progress, quiet, output_format).run(request, summary)
+
+
+def _to_stdout(
+    request: BatchRequest,
+    job_dir: Path | None,
+    progress: options.Progress,
+    quiet: bool,
+    output_format: options.Format,
+    summary: Path | None,
+) -> ExitCode:
+    from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
+    from ..runtime.settings.errors import OutputRefused
+    from .views.job_view import JobView
+
+    if output_format is options.Format.JSON:
+        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
+    request = into_folder(request, job_dir)
+    view = JobView(progress, quiet, output_format, AnswerStream(sys.stdout.buffer))
+    code = view.run(request, summary)
+    if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
+        remove_finished(request)
+    return code

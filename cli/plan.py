@@ -5,13 +5,18 @@ The terminal shows the contents of the JSON document: tiers with bars, the expec
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..offload.errors import ExitCode
 from .options import options
+
+if TYPE_CHECKING:
+    from ..runtime.api.plan_report import PlanReport
 
 INPUT = Annotated[
     Path | None, typer.Argument(metavar="INPUT", help="Rows to plan for, in the format of `moedge batch`.")
@@ -41,6 +46,13 @@ def plan(
     max_sequences: options.MAX_SEQUENCES = None,
     deterministic: options.DETERMINISTIC = False,
     max_tokens: options.MAX_TOKENS = 256,
+    input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
+    prompt_column: options.PROMPT_COLUMN = None,
+    id_column: options.ID_COLUMN = None,
+    prompt: options.PROMPT = None,
+    system: options.SYSTEM = None,
+    schema: options.SCHEMA = None,
+    chat: options.CHAT = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -54,27 +66,9 @@ def plan(
 
     If the job does not fit, prints the nearest job that does and exits with 4.
     """
-    from ..runtime.api.plan_report import make_report
-    from ..runtime.settings.settings import Settings
-
-    settings = Settings(
-        dtype=dtype,
-        quant=quant,
-        kv=kv,
-        tokens_per_pass=tokens_per_pass,
-        max_sequences=max_sequences,
-        deterministic=deterministic,
-        compute=compute,
-    )
-    report = make_report(
-        model,
-        input_file,
-        settings,
-        options.budgets(ram, gpu_mem, disk, disk_dir),
-        rows={"rows": rows, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens},
-        max_tokens=max_tokens,
-        machine=machine,
-    )
+    report = _report(locals())
+    for line in report.left_out:
+        print(line, file=sys.stderr)
     if save is not None and report.fits:
         report.save(save)
     if as_json:
@@ -82,3 +76,21 @@ def plan(
     else:
         report.print(explain)
     raise typer.Exit(ExitCode.OK if report.fits else ExitCode.DOES_NOT_FIT)
+
+
+def _report(given: Mapping[str, Any]) -> PlanReport:
+    """`given` are the arguments of the command, by name."""
+    from ..runtime.api.options import input_format_of, row_defaults_of, settings_of
+    from ..runtime.api.plan_report import make_report
+    from ..runtime.rows.row import Defaults
+
+    return make_report(
+        given["model"],
+        given["input_file"],
+        settings_of(given),
+        options.budgets(given["ram"], given["gpu_mem"], given["disk"], given["disk_dir"]),
+        rows={name: given[name] for name in ("rows", "prompt_tokens", "output_tokens")},
+        defaults=row_defaults_of(given, Defaults(max_tokens=given["max_tokens"])),
+        input_format=input_format_of(given),
+        machine=given["machine"],
+    )

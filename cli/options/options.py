@@ -47,7 +47,7 @@ INPUT = Annotated[
     Path,
     typer.Argument(
         metavar="INPUT",
-        help="Prompts as JSON lines, OpenAI batch format or short: .jsonl, .jsonl.gz, or -.",
+        help="Rows: .jsonl (OpenAI batch format or short), .json, .csv, .tsv, .parquet, .txt, also .gz and .zst; or -.",
     ),
 ]
 
@@ -87,6 +87,10 @@ class Effort(StrEnum):
 
 class Progress(StrEnum):
     AUTO, BAR, PLAIN, NONE = "auto", "bar", "plain", "none"
+
+
+class InputFormat(StrEnum):
+    AUTO, JSONL, JSON, CSV, TSV, PARQUET, TXT = "auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"
 
 
 class Format(StrEnum):
@@ -220,6 +224,35 @@ MAX_SEQUENCES = Annotated[
         show_envvar=False,
         min=1,
         help="Most sequences in a batch; chosen from the job and the memory by default.",
+    ),
+]
+INPUT_FORMAT = Annotated[
+    InputFormat,
+    typer.Option("--input-format", help="Format of INPUT; auto goes by its suffix, and takes a pipe as JSON lines."),
+]
+PROMPT_COLUMN = Annotated[
+    str | None, typer.Option("--prompt-column", metavar="NAME", help="The column, or field, that holds the prompt.")
+]
+ID_COLUMN = Annotated[
+    str | None, typer.Option("--id-column", metavar="NAME", help="The column, or field, that holds the id.")
+]
+PROMPT = Annotated[
+    str | None,
+    typer.Option("--prompt", metavar="TEXT|FILE", help="Template of every prompt; {{ NAME }} is a column of the row."),
+]
+SYSTEM = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT|FILE", help="Template of a system message before every prompt."),
+]
+SCHEMA = Annotated[
+    Path | None,
+    typer.Option("--schema", metavar="FILE", help="JSON schema of every answer, unless a row has its own."),
+]
+CHAT = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Prompts become messages of a user; by default those from columns do, if the model has a chat template.",
     ),
 ]
 PLAN = Annotated[

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ...offload.errors import ExitCode
 from ...runtime.api.batch import JobObserver, run_job
+from ...runtime.jobs.answer_stream import AnswerStream
 from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
@@ -80,7 +81,11 @@ def _percentiles(values: Percentiles) -> str:
 class JobView(JobObserver):
     """Runs a job, state by state, and reports it in the requested style."""
 
-    def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
+    def __init__(
+        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, answers: AnswerStream | None = None
+    ) -> None:
+        """`answers` also go there while the job runs."""
+        self._answers = answers
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
@@ -106,6 +111,8 @@ class JobView(JobObserver):
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
             self._console.print(summary_table(ended.summary))
+        if self._answers is not None:
+            self._answers.upto(ended.session.folder.journal)
         return self._conclude(ended) if ended.reason is None else self._stopped(ended)
 
     def checked(self, checked: Checked) -> None:
@@ -146,6 +153,10 @@ class JobView(JobObserver):
         committed = running.session.committed
         self._eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
         self._bar.show(self._eta)
+        if self._answers is not None:
+            self._answers.upto(running.session.folder.journal, committed.end)
+            if self._answers.closed:
+                return "nobody reads standard output any more"
         if self._signals.requested is None:
             return None
         self._say("Stopping after this pass... (Ctrl-C again to quit now)")
@@ -211,7 +222,7 @@ class JobView(JobObserver):
                 name = "RAM" if tier.tier == "host" else "GPU memory"
                 self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
-        self._say(f"{counted(rows.ok, 'answer')} in {paths.out}")
+        self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
         if rows.failed:
             self._say(
                 f"{counted(rows.failed, 'row')} failed (see {paths.errors}); "

@@ -8,15 +8,26 @@ from pathlib import Path
 from typing import Unpack
 
 from ...offload.memory import reset_host_peak
+from ..jobs.answer_stream import STDOUT
 from ..jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ..jobs.request import BatchRequest, ResumeOptions
 from ..jobs.stop import Limits
 from ..jobs.summary import RunSummary
 from ..rows.row import Defaults
 from ..sampling.model_defaults import unset_names
+from ..settings.errors import BadArgument
 from .generation import Advance, DeferredInterrupt, progress_bar
 from .model import refuse_over_budget
-from .options import BatchOptions, budgets_of, check, experts_of, settings_of, template_variables_of
+from .options import (
+    BatchOptions,
+    budgets_of,
+    check,
+    experts_of,
+    input_format_of,
+    row_defaults_of,
+    settings_of,
+    template_variables_of,
+)
 
 
 class JobObserver:
@@ -124,9 +135,9 @@ def run_batch(
 ) -> RunSummary:
     """Answers a file of prompts: the same job as `moedge batch model input_file -o output`, and resumed by it.
 
-    `input_file` is JSON lines (docs/rows.md). Every row gives one row of `output`, or of its `.errors.jsonl`; what was
-    answered is kept in its `.job` folder, so the same call resumes a job that was stopped or killed. The options are
-    those of the command (`BatchOptions`). `progress` shows a bar on stderr.
+    `input_file` is JSON lines, CSV, Parquet, or another format of docs/rows.md. Every row gives one row of `output`, or
+    of its `.errors.jsonl`; what was answered is kept in its `.job` folder, so the same call resumes a job that was
+    stopped or killed. The options are those of the command (`BatchOptions`). `progress` shows a bar on stderr.
 
     Returns the run in numbers (docs/run-summary.md): `rows.ok`, `rows.failed`, `tokens`, `seconds`, `memory`. Where a
     limit stopped the job, `rows.total` is less than the rows of the input.
@@ -148,19 +159,23 @@ def batch_request(
     """The request that a call of `run_batch` makes. Raises BadArgument."""
     check(options, BatchOptions)
     drift, failures, plan = options.get("accept_drift"), options.get("max_failures"), options.get("plan")
+    if str(output) == STDOUT:
+        raise BadArgument('output "-" is for the command; give a file')
+    defaults = Defaults(
+        max_tokens=options.get("max_tokens", 256),
+        temperature=options.get("temperature") or 0.0,
+        seed=options.get("seed", 0),
+        max_thinking_tokens=options.get("max_thinking_tokens"),
+        chat_template_kwargs=template_variables_of(options),
+        reasoning_effort=options.get("reasoning_effort"),
+    )
     return BatchRequest(
         model=str(model),
         input=Path(input_file),
         output=Path(output),
         settings=settings_of(options),
-        defaults=Defaults(
-            max_tokens=options.get("max_tokens", 256),
-            temperature=options.get("temperature") or 0.0,
-            seed=options.get("seed", 0),
-            max_thinking_tokens=options.get("max_thinking_tokens"),
-            chat_template_kwargs=template_variables_of(options),
-            reasoning_effort=options.get("reasoning_effort"),
-        ),
+        defaults=row_defaults_of(options, defaults),
+        input_format=input_format_of(options),
         unset=unset_names(options.get("temperature")),
         budgets=budgets_of(options),
         experts=experts_of(options),

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from ...moe.streaming_mode import ExpertOptions, Hold, Mode
+from ..rows.columns import rows_as
 from ..rows.fields import kwargs_setting
+from ..rows.row import Defaults
+from ..rows.tables import InputFormat
 from ..sampling.params import LIMITS
 from ..settings.budgets import Budgets
 from ..settings.errors import BadArgument, SettingError, shown
@@ -26,6 +29,7 @@ KVCacheFormat = Literal["auto", "bf16", "fp16", "fp32", "int8", "int8/int4", "in
 Attention = Literal["auto", "torch", "triton"]
 Stream = Literal["auto", "all", "wanted", "wanted+forecast"]
 HeldExperts = Literal["popular", "lru"]
+RowFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _CHOICES = {
@@ -37,9 +41,12 @@ _CHOICES = {
     "stream": get_args(Stream),
     "hold": get_args(HeldExperts),
     "reasoning_effort": get_args(ReasoningEffort),
+    "input_format": get_args(RowFormat),
 }
 # Options that somebody else sets where they are None: the model, or a row.
 _UNSET = ("temperature", "max_thinking_tokens", "reasoning_effort")
+_TEXTS = ("prompt_column", "id_column")
+_TEXTS_OR_FILES = ("prompt", "system", "schema")
 _SIZES = ("ram", "gpu_mem", "disk")
 _COUNTS = ("tokens_per_pass", "max_sequences", "max_model_len", "max_rows", "rows", "prompt_tokens", "output_tokens")
 
@@ -94,14 +101,29 @@ class LLMOptions(EngineOptions, StreamingOptions, WorkloadOptions, total=False):
     seed: int
 
 
-class PlanOptions(EngineOptions, WorkloadOptions, total=False):
+class RowOptions(TypedDict, total=False):
+    """What rows are read from the input file, and what their prompts are made of (docs/how-to-batches.md).
+
+    `prompt` and `system` are templates, or files of one; `schema` is a file with the JSON schema of every answer.
+    """
+
+    input_format: RowFormat
+    prompt_column: str | None
+    id_column: str | None
+    prompt: str | Path | None
+    system: str | Path | None
+    schema: str | Path | None
+    chat: bool | None
+
+
+class PlanOptions(EngineOptions, WorkloadOptions, RowOptions, total=False):
     """`max_tokens` are generated for rows of an input file that do not say. `machine` is a file of `moedge doctor`."""
 
     max_tokens: int
     machine: str | Path | None
 
 
-class BatchOptions(EngineOptions, StreamingOptions, total=False):
+class BatchOptions(EngineOptions, StreamingOptions, RowOptions, total=False):
     """`max_tokens`, `temperature` and `seed` are for rows that do not say; `plan` is a file of `moedge plan --save`.
 
     A `temperature` of None is that of the model's generation_config.json, else 0. `reasoning_effort`,
@@ -142,6 +164,12 @@ def _wanted(name: str, value: Any) -> str:
         return ""
     if name in _CHOICES:
         return "" if value in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
+    if name in _TEXTS:
+        return "" if value is None or isinstance(value, str) else "a string"
+    if name in _TEXTS_OR_FILES:
+        return "" if value is None or isinstance(value, str | Path) else "a string or a path"
+    if name == "chat":
+        return "" if value is None or isinstance(value, bool) else "True, False or None"
     if name in _SIZES:
         fine = isinstance(value, str) or (type(value) is int and value >= 0)
         return "" if fine else 'a number of bytes, or a size such as "7GiB"'
@@ -169,6 +197,25 @@ def experts_of(options: Mapping[str, Any]) -> ExpertOptions:
     """Those of the options that say how experts are streamed and held."""
     stream = options.get("stream", "auto")
     return ExpertOptions(None if stream == "auto" else Mode(stream), Hold(options.get("hold", "popular")))
+
+
+def input_format_of(options: Mapping[str, Any]) -> InputFormat:
+    """The one of the options that says what the input file is."""
+    return InputFormat(options.get("input_format", "auto"))
+
+
+def row_defaults_of(options: Mapping[str, Any], defaults: Defaults) -> Defaults:
+    """`defaults` with those of the options that say what prompts are made of. Raises InputUnreadable, MissingExtra."""
+    prompt, system, schema = options.get("prompt"), options.get("system"), options.get("schema")
+    return rows_as(
+        defaults,
+        options.get("prompt_column"),
+        options.get("id_column"),
+        None if prompt is None else str(prompt),
+        None if system is None else str(system),
+        None if schema is None else Path(schema),
+        options.get("chat"),
+    )
 
 
 def template_variables_of(options: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.console import Console
 from rich.table import Table
@@ -18,12 +18,27 @@ from ..jobs.job_plan import equal_rows, measured_job, plan_request
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
 from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
+from ..rows.row import Defaults
+from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
 from ..settings.formatting import count, duration, gib, kernel_lines
 from ..settings.settings import Settings
 from ..source.headers import read_headers
-from .options import EQUAL_ROWS, PlanOptions, WorkloadOptions, budgets_of, check, settings_of
+from .options import (
+    EQUAL_ROWS,
+    PlanOptions,
+    WorkloadOptions,
+    budgets_of,
+    check,
+    input_format_of,
+    row_defaults_of,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from ..jobs.encode import JobSize
+    from ..rows.preflight import Preflight
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -32,11 +47,12 @@ class PlanReport:
 
     `document` is JSON, described in docs/plan.md; bytes, seconds, and tokens per second. `fits` says whether there is a
     plan, and `result` is it; else `document` has the reason and what would fit. Printed, or shown in a notebook, it is
-    the text of `moedge plan`.
+    the text of `moedge plan`. `left_out` says in lines which rows of the input it is not made for.
     """
 
     document: Mapping[str, Any]
     result: PlanResult | None = field(default=None, compare=False)
+    left_out: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -88,7 +104,8 @@ def plan(model: str | Path, input_file: str | Path | None = None, **options: Unp
         settings_of(options),
         budgets_of(options),
         rows={name: options[name] for name in WorkloadOptions.__annotations__ if name in options},  # type: ignore[literal-required]
-        max_tokens=options.get("max_tokens", 256),
+        defaults=row_defaults_of(options, Defaults(max_tokens=options.get("max_tokens", 256))),
+        input_format=input_format_of(options),
         machine=None if machine is None else Path(machine),
     )
 
@@ -100,22 +117,35 @@ def make_report(
     budgets: Budgets,
     *,
     rows: Mapping[str, int],
-    max_tokens: int,
+    defaults: Defaults,
+    input_format: InputFormat,
     machine: Path | None,
 ) -> PlanReport:
-    """`rows` are the arguments of `equal_rows`, for a job without an input file."""
-    headers = read_headers(model)
-    size = None if input_file is None else measured_job(headers, input_file, max_tokens)
+    """`rows` are the arguments of `equal_rows`, for a job without an input file; `defaults` are for one with it."""
+    headers, size = read_headers(model), None
+    notes: tuple[str, ...] = ()
+    if input_file is not None:
+        size, found = measured_job(headers, input_file, defaults, input_format)
+        notes = tuple(_left_out(found, size))
     workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
     request = plan_request(headers, settings, budgets, machine, workload)
     try:
         result = solve(request)
     except DoesNotFit as error:
-        return PlanReport(refusal(model, request, str(error), nearest(request)))
+        return PlanReport(refusal(model, request, str(error), nearest(request)), left_out=notes)
     points = [*by_sequences(request, result), *by_budget(request, result)]
     # Rows of equal length fit all of them or not at all.
     left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
-    return PlanReport(document(model, result, points, suggestions(request, result), left_out), result)
+    return PlanReport(document(model, result, points, suggestions(request, result), left_out), result, notes)
+
+
+def _left_out(found: Preflight, size: JobSize) -> Iterator[str]:
+    invalid = found.num_rows - sum(found.rows.values())
+    if invalid or found.file_problems.total:
+        yield found.report(lenient=True)
+        yield f"planned without {counted(invalid, 'invalid row')}"
+    if size.too_long:
+        yield f"planned without {counted(size.too_long, 'row')} longer than the model's context"
 
 
 WIDTH = 40

@@ -38,7 +38,7 @@ from .folder import seekable
 from .job_plan import plan_job, remember
 from .outputs import OutputPaths, claim_output
 from .report import summarise, summarise_rows
-from .request import BatchRequest, identity
+from .request import BatchRequest, identity, settled_rows
 from .run import FileRows, RowRunner, RowSource
 from .session import JobClaim, JobInput, JobSession, lock_folder
 from .stop import StallGuard, StopRule
@@ -70,6 +70,7 @@ class Checked:
             source = resources.enter_context(open_source(request.model))
             sampling = model_defaults(source.folder).only(request.unset)
             request = replace(request, defaults=replace(request.defaults, **sampling.values))
+            request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
             rows = JobInput.check(request, folder)

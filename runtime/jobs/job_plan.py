@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Workload
 from ..plan.plan_file import load_plan
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
+from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
@@ -38,6 +40,8 @@ from ..source.model_source import ModelSource
 
 if TYPE_CHECKING:
     from ..engine.metrics import Metrics
+    from ..rows.preflight import Preflight
+    from ..rows.row import Defaults
     from .encode import JobSize
 
 # Shorter runs are mostly their beginning and their end.
@@ -176,19 +180,28 @@ def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
     return Workload(rows, longest, longest, rows * prompt_tokens, rows * output_tokens)
 
 
-def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobSize:
-    """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
+def measured_job(
+    headers: Headers, rows: Path, defaults: Defaults, kind: InputFormat = InputFormat.AUTO
+) -> tuple[JobSize, Preflight]:
+    """Checks and tokenizes every row, as a job does, without a trace of it.
+
+    Raises ModelNotFound where the tokenizer is not here, InputUnreadable, InputRefused, SettingError.
+    """
     if headers.folder is None:
         raise ModelNotFound(
             f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
         )
     # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows
-    from ..rows.row import Defaults
     from ..text.tokenizer import Tokenizer
     from .encode import RowEncoder, measure
+    from .folder import JobFolder
+    from .request import BatchRequest, settled_rows
+    from .session import JobInput
 
-    shape, defaults = headers.shape, Defaults(max_tokens=max_tokens)
-    with Tokenizer.load(headers.folder) as tokenizer:
-        size, _ = measure(read_rows(rows, defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
-    return size
+    shape, asked = headers.shape, BatchRequest(headers.name, rows, Path(), defaults=defaults, input_format=kind)
+    request = settled_rows(asked, headers.folder)
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.load(headers.folder) as tokenizer:
+        found = JobInput.check(request, JobFolder(Path(folder)))
+        size, _ = measure(read_rows(found.path, found.defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
+    return size, found.preflight

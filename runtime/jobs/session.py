@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import blake2b
 from heapq import merge
@@ -24,11 +24,12 @@ from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
+from ..rows.tables import InputFormat, input_format
 from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
-from .folder import JobFolder, JobLock, now_text, regular_input
+from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
 from .journal.journal import Journal, Mark
 from .journal.state import JobState
 from .outputs import OutputPaths, export, export_partial, is_exported, read_answers
@@ -61,9 +62,16 @@ class JobInput:
 
     @classmethod
     def check(cls, request: BatchRequest, folder: JobFolder) -> Self:
-        """Reads every row once, and keeps what comes through a pipe. Raises InputUnreadable, InputChanged."""
-        path = regular_input(request.input, folder)
-        return cls(path, request.defaults, preflight(path, request.defaults))
+        """Reads every row once, and keeps what comes through a pipe, or is converted to JSON lines.
+
+        Raises InputUnreadable, InputChanged, InputRefused.
+        """
+        kind = input_format(request.input, request.input_format)
+        path = json_lines(regular_input(request.input, folder), kind, folder)
+        found = preflight(path, request.defaults)
+        if kind is not InputFormat.JSONL:
+            found = replace(found, path=str(request.input), unit="row")
+        return cls(path, request.defaults, found)
 
     def refuse_other(self, folder: JobFolder, state: JobState) -> None:
         """Raises InputChanged where these are not the rows that the job was started with, naming the row."""

@@ -6,7 +6,7 @@ A line is a function of the row, its completions, the model's name and the job's
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -85,14 +85,36 @@ def openai_answer(
         "choices": [_choice(row, index, completion, token_text) for index, completion in enumerate(completions)],
         "usage": usage(completions, row.num_samples),
     }
-    return _line(row.id, 200, body)
+    if row.metadata is not None:
+        body["metadata"] = row.metadata
+    return with_own(_line(row.id, 200, body), row.own)
 
 
 def openai_failure(failure: RowFailure) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
     status_code, kind = (500, "server_error") if failure.code in _NOT_THE_ROWS else (400, "invalid_request_error")
     content = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
-    return _line(failure.id, status_code, {"error": content})
+    return with_own(_line(failure.id, status_code, {"error": content}), failure.own)
+
+
+# What answers say themselves, in either form: a field of the user's with such a name gets a prefix in every answer.
+ANSWER_KEYS = frozenset(
+    (
+        *("id", "custom_id", "response", "error", "text", "partial", "finish_reason", "usage", "choices", "token_ids"),
+        *("logprobs", "prompt_logprobs", "reasoning_content", "tool_calls"),
+    )
+)
+OWN_PREFIX = "input_"
+
+
+def with_own(answer: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer, and the user's own fields behind it under their names, or with a prefix where those are taken."""
+    for name, value in own.items():
+        shown = name
+        while shown in answer or shown in ANSWER_KEYS or (shown != name and shown in own):
+            shown = OWN_PREFIX + shown
+        answer[shown] = value
+    return answer
 
 
 def _line(row_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -169,11 +191,12 @@ def short_answer(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
     """With n above 1 the choices are listed under `choices`, each as the single one would have been."""
     choices = [_short_choice(row, index, completion) for index, completion in enumerate(completions)]
     answer = choices[0] if row.num_samples == 1 else {"choices": choices}
-    return {"id": row.id} | answer | {"usage": usage(completions, row.num_samples)}
+    return with_own({"id": row.id} | answer | {"usage": usage(completions, row.num_samples)}, row.own)
 
 
 def short_failure(failure: RowFailure) -> dict[str, Any]:
-    return {"id": failure.id, "error": {"code": failure.code, "message": failure.message, "param": failure.param}}
+    error = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return with_own({"id": failure.id, "error": error}, failure.own)
 
 
 def _short_choice(row: Row, index: int, completion: Completion) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
@@ -419,7 +420,7 @@ IGNORED = (
     "prompt_cache_retention",
     "parallel_tool_calls",
 )
-# A user's own columns: never read, never answered.
+# A user's own fields, whatever they are called.
 FREE_PREFIX = "x-"
 
 # A field that would change the answer, and the values of it that would not.
@@ -463,14 +464,53 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         check = checks.get(name)
         if check is not None:
             given[name] = check(value, name)
-        elif not (name in IGNORED or name.startswith(FREE_PREFIX) or _neutral(name, value)):
+        elif not (name in IGNORED or name.startswith(FREE_PREFIX) or _neutral(name, value) or is_own(name, endpoint)):
             raise _refusal(name, endpoint)
     return given
 
 
+# Parameters of other programs, and what says the same here: as a field of one's own each would be a silent slip.
+FOREIGN: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "temp": "temperature",
+    "do_sample": "temperature",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "system": "messages, with the role system",
+    "json_schema": "response_format",
+}
+# From which share of equal characters a name is a slip of another: `max_token` is one, `prompt_id` and `topic` are not.
+_SLIP = 0.82
+
+
+@lru_cache(maxsize=4096)
+def slip_of(name: str, known: tuple[str, ...]) -> str | None:
+    """The field that was meant by `name`, which is none; None for a name of the user's own."""
+    plain = name[:64].lower().replace("-", "_")
+    if plain in FOREIGN:
+        return FOREIGN[plain]
+    return next(iter(get_close_matches(plain, known, n=1, cutoff=_SLIP)), None)
+
+
+def is_own(name: str, endpoint: Endpoint) -> bool:
+    """Whether a field is the user's own, which answers repeat; only short rows have such fields beside the others."""
+    if endpoint is not SHORT or name in _SHORT_NAMES:
+        return False
+    return name.startswith(FREE_PREFIX) or slip_of(name, _SHORT_NAMES) is None
+
+
+_SHORT_NAMES = ("id", *FIELDS, *IGNORED, *UNSUPPORTED)
+
+
 def unknown(name: str, known: tuple[str, ...]) -> InvalidRow:
-    nearest = get_close_matches(name[:64], known, n=1)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"your own fields may start with {FREE_PREFIX}"
+    meant = slip_of(name, known) or next(iter(get_close_matches(name[:64], known, n=1)), None)
+    advice = f"did you mean {meant}?" if meant else f"your own fields may start with {FREE_PREFIX}"
     return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
 
 
@@ -485,5 +525,5 @@ def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:
     elif name in UNSUPPORTED:
         message = f"{name} would change the answer and is not supported; remove it"
     else:
-        return unknown(name, tuple(_CHECKS[endpoint]))
+        return unknown(name, _SHORT_NAMES if endpoint is SHORT else tuple(_CHECKS[endpoint]))
     return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)

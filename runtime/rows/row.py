@@ -80,19 +80,29 @@ class Defaults(SamplingParams):
     """Values for absent fields of a row; the seed of each row is derived from `seed`, the seed of the job.
 
     `logprobs` has no default: only a row itself can ask for them. `chat_template_kwargs` is the text of a JSON object,
-    or nothing: a journal keeps it and compares it.
+    or nothing: a journal keeps it and compares it. `schema` is the text of a JSON schema. The others say what prompts
+    are made of: `prompt_column` and `id_column` name fields of a row, `prompt` and `system` are templates over its
+    fields, and `chat` makes prompts messages of a user; None is "as the model can".
     """
 
     max_tokens: int = 256
     chat_template_kwargs: str = ""
     reasoning_effort: str | None = None
+    schema: str | None = None
+    prompt_column: str | None = None
+    id_column: str | None = None
+    prompt: str | None = None
+    system: str | None = None
+    chat: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`index` counts rows from 0, `line` counts the file's lines from 1; blank lines make them differ.
 
-    `schema` is the text of a JSON schema, or another grammar, that every answer must follow.
+    `schema` is the text of a JSON schema, or another grammar, that every answer must follow. `own` are the user's
+    fields, which the answer repeats beside its own; `metadata` is OpenAI's field of that name, repeated in the answer's
+    body.
     """
 
     index: int
@@ -105,6 +115,8 @@ class Row:
     model: str | None = None
     return_token_ids: bool = False
     schema: AnswerForm | None = None
+    own: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    metadata: Any = field(default=None, compare=False)
 
     @property
     def chat(self) -> bool:
@@ -123,7 +135,7 @@ class Row:
 
     def failure(self, code: ErrorCode, message: str, param: str | None = None) -> RowFailure:
         """Of this row."""
-        return RowFailure(code, message, param, self.index, self.line, self.id, self.short)
+        return RowFailure(code, message, param, self.index, self.line, self.id, self.short, self.own)
 
     def choices(self) -> Iterator[tuple[int, SamplingParams]]:
         """The row's sequences in the order of its answer: all samples of a prompt, which is counted from 0, then the

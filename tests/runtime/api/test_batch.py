@@ -18,12 +18,12 @@ from moedge.cli import jobs
 from moedge.cli.batch import batch
 from moedge.cli.plan import plan
 from moedge.runtime.api.batch import batch_request
-from moedge.runtime.api.options import BatchOptions, LLMOptions, PlanOptions
+from moedge.runtime.api.options import BatchOptions, LLMOptions, PlanOptions, RowOptions
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.settings.errors import BadArgument, JobMismatch, OverBudget
 
 # What a command prints, and where; a caller has the objects themselves.
-PRESENTATION = {"summary", "progress", "output_format", "quiet", "explain", "as_json", "save"}
+PRESENTATION = {"summary", "progress", "output_format", "quiet", "explain", "as_json", "save", "job_dir"}
 POSITIONAL = {"model", "input_file", "output"}
 
 
@@ -42,7 +42,7 @@ def test_the_arguments_are_the_options_of_the_commands() -> None:
     assert set(PlanOptions.__annotations__) == parameters(plan) | {"attention"}
     assert set(LLMOptions.__annotations__) >= parameters(batch) & set(BatchOptions.__annotations__) - {
         "max_tokens", "temperature", "plan", "lenient", "until", "max_rows", "max_failures", "accept_drift",
-        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs",
+        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs", *RowOptions.__annotations__,
     }  # fmt: skip
     assert parameters(jobs.resume) - {"job", "failed"} <= set(BatchOptions.__annotations__)
 

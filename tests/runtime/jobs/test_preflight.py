@@ -78,10 +78,12 @@ def test_a_file_without_rows_is_refused_however_lenient(write: Callable[..., Pat
 def test_the_first_problems_are_listed_and_the_others_counted(write: Callable[..., Path]) -> None:
     report = preflight(write(*[UNSUPPORTED] * 30, *[MALFORMED] * 25), Defaults())
     listed = report.report().splitlines()
-    assert len(listed) == 1 + 20 + 1 + 20 + 1 + 1
-    assert listed[1].startswith("line 31: ")
-    assert listed[21] == "... and 5 more"
-    assert listed[42] == "... and 10 more"
+    assert listed[0].endswith(": 55 rows: 0 valid, 55 invalid")
+    assert len(listed) == 1 + 20 + 20 + 1 + 1
+    assert [line.split(": ")[0] for line in listed[1:41]] == [f"line {row}" for row in (*range(1, 21), *range(31, 51))]
+    assert all(line.endswith("(this row only)") for line in listed[1:21])
+    assert all(line.endswith("(stops the job)") for line in listed[21:41])
+    assert listed[41] == "... and 15 more"
 
 
 @pytest.mark.parametrize(
