@@ -39,7 +39,7 @@ def choose(
     budget: MemoryBudget,
     workload: Workload,
     rates: Rates | None = None,
-    factors: dict[str, dict[str, float]] | None = None,
+    factors: dict[str, float] | None = None,
 ) -> PlanResult:
     """What the planner makes of a request, on a machine with these rates."""
     costs = CostModel(shape, rates, factors)

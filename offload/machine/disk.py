@@ -44,7 +44,9 @@ def measure_disk(
     if room < min(_LEAST_NBYTES, nbytes):
         return None
     with TemporaryFile(dir=folder, buffering=0) as file:
+        begun = time.perf_counter()
         written = _fill(file.fileno(), room, max(blocks))
+        write_bytes_s = written / (time.perf_counter() - begun)
         descriptor, direct = open_cold(file.fileno())
         try:
             ways = list(itertools.product(blocks, threads, ORDERS))
@@ -55,11 +57,11 @@ def measure_disk(
         finally:
             os.close(descriptor)
     reads = (DiskRead(block, count, rate, at_random) for (block, count, at_random), rate in rates.items())
-    return Disk(direct, written, tuple(reads))
+    return Disk(direct, written, tuple(reads), write_bytes_s=write_bytes_s)
 
 
 def _fill(descriptor: int, nbytes: int, block: int) -> int:
-    """Writes until `nbytes` or until it has taken too long; returns what was written."""
+    """Writes and flushes until `nbytes` or until it has taken too long; returns what was written."""
     # Windows of one random pool at odd offsets: hardly two pages are alike, so storage that folds equal ones cannot.
     pool = memoryview(os.urandom(block + MIB))
     deadline = time.monotonic() + _WRITE_SECONDS

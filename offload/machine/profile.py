@@ -39,18 +39,20 @@ class DiskRead:
 class Disk:
     """Reads of a file of `nbytes`; `direct` is false where the file system has no O_DIRECT.
 
-    `cold_bytes_s` is how fast files were read that had been there before; None where there were none.
+    `cold_bytes_s` is how fast files were read that had been there before; None where there were none. `write_bytes_s`
+    is how fast the file was written and flushed; None where that was not timed.
     """
 
     direct: bool
     nbytes: int
     reads: tuple[DiskRead, ...]
     cold_bytes_s: float | None = None
+    write_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_whole(self.nbytes, len(self.reads))
         _check_flag(self.direct)
-        _check_speed(*([] if self.cold_bytes_s is None else [self.cold_bytes_s]))
+        _check_speed(*(rate for rate in (self.cold_bytes_s, self.write_bytes_s) if rate is not None))
 
     @property
     def bytes_s(self) -> float:
@@ -61,6 +63,11 @@ class Disk:
     def best(self) -> DiskRead:
         """Of the reads in order, where there are any: how a stream of weights reads."""
         return max(self.reads, key=lambda read: (not read.random, read.bytes_s))
+
+    @property
+    def one_thread_bytes_s(self) -> float:
+        """What a single reader gets from the start of a file to its end: how a checkpoint is read."""
+        return max((read.bytes_s for read in self.reads if read.threads == 1 and not read.random), default=self.bytes_s)
 
     @property
     def best_random(self) -> DiskRead:
@@ -113,6 +120,21 @@ class Overheads:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadingRates:
+    """Bytes of a checkpoint's weights that one thread takes through each step of loading in a second.
+
+    `convert_bytes_s`: copied out of the files and joined to the matrices that are multiplied. `pack_bytes_s`: from
+    these to a weight format, by format.
+    """
+
+    convert_bytes_s: float
+    pack_bytes_s: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        _check_speed(self.convert_bytes_s, *self.pack_bytes_s.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """None stands for what this machine does not have or what could not be measured.
 
@@ -132,6 +154,7 @@ class Machine:
     torch: str = ""
     overheads: Overheads | None = None
     kernel_lacks: Mapping[str, str] | None = None
+    loading: LoadingRates | None = None
 
     def __post_init__(self) -> None:
         _check_speed(self.memory_bytes_s, *([] if self.device_memory_bytes_s is None else [self.device_memory_bytes_s]))
@@ -165,13 +188,14 @@ class Machine:
 
 def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
-    overheads = content["overheads"]
+    overheads, loading = content["overheads"], content["loading"]
     return {
         "hardware": Hardware(**{**hardware, "gpus": tuple(Gpu(**gpu) for gpu in hardware["gpus"])}),
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
         "overheads": None if overheads is None else Overheads(**overheads),
+        "loading": None if loading is None else LoadingRates(**loading),
         "flop_s": _rates(content["flop_s"]),
         "device_flop_s": _rates(content["device_flop_s"]),
     }
@@ -207,7 +231,7 @@ def _check_flag(value: bool) -> None:
         raise ValueError(f"{value!r} was found; wanted true or false")
 
 
-SCHEMA = "moedge.machine/1"
+SCHEMA = "moedge.machine/2"
 # Several disks, and several machines that share a home folder, take turns.
 _MOST_KEPT = 8
 

@@ -176,6 +176,11 @@ def _refusal(folder: Path, store_nbytes: int, room: int, others: int, wanted: in
     return f"{folder.name} takes {_size(store_nbytes, up=True)} and {bound} has room for {_size(room)}; {advice}"
 
 
+def disk_of(folder: Path) -> int:
+    """What tells the file system of a folder, which need not exist, from others."""
+    return os.stat(_existing(folder)).st_dev
+
+
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
     return next(each for each in (folder, *folder.parents) if each.exists())

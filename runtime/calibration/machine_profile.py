@@ -23,9 +23,10 @@ def machine_profile(folder: Path, again: bool = False) -> Machine:
 
 def _measure(folder: Path, hardware: Hardware) -> Machine:
     from .overheads import measure_overheads
+    from .pass_rates import loading_rates
 
     machine = measure_machine(folder, hardware, measure_flop_s=_rates)
-    return replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks())
+    return replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks(), loading=loading_rates())
 
 
 def _kernel_lacks() -> dict[str, str] | None:

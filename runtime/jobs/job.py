@@ -275,7 +275,8 @@ class Running:
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
-        remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
+        took = self._loaded.load_seconds, self._seconds or 0
+        remember(chosen, source, self.metrics, took, engine.ledger)
         return summary
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ...offload.machine.hardware import Hardware, find_hardware
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
-from ...offload.store.stores import default_root
+from ...offload.store.stores import DiskSpace, default_root, disk_of
 from ..plan.cost_model import CostModel, rates_of
-from ..plan.history import MOST_KEPT as ALL_RUNS
 from ..plan.history import (
+    BESIDE_PASSES,
     RunRecord,
-    factors,
+    corrections,
     formats_key,
     formats_of,
     history_path,
@@ -24,6 +24,8 @@ from ..plan.history import (
     machine_key,
     shape_key,
 )
+from ..plan.history import MOST_KEPT as ALL_RUNS
+from ..plan.loading_cost import Prepared, checkpoint_nbytes
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Workload
 from ..plan.plan_file import load_plan
@@ -32,9 +34,8 @@ from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import FORMATS
 from ..source.headers import Headers
-from ..source.model_source import ModelSource
+from ..source.model_source import ModelSource, prepared_nbytes
 
 if TYPE_CHECKING:
     from ..engine.metrics import Metrics
@@ -75,26 +76,66 @@ class _Machine:
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
     def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
-        """Its rates, corrected by its runs; those of a device where one computes."""
-        on_device = device is not None
-        dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
-        kinds = {
-            quant: formats_key(quant, dtype, settings.compute, settings.deterministic, on_device) for quant in FORMATS
-        }
-        learned = factors(last_runs(ALL_RUNS), machine_key(self.hardware), shape_key(shape), kinds)
-        return CostModel(shape, rates_of(self.profile, on_device), learned)
+        """Its rates; those of a device where one computes."""
+        return CostModel(shape, rates_of(self.profile, device is not None), BESIDE_PASSES)
 
-    def request(self, shape: ModelShape, settings: Settings, budget: MemoryBudget, workload: Workload) -> PlanRequest:
-        """A plan request for this machine."""
-        costs = self.costs(shape, settings, budget.device)
+    def corrections(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> dict[str, float]:
+        """What its earlier runs taught."""
+        dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
+        formats = formats_key(settings.quant, dtype, settings.compute, settings.deterministic, device is not None)
+        return corrections(last_runs(ALL_RUNS), machine_key(self.hardware), shape_key(shape), formats)
+
+    def request(
+        self, shape: ModelShape, settings: Settings, on_disk: tuple[MemoryBudget, Prepared], workload: Workload
+    ) -> PlanRequest:
+        """A plan request for this machine; `on_disk` is what `_with_disk` found."""
+        budget, prepared = on_disk
         return PlanRequest(
-            costs=costs,
+            costs=self.costs(shape, settings, budget.device),
             workload=workload,
             budget=budget,
             settings=settings,
             hardware=self.hardware,
             profile=self.profile,
+            prepared=prepared,
+            corrections=self.corrections(shape, settings, budget.device),
         )
+
+
+def _with_disk(
+    budget: MemoryBudget, budgets: Budgets, settings: Settings, model: _Located
+) -> tuple[MemoryBudget, Prepared]:
+    """The budget with the bytes that may still be written to the disk of prepared weights, as it is now, and what is
+    prepared there of the model."""
+    if model.is_store:
+        return replace(budget, disk_nbytes=None), Prepared(is_model=True)
+    root = budgets.disk_dir or default_root()
+    space = DiskSpace.of(root, budgets.disk_nbytes())
+    new, there = space.new_nbytes, {}
+    if model.folder is None:
+        new -= _download_nbytes(model, root)
+    else:
+        dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
+        there = prepared_nbytes(model.name, model.folder, dtype, root, space.stores)
+    return replace(budget, disk_nbytes=new), Prepared(there)
+
+
+def _download_nbytes(model: _Located, root: Path) -> int:
+    """Bytes that the checkpoint will take of the disk of `root`, before any store is written."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    same = disk_of(Path(HF_HUB_CACHE)) == disk_of(root)
+    return checkpoint_nbytes(model.shape) if same else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A model and where its checkpoint is: None where nothing is here."""
+
+    name: str
+    shape: ModelShape
+    folder: Path | None
+    is_store: bool = False
 
 
 def plan_job(
@@ -110,13 +151,12 @@ def plan_job(
     A machine without a profile is measured first where the job is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
-    if source.store:
-        # The store is there already.
-        budget = replace(budget, disk_nbytes=None)
-    result = _solve(machine.request(source.shape, settings, budget, workload), saved)
-    if machine.profile is None and result.prediction.seconds > LONG_SECONDS:
+    located = _Located(source.name, source.shape, source.folder, source.store is not None)
+    on_disk = _with_disk(budget, budgets, settings, located)
+    result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
+    if machine.profile is None and result.prediction.total_s > LONG_SECONDS:
         measured = machine.measured(budgets)
-        result = _solve(measured.request(source.shape, settings, budget, workload), saved)
+        result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
     return result
 
 
@@ -124,8 +164,8 @@ def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
     if saved is None:
         return solve(request)
     plan = load_plan(saved, request)
-    prediction = request.costs.predict(plan, request.workload)
-    return PlanResult(plan, prediction, {plan.quant: prediction.seconds}, request)
+    seconds = request.costs.predict(plan, request.workload, request.prepared.for_choice).total_s
+    return PlanResult.of(plan, {plan.quant: seconds}, request)
 
 
 def plan_request(
@@ -139,16 +179,27 @@ def plan_request(
     budget = budgets.expected(
         known.hardware, known.profile.kernel_lacks if known.profile else None, elsewhere=machine is not None
     )
-    return known.request(headers.shape, headers.settle(settings), budget, workload)
+    settings = headers.settle(settings)
+    if machine is not None:
+        # Of its disk nothing is known but what the user says.
+        on_disk = budget, Prepared(is_model=bool(headers.recipe))
+    else:
+        located = _Located(headers.name, headers.shape, headers.folder, bool(headers.recipe))
+        on_disk = _with_disk(budget, budgets, settings, located)
+    return known.request(headers.shape, settings, on_disk, workload)
 
 
-def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds: float, ledger: MemoryLedger) -> None:
-    """Keeps how the prediction compares with a run of `seconds`, for the next one to be better."""
+def remember(
+    result: PlanResult, source: ModelSource, metrics: Metrics, took: tuple[float, float], ledger: MemoryLedger
+) -> None:
+    """Keeps how the prediction compares with a run, which `took` seconds to load and to generate, for the next one to
+    be better."""
+    loading_s, seconds = took
     sequences, request, plan = len(metrics.total), result.request, result.plan
     if seconds < LEAST_SECONDS or not sequences or request.hardware is None:
         return
     ran = Workload(sequences, request.workload.longest, None, metrics.prompt_tokens, metrics.generated_tokens)
-    uncorrected = request.costs.uncorrected().predict(plan, ran)
+    uncorrected = request.costs.predict(plan, ran, request.prepared)
     record = RunRecord(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine_key(request.hardware),
@@ -161,6 +212,7 @@ def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds:
         measured_tok_s=metrics.generated_tokens / seconds,
         predicted_peak_nbytes=plan.used_nbytes,
         measured_peak_nbytes=ledger.computing.peak or 0,
+        loading_ratio=loading_s / uncorrected.loading_s if uncorrected.loading_s else 0.0,
     )
     try:
         keep(record)

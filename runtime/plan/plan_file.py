@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
+from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
 from .planner import PlanRequest, PlanResult, SearchSpace
 from .what_if import Point, Suggestion
@@ -74,8 +75,8 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     _refuse_other(path, content, request.shape, request.hardware)
     plan = Plan.from_json(content["plan"])
     _refuse_other_settings(path, plan, request.settings)
-    _refuse_other_budget(plan, request)
-    return plan
+    _refuse_other_tiers(plan, request)
+    return _within(plan, request)
 
 
 def _refuse_other(path: Path, content: dict[str, Any], shape: ModelShape, hardware: Hardware) -> None:
@@ -95,18 +96,34 @@ def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
             raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; leave one of them away")
 
 
-def _refuse_other_budget(plan: Plan, request: PlanRequest) -> None:
+def _refuse_other_tiers(plan: Plan, request: PlanRequest) -> None:
     if (plan.budget.device is None) != (request.budget.device is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
     if request.budget.device is not None:
         _refuse_missing_kernels(plan, request.budget.device.gpu.lacks)
-    granted = request.budget.memory
-    for tier, planned in plan.budget.memory.items():
-        if planned > granted[tier]:
+
+
+def _within(plan: Plan, request: PlanRequest) -> Plan:
+    """The plan within what is granted now. Raises SettingError where it uses more than that."""
+    ledger, granted = MemoryLedger.of(plan, request.shape), request.budget.memory
+    budget = plan.budget
+    for tier, nbytes in granted.items():
+        used = ledger.tiers[tier].planned
+        if used > nbytes:
             raise SettingError(
-                f"the plan was made for {planned / GIB:.2f} GiB of memory and {granted[tier] / GIB:.2f} GiB are "
-                "granted now; make a new one, or grant as much"
+                f"the plan uses {used / GIB:.2f} GiB of {tier} memory and {nbytes / GIB:.2f} GiB are granted now; make "
+                f"a new plan, or grant as much with {OPTIONS[tier]}"
             )
+        budget = budget.with_tier(tier, min(nbytes, budget.memory[tier]))
+    store = ledger.tiers["disk"].planned
+    limit, there = request.budget.disk_nbytes, request.prepared.nbytes.get(plan.quant, 0)
+    if limit is not None and store > limit + there:
+        raise SettingError(
+            f"the plan keeps {store / GIB:.2f} GiB of prepared weights on disk, and --disk and the free space allow "
+            f"{max(0, limit + there) / GIB:.2f} GiB now; make a new plan, or free some space"
+        )
+    less = plan.budget.host_nbytes - budget.host_nbytes
+    return replace(plan, budget=budget, free_nbytes=max(0, plan.free_nbytes - less))
 
 
 def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:

@@ -49,7 +49,7 @@ def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
     """From one sequence to twice what the plan runs together, all else as good as it can be."""
     most = min(request.workload.sequences, 2 * result.plan.max_sequences)
     counts = sorted({1 << power for power in range(0, most.bit_length(), 2)} | {result.plan.max_sequences, most})
-    fixed = request.with_settings(quant=result.plan.quant)
+    fixed = result.alike.with_settings(quant=result.plan.quant)
     return [_point("sequences", count, fixed.with_settings(max_sequences=count)) for count in counts]
 
 
@@ -67,7 +67,7 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
     """The cheapest change of each kind that helps: the first step of memory that does, formats from exact on."""
     now = result.prediction.generated_tok_s
     found = []
-    for changes in _changes(request, result):
+    for changes in _changes(result.alike, result):
         for change, other in changes:
             better = attempt(other)
             if better and better.prediction.generated_tok_s >= WORTH_SHOWING * now:
