@@ -134,7 +134,7 @@ class DiskSpace:
     @classmethod
     def of(cls, root: Path, wanted: int | None) -> DiskSpace:
         """As the disk of `root` is now; the folder need not exist."""
-        free = shutil.disk_usage(_existing(root)).free - (RESERVE_NBYTES if wanted is None else 0)
+        free = disk_free(root) - (RESERVE_NBYTES if wanted is None else 0)
         return cls(free, wanted, {store.name: store.nbytes for store in stores(root)})
 
     @property
@@ -179,6 +179,11 @@ def _refusal(folder: Path, store_nbytes: int, room: int, others: int, wanted: in
 def disk_of(folder: Path) -> int:
     """What tells the file system of a folder, which need not exist, from others."""
     return os.stat(_existing(folder)).st_dev
+
+
+def disk_free(folder: Path) -> int:
+    """Free bytes of the disk of a folder, which need not exist."""
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def _existing(folder: Path) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...offload.machine.hardware import Hardware, find_hardware
+from ...offload.machine.presets import find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
-from ...offload.store.stores import DiskSpace, default_root, disk_of
+from ...offload.store.stores import DiskSpace, default_root
 from ..plan.cost_model import CostModel, rates_of
 from ..plan.history import (
     BESIDE_PASSES,
@@ -25,7 +26,7 @@ from ..plan.history import (
     shape_key,
 )
 from ..plan.history import MOST_KEPT as ALL_RUNS
-from ..plan.loading_cost import Prepared, checkpoint_nbytes
+from ..plan.loading_cost import Prepared
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Workload
 from ..plan.plan_file import load_plan
@@ -34,7 +35,9 @@ from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
+from ..shape.shards import checkpoint_nbytes
 from ..source.headers import Headers
+from ..source.hub import same_disk
 from ..source.model_source import ModelSource, prepared_nbytes
 
 if TYPE_CHECKING:
@@ -53,6 +56,8 @@ class _Machine:
 
     hardware: Hardware
     profile: Machine | None
+    elsewhere: bool = False
+    preset: str = ""
 
     @classmethod
     def here(cls, budgets: Budgets) -> _Machine:
@@ -67,7 +72,16 @@ class _Machine:
             profile = read_machine(path)
         except (OSError, ValueError) as error:
             raise SettingError(f"--machine: {error}") from None
-        return cls(profile.hardware, profile)
+        return cls(profile.hardware, profile, elsewhere=True)
+
+    def with_gpu(self, name: str) -> _Machine:
+        """The same with a GPU of a data sheet. Raises SettingError for a name that is not known."""
+        try:
+            preset = find_preset(name)
+        except ValueError as error:
+            raise SettingError(f"--gpu: {error}") from None
+        profile = with_preset(preset, self.hardware, self.profile)
+        return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
     def measured(self, budgets: Budgets) -> _Machine:
         """Takes about twenty seconds."""
@@ -98,6 +112,8 @@ class _Machine:
             hardware=self.hardware,
             profile=self.profile,
             prepared=prepared,
+            elsewhere=self.elsewhere,
+            preset=self.preset,
             corrections=self.corrections(shape, settings, budget.device),
         )
 
@@ -112,20 +128,12 @@ def _with_disk(
     root = budgets.disk_dir or default_root()
     space = DiskSpace.of(root, budgets.disk_nbytes())
     new, there = space.new_nbytes, {}
-    if model.folder is None:
-        new -= _download_nbytes(model, root)
-    else:
+    if model.on_hub and same_disk(root):
+        new -= checkpoint_nbytes(model.shape)
+    if model.folder is not None:
         dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
         there = prepared_nbytes(model.name, model.folder, dtype, root, space.stores)
     return replace(budget, disk_nbytes=new), Prepared(there)
-
-
-def _download_nbytes(model: _Located, root: Path) -> int:
-    """Bytes that the checkpoint will take of the disk of `root`, before any store is written."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    same = disk_of(Path(HF_HUB_CACHE)) == disk_of(root)
-    return checkpoint_nbytes(model.shape) if same else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +144,7 @@ class _Located:
     shape: ModelShape
     folder: Path | None
     is_store: bool = False
+    on_hub: bool = False
 
 
 def plan_job(
@@ -169,22 +178,29 @@ def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
 
 
 def plan_request(
-    headers: Headers, settings: Settings, budgets: Budgets, machine: Path | None, workload: Workload
+    headers: Headers,
+    settings: Settings,
+    budgets: Budgets,
+    machine: Path | None,
+    workload: Workload,
+    gpu: str | None = None,
 ) -> PlanRequest:
     """A request for a model of which only headers were read; no device is opened.
 
-    `machine` is a file with the profile of another machine. Raises SettingError, BadSize.
+    `machine` is a file with the profile of another machine, `gpu` the name of a GPU to plan for in its place. Raises
+    SettingError, BadSize.
     """
     known = _Machine.here(budgets) if machine is None else _Machine.of_file(machine)
-    budget = budgets.expected(
-        known.hardware, known.profile.kernel_lacks if known.profile else None, elsewhere=machine is not None
-    )
+    if gpu is not None:
+        known = known.with_gpu(gpu)
+    tried = known.profile.kernel_lacks if known.profile else None
+    budget = budgets.expected(known.hardware, tried, elsewhere=known.elsewhere)
     settings = headers.settle(settings)
     if machine is not None:
         # Of its disk nothing is known but what the user says.
         on_disk = budget, Prepared(is_model=bool(headers.recipe))
     else:
-        located = _Located(headers.name, headers.shape, headers.folder, bool(headers.recipe))
+        located = _Located(headers.name, headers.shape, headers.folder, bool(headers.recipe), headers.on_hub)
         on_disk = _with_disk(budget, budgets, settings, located)
     return known.request(headers.shape, settings, on_disk, workload)
 

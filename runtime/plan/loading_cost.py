@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ...offload.machine.profile import Machine
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ITEM_NBYTES, resident_nbytes
+from ..shape.shards import checkpoint_nbytes, resident_nbytes
 from .candidate import WeightFootprint
 from .placement import Plan
 
@@ -77,11 +77,6 @@ class LoadingCost:
     @property
     def seconds(self) -> float:
         return self.read_s + self.quantize_s + self.write_s + self.first_passes_s
-
-
-def checkpoint_nbytes(shape: ModelShape) -> int:
-    """Bytes of the weights of the checkpoint itself."""
-    return shape.parameters * ITEM_NBYTES[shape.dtype]
 
 
 def store_nbytes(shape: ModelShape, plan: Plan) -> int:

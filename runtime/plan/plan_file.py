@@ -1,14 +1,15 @@
-"""A plan as a file, `moedge.plan/2`: what was asked, what was chosen, what it rests on. Torch-free."""
+"""A plan as a file, `moedge.plan/3`: what was asked, what was chosen, what it rests on. Torch-free."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...offload.machine.hardware import Hardware
+from ...offload.machine.hardware import Hardware, find_driver
 from ...quant.kernels.gpu import Lacks
 from ..settings.budgets import GIB
 from ..settings.errors import SettingError
@@ -20,16 +21,25 @@ from .placement import Plan
 from .planner import PlanRequest, PlanResult, SearchSpace
 from .what_if import Point, Suggestion
 
-SCHEMA = "moedge.plan/2"
+SCHEMA = "moedge.plan/3"
 # Settings whose value in a plan must be the one that a job asks for.
 _FIXED = ("dtype", "quant", "kv", "compute", "deterministic", "tokens_per_pass", "max_sequences")
 
 
 def document(
-    name: str, result: PlanResult, points: list[Point], suggestions: list[Suggestion], left_out: int
+    name: str,
+    result: PlanResult,
+    points: list[Point],
+    suggestions: list[Suggestion],
+    left_out: int,
+    download: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The document of a plan for the model `name`. `left_out` rows may need more tokens than the plan's cache takes."""
+    """The document of a plan for the model `name`. `left_out` rows may need more tokens than the plan's cache takes.
+
+    `download` has the `nbytes` of a checkpoint that is not here, and the bytes `free` where it would go.
+    """
     request = result.request
+    loading = request.costs.loading(result.plan, request.workload, request.prepared)
     assert request.hardware is not None
     return {
         "schema": SCHEMA,
@@ -40,13 +50,17 @@ def document(
             "key": machine_key(request.hardware),
             "hardware": asdict(request.hardware),
             "measured": request.costs.rates.measured,
+            "preset": request.preset or None,
+            "computes": computes_on(request),
         },
+        "download": download,
         "job": asdict(request.workload),
         "left_out": {"rows": left_out, "takes": SearchSpace(request).for_every_row} if left_out else None,
         "settings": asdict(request.settings),
         "tiers": [tier.as_json() for tier in result.ledger.tiers.values()],
         "plan": result.plan.as_dict(),
         "prediction": result.prediction.as_dict(),
+        "loading": asdict(loading),
         "formats": dict(result.seconds),
         "points": [asdict(point) for point in points],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
@@ -133,8 +147,28 @@ def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
             raise SettingError(f"the plan takes the GPU's kernels for {family}. {reason}. Make a new plan without them")
 
 
+def computes_on(request: PlanRequest) -> str:
+    """Which device computes, and why not a GPU where none does."""
+    device, hardware = request.budget.device, request.hardware
+    assert hardware is not None
+    if device is not None:
+        gpu = hardware.gpus[0]
+        return f"the GPU ({gpu.name}), {device.nbytes / GIB:.1f} of {gpu.nbytes / GIB:.1f} GiB granted"
+    threads = f"the CPU ({hardware.cores} threads)"
+    if hardware.gpus:
+        return f"{threads}: --gpu-mem 0 was given"
+    if request.elsewhere:
+        return f"{threads}: that machine has no NVIDIA GPU"
+    return f"{threads}: {'no NVIDIA driver found' if find_driver() is None else 'the NVIDIA driver shows no GPU'}"
+
+
 def _model(name: str, shape: ModelShape) -> dict[str, Any]:
+    experts = [layer.experts for layer in shape.layers if layer.experts]
     return {
+        "layers": len(shape.layers),
+        "experts": sum(each.count for each in experts),
+        "experts_per_layer": max((each.count for each in experts), default=0),
+        "experts_per_token": max((each.per_token for each in experts), default=0),
         "name": name,
         "key": shape_key(shape),
         "type": shape.model_type,

@@ -45,6 +45,7 @@ class PlanRequest:
 
     `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. `prepared` is what is
     on disk of the model. `corrections` of earlier runs (history.py) change what is predicted, not what is chosen.
+    `elsewhere` says that the machine is not this one, and `preset` names the GPU whose rates are a data sheet's.
     Requests that are made from each other share `costs`.
     """
 
@@ -56,6 +57,8 @@ class PlanRequest:
     profile: Machine | None = None
     prepared: Prepared = NOTHING_PREPARED
     corrections: Mapping[str, float] = field(default_factory=dict)
+    elsewhere: bool = False
+    preset: str = ""
 
     @property
     def shape(self) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -54,13 +55,28 @@ def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
 
 
 def by_budget(request: PlanRequest, result: PlanResult) -> list[Point]:
-    """Each tier's budget from half to double, the others as they are."""
-    fixed = request.with_settings(quant=result.plan.quant)
+    """Each tier's budget from half to double in round numbers, up to what the machine has; the others as they are."""
+    fixed = result.alike.with_settings(quant=result.plan.quant)
     return [
-        _point(tier, int(share * nbytes), fixed.with_budget(tier, int(share * nbytes)))
+        _point(tier, value, fixed.with_budget(tier, value))
         for tier, nbytes in request.budget.memory.items()
-        for share in SHARES
+        for value in sorted({nbytes, *(_round(share * nbytes) for share in SHARES)})
+        if value <= most_of(request, tier)
     ]
+
+
+def most_of(request: PlanRequest, tier: str) -> float:
+    """The most bytes that a budget of a tier may be: what the machine has; of another machine, any."""
+    hardware = request.hardware
+    if request.elsewhere or hardware is None:
+        return math.inf
+    return hardware.ram_nbytes if tier == "host" else hardware.gpus[0].nbytes
+
+
+def _round(nbytes: float) -> int:
+    """Down to a size as a person would give it: whole GiB, half ones below 4, 64 MiB below 2."""
+    step = GIB if nbytes >= 4 * GIB else GIB // 2 if nbytes >= 2 * GIB else GIB // 16
+    return max(GIB // 16, int(nbytes // step) * step)
 
 
 def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
@@ -104,6 +120,7 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         yield [
             (f"+{step} GiB {OPTIONS[tier].removeprefix('--')}", request.with_budget(tier, nbytes + step * GIB))
             for step in STEPS
+            if nbytes + step * GIB <= most_of(request, tier)
         ]
     if request.settings.compute == "auto":
         lossier = FORMATS[FORMATS.index(result.plan.quant) + 1 :]
