@@ -85,7 +85,7 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     Raises SettingError where it was made for something else, or needs more memory than there is now.
     """
     assert request.hardware is not None
-    content = _read(path)
+    content = read_plan_file(path)
     _refuse_other(path, content, request.shape, request.hardware)
     plan = Plan.from_json(content["plan"])
     _refuse_other_settings(path, plan, request.settings)
@@ -177,7 +177,8 @@ def _model(name: str, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_plan_file(path: Path) -> dict[str, Any]:
+    """The document that `moedge plan --save` wrote. Raises SettingError for anything else."""
     try:
         content = json.loads(path.read_bytes())
         if content["schema"] != SCHEMA or not content["fits"]:
