@@ -58,7 +58,7 @@ def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:
         used = sum(tier["parts"].values())
         if tier["tier"] == "disk":
             # It bounds the prepared weights of all models together, so it is for a person to set.
-            yield f'# disk = "{-(-used // _MIB)}MiB"  # for all prepared weights; this plan writes {used / 2**30:.2f} GiB'
+            yield f'# disk = "{-(-used // _MIB)}MiB"  # all prepared weights together; this plan writes as much'
             continue
         key, name = _BUDGETS[tier["tier"]]
         yield f'{key} = "{tier["budget"] // _MIB}MiB"  # {name}: {used / 2**30:.2f} GiB'
