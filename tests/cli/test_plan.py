@@ -113,8 +113,14 @@ CHANGES: dict[str, tuple[list[object], Callable[[dict[str, Any]], Any], Any]] = 
 
 @pytest.mark.parametrize("option", CHANGES)
 def test_every_option_changes_what_it_should(
-    option: str, checkpoint: Callable[[str], Path], planned: Callable[..., dict[str, Any]]
+    option: str,
+    checkpoint: Callable[[str], Path],
+    planned: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Prepared weights of other models would count against --disk.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments, found, wanted = CHANGES[option]
     assert found(planned(checkpoint("qwen3_moe"), *arguments)) == wanted
     assert option == "gpu-mem" or found(planned(checkpoint("qwen3_moe"))) != wanted
