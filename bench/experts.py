@@ -1,8 +1,8 @@
 """What streaming single experts saves: bytes per token by mode and policy, and speed by the number of sequences.
 
-    python bench/make_model.py --shape s --skew --out models/skew
-    python bench/experts.py bytes --model models/skew --stores stores
-    python bench/experts.py speed --model models/m --stores stores --ram 3GiB --sequences 1 8 32 128
+    python -m bench.make_model --shape s --skew --out models/skew
+    python -m bench.experts bytes --model models/skew --stores stores
+    python -m bench.experts speed --model models/m --stores stores --ram 3GiB --sequences 1 8 32 128
 
 `bytes` holds half of the experts and decodes 4 sequences in every mode and under every policy, all runs over the same
 tokens; beside them the least that any policy could read which knows the future (Belady), a scan under both policies,
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import ProcessPoolExecutor
@@ -28,26 +27,26 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "moe"))
 
 import torch
-from replay import belady, replay
 
-from moedge.moe.policy import ExpertKey, Lru
+from moedge.moe.policy import Lru
 from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
 from moedge.offload.heap import return_memory
 from moedge.offload.memory import host_peak
+from moedge.offload.stream.lane import ShardKey
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of
 from moedge.runtime.jobs.summary import Experts
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.loading.prepare import place_for, prepare
+from moedge.runtime.loading.prepare import prepare, store_path
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
+from support.experts.replay import belady, replay
 
 PROMPT, GENERATED = 32, 160
 # Of the flat distributions of random weights every token would be sorted at each draw; no trained model asks for that.
@@ -83,13 +82,13 @@ def decode(loaded: LoadedEngine, sequences: int, warm: int, passes: int) -> Deco
         engine.step()
     loaded.streamed.start_counting()
     engine.start_counting()
-    saw = loaded.streamed.experts.popularity.saw
+    observe = loaded.streamed.experts.stats.popularity.observe
 
     def record(layer: int, tokens: int, counts: Items[int]) -> None:
         done.trace.append([expert for expert, count in enumerate(counts) if count])
-        saw(layer, tokens, counts)
+        observe(layer, tokens, counts)
 
-    loaded.streamed.experts.popularity.saw = record  # type: ignore[method-assign]
+    loaded.streamed.experts.stats.popularity.observe = record  # type: ignore[method-assign]
     busy = loaded.streamed.seconds_reading
     for _ in range(passes):
         begin = time.perf_counter()
@@ -153,7 +152,7 @@ def bytes_table(source: ModelSource, store: Path, sequences: int, passes: int, q
     print(f"| Belady | | {least / 1e6:.2f} | {least / whole:.3f} | {best / wanted:.1%} | | |")
     scan = [list(range(layer.num_experts)) for layer in layers] * 20
     held = [
-        ExpertKey(layer, expert) for layer, count in enumerate(plan.placement.held_experts) for expert in range(count)
+        ShardKey(layer, expert) for layer, count in enumerate(plan.placement.held_experts) for expert in range(count)
     ]
     hits = replay(scan, len(layers), Lru(held, dict.fromkeys(range(len(layers)), nbytes)), held)
     print(f"\na scan of 20 passes: lru hits {hits / sum(map(len, scan)):.1%}, of which all in the first pass")
@@ -214,7 +213,7 @@ def main() -> None:
     prepare_process()
     with open_source(options.model) as source:
         dtype = source.shape.dtype
-        store = place_for(source, options.quant, dtype, options.stores)
+        store = store_path(source, options.quant, dtype, options.stores)
         prepare(source, store, options.quant, dtype, Budgets())
         if options.table == "speed":
             speed_table(options, store)

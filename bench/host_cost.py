@@ -1,13 +1,13 @@
 """What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide.
 
-    python bench/host_cost.py
-    python bench/host_cost.py --layers 2 --experts 16 --tokens 4 --repeats 3
-    python bench/host_cost.py --json host.json
+    python -m bench.host_cost
+    python -m bench.host_cost --layers 2 --experts 16 --tokens 4 --repeats 3
+    python -m bench.host_cost --json host.json
 
-A pass goes through the layers as `moe/streaming.py` serves them: what a router chose is asked for, arrives over a lane
-that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and no
-kernel started: of a GPU's host time this is the part that the supply, the stream and the ring take. Experts arrive
-`one by one`, as they do where the link binds, or `together`, up to four.
+A pass goes through the layers as `moe/expert_cache.py` serves them: what a router chose is requested, arrives over a
+lane that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and
+no kernel started: of a GPU's host time this is the part that the cache, the stream and the ring take. Experts arrive
+`one by one`, as they do where the link is the bottleneck, or `together`, up to four.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from moedge.moe.affinity import Affinity
 from moedge.moe.expert import ExpertWeights
-from moedge.moe.fetch_queue import ExpertFetchQueue
+from moedge.moe.expert_cache import ExpertSlots, StreamingExpertCache
 from moedge.moe.forecast import Forecast, LookAhead
 from moedge.moe.groups import ExpertGroups, group_by_expert
-from moedge.moe.policy import ExpertKey
-from moedge.moe.popularity import Popularity
-from moedge.moe.slots import ExpertSlots
-from moedge.moe.streaming import ExpertSupply
+from moedge.moe.routing_stats import RoutingStats
 from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
-from moedge.offload.stream.lane import ALIGNMENT, Place, Ring, Shard
+from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
@@ -67,7 +64,7 @@ class NoLane:
         self.point = Point(together)
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, place: Place, after: Point | None) -> Point:
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Point:
         self.nbytes_moved += shard.nbytes
         return self.point
 
@@ -81,8 +78,18 @@ class NoLane:
         pass
 
 
+class NoSlots:
+    """Holds nothing, so that nothing is swapped."""
+
+    def shard(self, key: ShardKey) -> torch.Tensor:
+        raise KeyError(key)
+
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        raise KeyError(leaving)
+
+
 class Layers:
-    """A model's experts, none of them held, and their one supply."""
+    """A model's experts, none of them held, and their cache."""
 
     def __init__(self, arguments: argparse.Namespace, mode: Mode, together: bool) -> None:
         self.count, self.experts = arguments.layers, arguments.experts
@@ -90,27 +97,29 @@ class Layers:
         nbytes = -(-(up.nbytes + down.nbytes) // ALIGNMENT) * ALIGNMENT
         memory = torch.empty(arguments.ring * nbytes, dtype=torch.uint8)
         counts = dict.fromkeys(range(self.count), self.experts)
-        popularity, affinity = Popularity(counts), Affinity(counts)
-        chances = {layer: seen.wanted_by(arguments.tokens) for layer, seen in popularity.layers.items()}
+        stats = RoutingStats(counts)
+        probabilities = {layer: one.wanted_by(arguments.tokens) for layer, one in stats.popularity.layers.items()}
         end = up.nbytes + down.nbytes
 
-        def bind(key: ExpertKey, view: torch.Tensor) -> ExpertWeights:
+        def bind(key: ShardKey, view: torch.Tensor) -> ExpertWeights:
             return ExpertWeights(
                 PackedTensor.bind(up, view[: up.nbytes]), PackedTensor.bind(down, view[up.nbytes : end])
             )
 
-        def shard(key: ExpertKey) -> Shard:
+        def shard(key: ShardKey) -> Shard:
             return Shard(f"{key}", nbytes, (key.layer * self.experts + key.expert) * nbytes)
 
-        self.supply = ExpertSupply(
+        policy = ExpertOptions().policy([], dict.fromkeys(counts, nbytes), probabilities)
+        slots = ExpertSlots([], NoSlots(), bind, policy)
+        order = StreamingOrder(
             ExpertFetchQueue(ShardStream(NoLane(together), Ring(memory.numel()), memory), shard),
-            ExpertSlots({}, bind, lambda leaving, entering, slot: None),
-            ExpertOptions().policy([], dict.fromkeys(counts, nbytes), chances),
-            ModeChoice(popularity, mode),
-            Forecast(popularity, affinity, LookAhead({})),
+            slots.held,
+            ModeChoice(stats, mode),
+            Forecast(stats, LookAhead({})),
             RouterLatency(lambda: 1e-3, lambda: nbytes, lambda: 0.0, nbytes),
             most_ahead=arguments.ring + 1,
         )
+        self.cache = StreamingExpertCache(stats, order, slots)
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.zeros(arguments.tokens, 8)
         shape = (self.count, arguments.tokens, self.experts)
@@ -122,7 +131,7 @@ class Layers:
     def run(self, groups: list[ExpertGroups]) -> None:
         """One pass."""
         for layer, chosen in enumerate(groups):
-            for arrived in self.supply.fetch(layer, chosen, self.hidden):
+            for arrived in self.cache.fetch(layer, chosen, self.hidden):
                 for one in arrived:
                     one.finish()
 
@@ -136,13 +145,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, float | str]]:
             layers.run(groups)
             times = []
             for _ in range(arguments.repeats):
-                before, begun = layers.supply.counts.fetched, time.thread_time()
+                before, begun = layers.cache.counts.fetched, time.thread_time()
                 layers.run(groups)
-                times.append((time.thread_time() - begun) * 1e6 / (layers.supply.counts.fetched - before))
+                times.append((time.thread_time() - begun) * 1e6 / (layers.cache.counts.fetched - before))
             yield {
                 "mode": str(mode),
                 "arrive": "together" if together else "one by one",
-                "experts a pass": layers.supply.counts.fetched // (arguments.repeats + 1),
+                "experts a pass": layers.cache.counts.fetched // (arguments.repeats + 1),
                 "us per expert": round(statistics.median(times), 1),
                 "fastest": round(min(times), 1),
             }
@@ -153,7 +162,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--ring", type=int, default=64, help="Experts that the ring has room for.")
+    parser.add_argument("--ring", type=int, default=64, help="Number of experts that the ring can hold.")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="Write the figures there, too.")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a person types and sees. Parses, calls one thing of the runtime, prints; computes nothing.
+"""The command line: parses options, calls the runtime and prints results; computes nothing.
 
-Importing it, and `--help`, imports no torch: every command imports what it runs when it runs.
+Importing it, and `--help`, imports no torch: every command imports what it needs when it runs.
 """

@@ -1,4 +1,4 @@
-"""`moedge config`: which settings stand, and where each comes from."""
+"""`moedge config`: shows effective settings and where each comes from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .options.configured_command import (
     configured_commands,
 )
 
-app = typer.Typer(help="Settings that stand: what they are, and where they come from.", no_args_is_help=True)
+app = typer.Typer(help="Show effective settings and where each comes from.", no_args_is_help=True)
 
-# What the planner decides by speeds that were measured here, where nobody else does.
+# The planner decides these from the measured speeds of this machine, unless the user sets them.
 _PLANNED = {"quant", "kv", "tokens-per-pass", "max-sequences"}
 
 
@@ -34,7 +34,7 @@ def show(
 ) -> None:
     """Print every setting with its origin: a variable, a line of a file, the machine profile, or the default.
 
-    A flag on the command line counts for more than all of them. Settings that differ by command are listed for each.
+    A flag on the command line overrides all of them. Settings that differ by command are listed for each.
     """
     measured = _profile_origin()
     rows = [
@@ -83,9 +83,9 @@ def _plan_document(path: Path) -> dict[str, Any]:
 
 @app.command()
 def path() -> None:
-    """Print the files that are read, the one that counts for more last."""
+    """Print the settings files in the order in which they are read; the last one wins."""
     for file in config_paths():
-        print(f"{file.absolute()}{'' if file.exists() else '  (not there)'}")
+        print(f"{file.absolute()}{'' if file.exists() else '  (does not exist)'}")
 
 
 def _settings(ctx: Any, profile: str | None) -> dict[Setting, list[str]]:
@@ -100,11 +100,11 @@ def _settings(ctx: Any, profile: str | None) -> dict[Setting, list[str]]:
 def _origin(setting: Setting, profile: str | None) -> str:
     if setting.origin != DEFAULT or setting.key not in _PLANNED or setting.value not in (None, "auto"):
         return setting.origin
-    return f"{profile or DEFAULT}: the plan decides"
+    return f"{profile or DEFAULT}: chosen by the planner"
 
 
 def _profile_origin() -> str | None:
-    """What the machine profile is called in the table; None where this machine was not measured."""
+    """The name of the machine profile in the table; None if this machine was not measured."""
     from ..offload.store.stores import default_root
     from ..runtime.calibration.machine_profile import saved_profile
 

@@ -1,4 +1,4 @@
-"""`moedge demo`: the bundled little model answers a few prompts, so that a newcomer sees a whole job."""
+"""`moedge demo`: runs a whole job with the bundled small model and a few prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demo() -> None:
 
 
 def _print_answers(prompts: Path, answers: Path) -> None:
-    from .views.formatting import escape_controls
+    from ..runtime.settings.formatting import escape_controls
 
     for question, answer in zip(prompts.open(), answers.open(), strict=True):
         print(f"\n> {json.loads(question)['messages'][-1]['content']}")

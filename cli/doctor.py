@@ -1,4 +1,4 @@
-"""`moedge doctor`: what this machine is and can do, what is in the way, and the line that mends it."""
+"""`moedge doctor`: examines and measures a machine, and prints a fix for every problem."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.errors import counted
 from .options import options
 
 if TYPE_CHECKING:
@@ -22,23 +23,23 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Look only: nothing is measured or tried.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only look; measure and try nothing.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the machine profile and the findings as JSON: docs/doctor.md.")
     ] = False,
     disk_dir: options.DISK_DIR = None,
 ) -> None:
-    """Look at this machine and measure it, so that plans fit it.
+    """Check and measure this machine, so that plans fit it.
 
-    Every finding is ok, warn (it costs speed or room) or fail (it stands in the way of a run), with what mends it.
-    What was measured is kept for plans until the hardware changes. Exits with 6 if anything failed.
+    Every finding is ok, warn (it costs speed or memory) or fail (it prevents a run), with a fix. The measurements are
+    saved for plans until the hardware changes. Exits with 6 if anything failed.
     """
     from ..offload.store.stores import default_root
     from ..runtime.doctor.examination import examine
     from ..runtime.doctor.finding import Verdict
 
     console = Console(stderr=True)
-    waiting = console.status("looking")
+    waiting = console.status("checking")
     watched: AbstractContextManager[object] = waiting if console.is_terminal else nullcontext()
     with watched:
         examination = examine(disk_dir or default_root(), quick, waiting.update)
@@ -74,4 +75,6 @@ def _conclusion(examination: Examination) -> str:
     failed, warned = (
         sum(finding.verdict == verdict for finding in examination.findings) for verdict in ("fail", "warn")
     )
-    return f"{failed} in the way of a run, {warned} to mend" if failed or warned else "all is well"
+    if not failed and not warned:
+        return "no problems found"
+    return f"{counted(failed, 'failure')}, {counted(warned, 'warning')}"

@@ -111,7 +111,7 @@ def export(
     job: JOB,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Default: the output's name with .partial.jsonl."),
+        typer.Option("--output", "-o", help="File to write; by default, the output's name with .partial.jsonl."),
     ] = None,
 ) -> None:
     """Write all finished rows, answered or failed; works while the job runs."""

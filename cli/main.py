@@ -1,4 +1,4 @@
-"""The command `moedge`: its subcommands, and where errors become exit codes."""
+"""The command `moedge`: its subcommands, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.heap import return_memory
+from ..runtime.settings.process import settle
 from .batch import batch
 from .config import app as config
 from .demo import demo
@@ -19,14 +20,13 @@ from .doctor import doctor
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
-from .options.process import settle
 from .plan import plan
 from .prepare import prepare
 from .run import run
 
 app = typer.Typer(
     name="moedge",
-    help="Generates text in bulk with language models that do not fit the machine.",
+    help="Batch inference for language models that do not fit the machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -59,7 +59,7 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line; a refusal prints one message and exits with its code, a bug saves its traceback."""
+    """Runs the command line; an expected error prints one message; a bug saves its traceback."""
     settle()
     return_memory()
     try:
@@ -67,7 +67,10 @@ def main() -> None:
     except Exception as error:
         code = exit_code_of(error)
         if code is ExitCode.BUG:
-            print(f"moedge: a bug: {error!r}; the traceback is in {_save_traceback()}", file=sys.stderr)
+            print(
+                f"moedge: internal error: {error!r}; please report it, with the traceback in {_save_traceback()}",
+                file=sys.stderr,
+            )
         else:
             print(f"moedge: {error}", file=sys.stderr)
         sys.exit(code)

@@ -1,4 +1,4 @@
-"""`moedge models`: which models run here, and what one of them is made of."""
+"""`moedge models`: lists and inspects checkpoints and prepared weights."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..runtime.settings.formatting import count, gib
 from .options import options
 from .options.configured_command import ConfiguredCommand
-from .views.formatting import count, gib
 
 if TYPE_CHECKING:
     from ..runtime.shape.model_shape import ModelShape
 
-app = typer.Typer(help="Models: which are here, which run, what one is made of.", no_args_is_help=True)
+app = typer.Typer(help="List and inspect models; remove prepared weights.", no_args_is_help=True)
 
 
 @app.command(cls=ConfiguredCommand)
 def ls(disk_dir: options.DISK_DIR = None) -> None:
-    """List prepared stores, and the checkpoints in the hub's local cache with whether they run."""
+    """List prepared weights, and the checkpoints in the hub's cache that this version can or cannot run."""
     from ..offload.store.stores import default_root, stores
     from ..runtime.source.hub import cached_models
 
@@ -33,8 +33,8 @@ def ls(disk_dir: options.DISK_DIR = None) -> None:
 
 
 @app.command()
-def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
-    """Remove a store that nobody is using."""
+def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of prepared weights.")]) -> None:
+    """Delete a folder of prepared weights that no process uses."""
     from ..offload.store.stores import remove
 
     remove(store)
@@ -42,10 +42,10 @@ def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder o
 
 @app.command(cls=ConfiguredCommand)
 def prune(
-    keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="What all stores together may still take.")],
+    keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="Most disk space for all prepared weights.")],
     disk_dir: options.DISK_DIR = None,
 ) -> None:
-    """Remove the stores that were not used for longest, until the rest is small enough."""
+    """Delete the least recently used prepared weights until the rest fits a size."""
     from ..offload.budget import parse_size
     from ..offload.store.stores import default_root
     from ..offload.store.stores import prune as prune_stores
@@ -55,20 +55,21 @@ def prune(
 
 
 @app.command()
-def check(store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.")]) -> None:
-    """Read a whole store and compare every shard with its checksum."""
+def check(store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of prepared weights.")]) -> None:
+    """Verify the checksum of every shard of prepared weights."""
     from ..offload.errors import BadStore
     from ..offload.store.store import Store
+    from ..runtime.settings.errors import counted
 
     with Store.open(store) as opened:
-        spoiled = [place for place, sound in opened.verify() if not sound]
-    if spoiled:
-        first = spoiled[0]
+        damaged = [extent for extent, intact in opened.verify() if not intact]
+    if damaged:
+        first = damaged[0]
         raise BadStore(
-            f"{len(spoiled)} shards are damaged, first {first.tensor} {first.index} in {first.path}; "
-            "`moedge prepare` with the checkpoint makes their files anew"
+            f"{counted(len(damaged), 'damaged shard')}, first {first.tensor} {first.index} in {first.path}; "
+            "run `moedge prepare` with the checkpoint to write their files again"
         )
-    print(f"{store}: every shard is as it was written")
+    print(f"{store}: all checksums match")
 
 
 @app.command()
@@ -85,7 +86,7 @@ def show(
     model: options.MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the shape as JSON.")] = False,
 ) -> None:
-    """Show layers, experts, parameters and sizes; reads headers only."""
+    """Show layers, experts, parameters and sizes (reads headers only)."""
     from ..runtime.source.headers import describe
     from ..runtime.source.model_source import open_source
 
@@ -98,9 +99,9 @@ def show(
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("family", description.model_type)
     table.add_row(
-        "parameters", f"{count(description.parameters)}, of which {count(description.active_parameters)} per token"
+        "parameters", f"{count(description.parameters)}, {count(description.active_parameters)} active per token"
     )
-    table.add_row("layers", f"{description.layers}, {description.experts:,} experts in all")
+    table.add_row("layers", f"{description.layers}, {description.experts:,} experts in total")
     table.add_row("context", f"{description.context:,} tokens")
     for name, nbytes in description.weights.items():
         table.add_row(f"weights {name}", gib(nbytes))
@@ -112,7 +113,7 @@ def show(
 
 
 def _routing(store: Path, shape: ModelShape) -> list[tuple[str, str]]:
-    """What jobs saw of the experts' popularity, layer by layer."""
+    """The popularity of the experts of each layer, as observed by jobs."""
     from ..runtime.weights.routing_profile import kept, profile_shapes
 
     profile = kept(store, profile_shapes([layer.experts.count if layer.experts else 0 for layer in shape.layers]))
@@ -125,6 +126,9 @@ def _routing(store: Path, shape: ModelShape) -> list[tuple[str, str]]:
         top = float(ordered.values[: -(-len(chosen) // 5)].sum() / chosen.sum())
         first = ", ".join(map(str, ordered.indices[:8].tolist()))
         lines.append(
-            (f"layer {index}", f"a fifth of the experts takes {top:.0%} of {float(tokens):,.0f} tokens: {first}")
+            (
+                f"layer {index}",
+                f"the most popular 20 % of the experts take {top:.0%} of {float(tokens):,.0f} tokens: {first}",
+            )
         )
     return lines

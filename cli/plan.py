@@ -1,34 +1,24 @@
-"""`moedge plan`: what fits where, how fast it will be, and what would help, before a byte of weights is read.
+"""`moedge plan`: estimates placement, speed and bottleneck before any weights are read.
 
-The terminal shows what the JSON document holds (views/plan_view.py).
+The terminal shows the contents of the JSON document: tiers with bars, the expected speed, and what would change it.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..offload.errors import ExitCode
 from .options import options
 
-if TYPE_CHECKING:
-    from ..runtime.jobs.encode import JobSize
-    from ..runtime.plan.planner import PlanRequest
-    from ..runtime.source.headers import Headers
-
 INPUT = Annotated[
-    Path | None, typer.Argument(metavar="INPUT", help="Rows as `moedge batch` takes them, to be measured.")
+    Path | None, typer.Argument(metavar="INPUT", help="Rows to plan for, in the format of `moedge batch`.")
 ]
-ROWS = Annotated[int, typer.Option("--rows", min=1, help="Rows of the job, where there is no INPUT.")]
-PROMPT_TOKENS = Annotated[
-    int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt, where there is no INPUT.")
-]
-OUTPUT_TOKENS = Annotated[
-    int, typer.Option("--output-tokens", min=1, help="Tokens of an answer, where there is no INPUT.")
-]
+ROWS = Annotated[int, typer.Option("--rows", min=1, help="Number of rows, without INPUT.")]
+PROMPT_TOKENS = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens per prompt, without INPUT.")]
+OUTPUT_TOKENS = Annotated[int, typer.Option("--output-tokens", min=1, help="Tokens per answer, without INPUT.")]
 MACHINE = Annotated[
     Path | None, typer.Option("--machine", help="Plan for the machine that `moedge doctor --json` wrote to this file.")
 ]
@@ -36,9 +26,11 @@ GPU = Annotated[
     str | None,
     typer.Option("--gpu", metavar="NAME", help='Plan for a GPU that is not here, by its data sheet: "RTX 3060 12GB".'),
 ]
-EXPLAIN = Annotated[bool, typer.Option("--explain", help="Say what was weighed, and what the numbers rest on.")]
+EXPLAIN = Annotated[
+    bool, typer.Option("--explain", help="Explain which alternatives were compared, and what the numbers are based on.")
+]
 JSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON: docs/plan.md.")]
-SAVE = Annotated[Path | None, typer.Option("--save", help="Write the plan, for `moedge batch --plan FILE`.")]
+SAVE = Annotated[Path | None, typer.Option("--save", help="Write the plan to this file, for `moedge batch --plan`.")]
 
 
 def plan(
@@ -67,15 +59,11 @@ def plan(
 ) -> None:
     """Estimate placement, speed and bottleneck before running; reads headers only, or config.json alone.
 
-    Exits with 4 where the job does not fit, and says what would.
+    If the job does not fit, prints the nearest job that does and exits with 4.
     """
-    from ..runtime.jobs.job_plan import equal_rows, measured_job, plan_request
+    from ..runtime.api.plan_report import make_report
     from ..runtime.settings.settings import Settings
-    from ..runtime.source.headers import read_headers
 
-    headers = read_headers(model)
-    size = None if input_file is None else measured_job(headers, input_file, max_tokens)
-    workload = equal_rows(rows, prompt_tokens, output_tokens) if size is None else size.shape()
     settings = Settings(
         dtype=dtype,
         quant=quant,
@@ -85,39 +73,20 @@ def plan(
         deterministic=deterministic,
         compute=compute,
     )
-    budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    request = plan_request(headers, settings, budgets, machine, workload, gpu)
-    raise typer.Exit(_answer(headers, request, size, explain, as_json, save))
-
-
-def _answer(
-    headers: Headers, request: PlanRequest, size: JobSize | None, explain: bool, as_json: bool, save: Path | None
-) -> ExitCode:
-    from ..runtime.plan.plan_file import document, refusal
-    from ..runtime.plan.planner import solve
-    from ..runtime.plan.what_if import by_budget, by_sequences, nearest, suggestions
-    from ..runtime.settings.errors import DoesNotFit
-    from .views.plan_view import print_plan, print_refusal
-
-    model = headers.name
-    try:
-        result = solve(request)
-    except DoesNotFit as error:
-        fitting = nearest(request)
-        if as_json:
-            print(json.dumps(refusal(model, request, str(error), fitting), indent=1))
-        else:
-            print_refusal(str(error), fitting)
-        return ExitCode.DOES_NOT_FIT
-    points = [*by_sequences(request, result), *by_budget(request, result)]
-    # Rows of equal length fit all of them or not at all.
-    left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
-    found = document(model, result, points, suggestions(request, result), left_out, headers.download)
-    text = json.dumps(found, indent=1)
-    if save is not None:
-        save.write_text(text + "\n")
+    report = make_report(
+        model,
+        input_file,
+        settings,
+        options.budgets(ram, gpu_mem, disk, disk_dir),
+        rows={"rows": rows, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens},
+        max_tokens=max_tokens,
+        machine=machine,
+        gpu=gpu,
+    )
+    if save is not None and report.fits:
+        report.save(save)
     if as_json:
-        print(text)
+        print(report.json())
     else:
-        print_plan(found, explain)
-    return ExitCode.OK
+        report.print(explain)
+    raise typer.Exit(ExitCode.OK if report.fits else ExitCode.DOES_NOT_FIT)

@@ -1,4 +1,4 @@
-"""`moedge prepare`: packs a checkpoint into a store once, so that jobs open it in seconds."""
+"""`moedge prepare`: quantizes a checkpoint once, so that jobs open the result in seconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.formatting import duration, gib
 from .options import options
-from .views.formatting import duration, gib
 
 
 def prepare(
     model: options.MODEL,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The store's folder; by default one among the user's stores.")
+        Path | None, typer.Option("--output", "-o", help="Folder to write; by default one in the user's cache.")
     ] = None,
     quant: options.QUANT = options.Quant.NF4,
     dtype: options.DTYPE = options.DType.AUTO,
@@ -24,15 +24,15 @@ def prepare(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
 ) -> None:
-    """Pack a checkpoint into a store.
+    """Quantize a checkpoint and save the prepared weights.
 
-    Killed at any point it goes on where it was when it is run again; run on a finished store it makes damaged files
-    anew. `moedge batch STORE ...` needs no checkpoint.
+    After a kill at any point, the same command resumes the work. On finished prepared weights, it writes damaged files
+    again. `moedge batch FOLDER ...` runs prepared weights without the checkpoint.
     """
     import time
 
     from ..offload.memory import host_peak
-    from ..runtime.loading.prepare import place_for, precision
+    from ..runtime.loading.prepare import precision, store_path
     from ..runtime.loading.prepare import prepare as write_store
     from ..runtime.settings.budgets import Budgets
     from ..runtime.source.model_source import open_source
@@ -41,12 +41,12 @@ def prepare(
     begun = time.perf_counter()
     with open_source(model) as source:
         formats = precision(source, quant, dtype)
-        target = output or place_for(source, *formats, disk_dir)
-        say(f"{model} in {formats[0]}, arithmetic {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
+        target = output or store_path(source, *formats, disk_dir)
+        say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
         budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir)
         write_store(source, target, *formats, budgets, repair=True)
     peak, budget = host_peak(), budgets.host_nbytes()
-    say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of host memory; give {target} as MODEL")
+    say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")
     if ram != "auto" and peak > budget:
-        say(f"over budget: {gib(budget)} of host memory were granted")
+        say(f"over budget: {gib(peak)} of RAM used, the budget is {gib(budget)}")
         raise typer.Exit(ExitCode.GAVE_OUT)

@@ -13,11 +13,9 @@ from .options import options
 def run(
     model: options.MODEL,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Read from stdin when it is not given.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; read from stdin if absent.")
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
@@ -29,7 +27,7 @@ def run(
             envvar="MOEDGE_MAX_TOKENS",
             show_envvar=False,
             min=1,
-            help="Tokens to generate at most; 512 where the context has room for them.",
+            help="Most tokens to generate; 512 by default if the context allows.",
         ),
     ] = None,
     temperature: options.TEMPERATURE = 0.0,
@@ -41,12 +39,12 @@ def run(
 ) -> None:
     """Answer one prompt on the terminal.
 
-    The answer goes to stdout as it is generated; models with a chat template are asked, others continue the text.
+    The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
-    from ..runtime.api.single_prompt import Wish, answer
+    from ..runtime.api.single_prompt import PromptOptions, answer
     from ..runtime.settings.errors import PromptError
+    from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.settings import Settings
-    from .views.formatting import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -58,7 +56,7 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    wish = Wish(max_tokens, temperature, seed, raw)
-    for piece in answer(model, prompt, settings, budgets, wish):
+    asked = PromptOptions(max_tokens, temperature, seed, raw)
+    for piece in answer(model, prompt, settings, budgets, asked):
         print(escape_controls(piece), end="", flush=True)
     print()

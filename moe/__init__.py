@@ -1,1 +1,4 @@
-"""Which experts a pass needs, in which order, for which tokens. Knows no model family and no sequence."""
+"""Mixture-of-experts layers: which experts a pass needs, for which tokens, in which order they are read and computed.
+
+Knows no model family and no sequence.
+"""

@@ -1,4 +1,4 @@
-"""What one expert computes, and where its matrices come from."""
+"""What an expert computes, where a layer gets its experts from, and the routed sum of their outputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from typing import Protocol
 import torch
 
 from ..quant.kernels.operands import Gate
-from ..quant.matmul.matmul import Matmul
-from ..quant.matmul.parallel import ParallelMatmul
+from ..quant.matmul.matmul import Matmul, ParallelMatmul
 from ..quant.scratch import whole_vectors
 from ..quant.tensor import PackedTensor
-from .affinity import Affinity
 from .groups import ExpertGroups, combine, group_by_expert
-from .popularity import Popularity
+from .routing_stats import RoutingStats
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert's matrices: up ([gate;] up, fused where the family has both) [N, D] and down [D, I]."""
+    """One expert's packed weights: up ([gate;] up, fused where the family has both) [N, D] and down [D, I]."""
 
     up: PackedTensor
     down: PackedTensor
@@ -31,10 +29,10 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
 
-class Once:
-    """Something that happens and stays so, seen by other threads.
+class OneShotEvent:
+    """An event that is set at most once and that one thread at a time may wait for.
 
-    A `threading.Event` takes several times as long, thousands of times a pass.
+    A `threading.Event` takes several times as long, and a pass needs thousands.
     """
 
     __slots__ = ("_has_happened", "_lock")
@@ -45,40 +43,43 @@ class Once:
         self._lock.acquire()
 
     def set(self) -> None:
-        """It has happened; to say so again changes nothing."""
+        """Sets the event; it has no effect when the event is set already."""
         self._has_happened = True
         with suppress(RuntimeError):
-            # Raised where somebody has said so before.
+            # Raised when the event was set before.
             self._lock.release()
 
     def is_set(self) -> bool:
         return self._has_happened
 
     def wait(self) -> None:
-        """Returns when it has happened. For one waiting thread at a time."""
+        """Returns when the event is set."""
         if not self._has_happened:
             self._lock.acquire()
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """An expert that can be computed. `computed` is set when its weights may go; None where they stay."""
+class ResidentExpert:
+    """An expert whose weights compute can read now.
+
+    `computed` is set when its weights may be overwritten; it is None for a held expert.
+    """
 
     expert_id: int
     weights: ExpertWeights
-    computed: Once | None = None
+    computed: OneShotEvent | None = None
 
     def finish(self) -> None:
-        """Whoever computes the expert has done so, or has failed."""
+        """The expert was computed, or computing it has failed."""
         if self.computed is not None:
             self.computed.set()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBody:
-    """What a family's experts do around their two matrices: activation (gate included) and an optional last norm.
+    """The parts of a family's experts that are not matrices: the activation, gate included, and an optional last norm.
 
-    `gate` is what `activate` does, where a kernel knows it: experts are then computed together.
+    `gate` names what `activate` computes where a kernel supports it; such experts are computed together.
     """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -86,14 +87,15 @@ class ExpertBody:
     gate: Gate | None = None
 
     def forward(self, rows: torch.Tensor, weights: ExpertWeights, compute: Matmul) -> None:
-        """Replaces rows [n, D], an expert's inputs, by its outputs."""
+        """Overwrites rows [n, D], an expert's inputs, with its outputs."""
         inner = self.activated(rows, weights, compute)
         compute.linear(inner, weights.down, weights.down_bias, out=rows)
         if self.norm is not None:
             rows.copy_(self.norm(rows))
 
     def activated(self, rows: torch.Tensor, weights: ExpertWeights, compute: Matmul) -> torch.Tensor:
-        """What the second matrix multiplies; deterministic rows are padded meanwhile (scratch.VECTOR_ROWS)."""
+        """The inputs of the second matrix. In deterministic mode rows are padded for the activation, because its
+        vector loop and its remainder may round differently (scratch.VECTOR_ROWS)."""
         if not compute.deterministic or rows.device.type != "cpu":
             return self.activate(compute.linear(rows, weights.up, weights.up_bias))
         inner = rows.new_empty(whole_vectors(len(rows)), weights.up.shape[0])
@@ -106,22 +108,22 @@ class ExpertBody:
         hidden: torch.Tensor,
         rows: torch.Tensor,
         groups: ExpertGroups,
-        arrived: list[Arrived],
+        residents: list[ResidentExpert],
         compute: ParallelMatmul,
     ) -> bool:
-        """Fills the rows [P, D] of experts that arrived together from hidden [T, D], in two launches.
+        """Computes the rows [P, D] of several experts from hidden [T, D] in two kernel launches.
 
-        False, and nothing done, where there is no kernel for them.
+        Returns False, having done nothing, where no kernel supports them.
         """
-        if compute.grouped is None or self.gate is None or not arrived:
+        if compute.grouped is None or self.gate is None or not residents:
             return False
-        product, weights = compute.grouped, [one.weights for one in arrived]
+        product, weights = compute.grouped, [one.weights for one in residents]
         ups, downs = [expert.up for expert in weights], [expert.down for expert in weights]
         if not product.takes(ups) or not product.takes(downs):
             return False
-        spans = [groups.rows(one.expert_id) for one in arrived]
+        spans = [groups.rows(one.expert_id) for one in residents]
         cut = product.rows(spans, hidden)
-        # What other experts' rows hold does not matter.
+        # The rows of other experts stay uninitialized; nothing reads them.
         inner = hidden.new_empty(groups.num_rows, ups[0].shape[0] // 2)
         up_biases, down_biases = [expert.up_bias for expert in weights], [expert.down_bias for expert in weights]
         product.launch(hidden, inner, ups, up_biases, cut, groups.token_ids, self.gate).run()
@@ -133,16 +135,16 @@ class ExpertBody:
 
 
 class ExpertSource(Protocol):
-    """Where a layer's experts come from."""
+    """Provides a layer's experts during passes."""
 
     @property
     def num_experts(self) -> int: ...
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
-        """Of what the router made `groups` of, for tokens with the states `hidden` [T, D].
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+        """Yields the experts that `groups` want as they become usable, first all that are held.
 
-        Yields the wanted experts as they become usable, those that did so together: first all that are there already.
-        When the next are asked for, others may still be computed; until they are finished their weights stay.
+        `hidden` [T, D] are the states of the tokens. The caller may ask for the next list while it still computes
+        earlier ones, the first excepted; their weights stay until they are finished.
         """
         ...
 
@@ -155,48 +157,46 @@ def mix_experts(
     body: ExpertBody,
     compute: ParallelMatmul,
 ) -> torch.Tensor:
-    """The routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
+    """Computes the routed sum of experts: hidden [T, D], expert_ids and weights [T, A] -> [T, D]."""
     groups = group_by_expert(expert_ids, experts.num_experts)
     rows = compute.workspace.rows(groups.num_rows, hidden)
 
-    def run_expert(arrived: Arrived, products: Matmul) -> None:
-        mine = groups.rows(arrived.expert_id)
+    def run_expert(expert: ResidentExpert, products: Matmul) -> None:
+        mine = groups.rows(expert.expert_id)
         try:
-            # Gathered here, not before: the thread that computes on them next has them in its cache.
+            # The thread that computes gathers its rows itself, so that they are in its cache.
             torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
-            body.forward(rows[mine], arrived.weights, products)
+            body.forward(rows[mine], expert.weights, products)
         finally:
-            arrived.finish()
+            expert.finish()
 
-    def left_alone(arrived: list[Arrived]) -> list[Arrived]:
-        """Those that were not computed together here; largest groups first, so that no thread ends with one."""
-        if not body.forward_together(hidden, rows, groups, arrived, compute):
-            return sorted(arrived, key=lambda one: -groups.counts[one.expert_id])
-        for one in arrived:
+    def ungrouped(residents: list[ResidentExpert]) -> list[ResidentExpert]:
+        """The experts that remain to be computed one by one, largest groups first so that threads finish together."""
+        if not body.forward_together(hidden, rows, groups, residents, compute):
+            return sorted(residents, key=lambda one: -groups.counts[one.expert_id])
+        for one in residents:
             one.finish()
         return []
 
     fetched = experts.fetch(groups, hidden)
-    compute.share(left_alone(next(fetched, [])), run_expert)
-    # Whichever thread is free takes the next that arrives: nobody waits for the others of a group.
-    compute.share(chain.from_iterable(map(left_alone, fetched)), run_expert)
+    compute.parallel_for(ungrouped(next(fetched, [])), run_expert)
+    # A thread that is free takes the next expert that arrives; it does not wait for the others.
+    compute.parallel_for(chain.from_iterable(map(ungrouped, fetched)), run_expert)
     return combine(rows, groups, weights)
 
 
 @dataclass(slots=True)
 class HeldExperts:
-    """All experts of a layer, usable where they lie; `fetch` yields the wanted ones at once."""
+    """The source of a layer whose model holds all experts; `fetch` yields the wanted ones in one list."""
 
     layer: int
     experts: list[ExpertWeights]
-    popularity: Popularity
-    affinity: Affinity
+    stats: RoutingStats
 
     @property
     def num_experts(self) -> int:
         return len(self.experts)
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
-        self.popularity.saw(self.layer, len(groups.expert_ids), groups.counts)
-        self.affinity.saw(self.layer, groups.expert_ids)
-        yield [Arrived(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+        self.stats.observe(self.layer, groups)
+        yield [ResidentExpert(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

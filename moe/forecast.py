@@ -1,7 +1,7 @@
-"""Guesses what the next layer wants before its router has spoken, and how much such guesses are worth.
+"""Guesses what the next layer wants before its router has chosen, and measures how much such guesses are worth.
 
-Three ways are asked and compared on the model at hand: the next router applied to this layer's hidden states, what
-follows this layer's choices, and what is popular. A wrong guess costs bandwidth only.
+Three predictors are compared on the model at hand: the next layer's router applied to this layer's hidden states, what
+usually follows this layer's choices, and what is popular. A wrong guess costs only bandwidth.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from itertools import islice
 
 import torch
 
-from .affinity import Affinity
 from .groups import ExpertGroups
-from .popularity import Popularity
+from .routing_stats import RoutingStats
 from .running_mean import RunningMean
 
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """`routers` by layer: weights [E, D] of what scores its experts. Corrections of the scores are left out."""
+    """Predicts with the layers' own routers; `routers` maps a layer to its weights [E, D].
+
+    Corrections that a router adds to its scores are left out.
+    """
 
     routers: Mapping[int, torch.Tensor]
 
     def expected(self, layer: int, hidden: torch.Tensor, per_token: int) -> torch.Tensor | None:
-        """How likely each expert of `layer` is wanted [E], in units that serve to compare; None without a router.
+        """How likely each expert of `layer` is wanted [E], up to a common factor; None without a router.
 
-        hidden [T, D] is what the experts of the layer before are given.
+        hidden [T, D] are the states that the experts of the layer before receive.
         """
         router = self.routers.get(layer)
         if router is None or router.shape[1] != hidden.shape[1]:
             return None
         scores = torch.nn.functional.linear(hidden, router.to(hidden.dtype)).float().softmax(-1)
         best = scores.topk(min(per_token, router.shape[0]), dim=-1)
-        # A token's last choice may be no choice at all; its first is one almost surely.
+        # Weighed by its score: a token's last choice is often wrong here, its first one almost never.
         wanted = torch.zeros(router.shape[0], device=hidden.device)
         wanted.index_add_(0, best.indices.reshape(-1), best.values.reshape(-1))
         return wanted.cpu()
@@ -48,63 +50,62 @@ _NEWEST = 0.1
 
 @dataclass(slots=True)
 class ForecastCounts:
-    """Experts read on a guess, of those the right ones; what was wanted then and not held; times of an expert saved."""
+    """Prefetches `issued`, those of them `used`, cache `misses` of the same layers, time `saved` in expert reads."""
 
-    asked: int = 0
-    right: int = 0
-    wanted: int = 0
+    issued: int = 0
+    used: int = 0
+    misses: int = 0
     saved: float = 0.0
 
 
 @dataclass(slots=True)
 class Forecast:
-    """`guess` for the layer that comes next, then `saw` what it wanted."""
+    """Call `guess` for the layer that comes next, then `observe` with what it wanted."""
 
-    popularity: Popularity
-    affinity: Affinity
+    stats: RoutingStats
     look_ahead: LookAhead
     counts: ForecastCounts = field(default_factory=ForecastCounts)
-    # Share of right ones among the first guesses, by way and layer.
+    # The fraction of right guesses, by predictor and layer.
     _precision: dict[tuple[str, int], RunningMean] = field(default_factory=dict)
     _guesses: dict[str, list[int]] = field(default_factory=dict)
 
     def guess(
         self, layer: int, groups: ExpertGroups, hidden: torch.Tensor | None, held: Collection[int], most: int
     ) -> list[int]:
-        """At most `most` experts of `layer` that are not held, by the way that was right most often there.
+        """At most `most` experts of `layer` that are not held, by the predictor that was right most often there.
 
-        `groups` and `hidden` [T, D] are those of the layer before; without `hidden` it belongs to another pass.
+        `groups` and `hidden` [T, D] are those of the layer before; `hidden` is None where that was in another pass.
         """
-        seen, tokens, per_token = self.popularity.layers[layer], *groups.expert_ids.shape
-        ways: dict[str, torch.Tensor | None] = {POPULARITY: torch.from_numpy(seen.wanted_by(tokens))}
+        popularity, tokens, per_token = self.stats.popularity.layers[layer], *groups.expert_ids.shape
+        expected: dict[str, torch.Tensor | None] = {POPULARITY: torch.from_numpy(popularity.wanted_by(tokens))}
         if hidden is not None:
-            ways[LOOK_AHEAD] = self.look_ahead.expected(layer, hidden, per_token)
-            ways[AFFINITY] = self.affinity.expected(layer, groups.counts, per_token)
-        self._guesses = {way: _best(expected, held, most) for way, expected in ways.items() if expected is not None}
+            expected[LOOK_AHEAD] = self.look_ahead.expected(layer, hidden, per_token)
+            expected[AFFINITY] = self.stats.affinity.expected(layer, groups.counts, per_token)
+        self._guesses = {way: _best(found, held, most) for way, found in expected.items() if found is not None}
         return self._guesses[max(self._guesses, key=lambda way: self._precision_of(way, layer))]
 
-    def saw(self, layer: int, wanted: Collection[int]) -> None:
-        """What the router said of which guesses were made."""
+    def observe(self, layer: int, wanted: Collection[int]) -> None:
+        """Compares the guesses for `layer`, if there are any, with what its router chose."""
         for way, guessed in self._guesses.items():
             if guessed:
                 precision = len(set(guessed) & set(wanted)) / len(guessed)
                 self._precision.setdefault((way, layer), RunningMean(_NEWEST)).observe(precision)
         self._guesses = {}
 
-    def count(self, begun: Collection[int], missing: Collection[int], gap: float) -> None:
-        """Guesses for a layer whose router has spoken: those that had `begun` to move, what was `missing` in all.
+    def count(self, begun: Collection[int], missing: Collection[int], idle: float) -> None:
+        """Counts a layer whose router has chosen: the guesses whose reads had `begun`, and all `missing` experts.
 
-        Estimates what they saved, in times that an expert takes: at most the gap, less what wrong ones overran it.
+        Estimates the time saved, in expert reads: at most `idle`, minus wrong reads that did not fit into it.
         """
-        right = len(set(begun) & set(missing))
-        wrong = len(begun) - right
-        self.counts.asked += len(begun)
-        self.counts.right += right
-        self.counts.wanted += len(missing)
-        self.counts.saved += min(right, gap) - max(0.0, wrong - max(0.0, gap - right))
+        used = len(set(begun) & set(missing))
+        wrong = len(begun) - used
+        self.counts.issued += len(begun)
+        self.counts.used += used
+        self.counts.misses += len(missing)
+        self.counts.saved += min(used, idle) - max(0.0, wrong - max(0.0, idle - used))
 
     def precision(self, layer: int) -> float:
-        """Of the best way; 0 before any was tried."""
+        """The precision of the best predictor of a layer; 0 before the first guess."""
         return max((self._precision_of(way, layer) for way, each in self._precision if each == layer), default=0.0)
 
     def _precision_of(self, way: str, layer: int) -> float:
@@ -113,7 +114,7 @@ class Forecast:
 
     @property
     def best(self) -> str | None:
-        """The way that is best in most layers; None before any was tried."""
+        """The predictor that is best in most layers; None before the first guess."""
         best: dict[int, str] = {}
         for way, layer in self._precision:
             if layer not in best or self._precision_of(way, layer) > self._precision_of(best[layer], layer):
@@ -125,8 +126,8 @@ class Forecast:
 
 
 def _best(expected: torch.Tensor, held: Collection[int], most: int) -> list[int]:
-    """The likeliest experts that are not held and not impossible."""
+    """The likeliest experts that are not held and whose probability is not zero."""
     ordered = expected.argsort(descending=True, stable=True).tolist()
-    # As numbers of Python: to read one out of a tensor takes as long as to sort them.
+    # As Python floats: reading single elements of a tensor takes as long as the sort.
     values = expected.tolist()
     return list(islice((each for each in ordered if each not in held and values[each] > 0.0), most))

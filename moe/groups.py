@@ -14,16 +14,17 @@ from .expected_rows import padded_rows
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Assignments laid out by expert: expert e owns rows offsets[e] to offsets[e + 1], the last ones padding.
+    """Assignments sorted by expert: expert e owns rows offsets[e] to offsets[e + 1]; the last of them are padding.
 
-    `token_ids` [P] holds each row's token, padding rows repeat token 0; `places` [S] the row of assignment t * A + a.
-    `expert_ids` [T, A] is what the router chose, `counts` [E] how many tokens chose each expert.
+    `token_ids` [P] is the token of each row; padding rows repeat token 0. `assignment_rows` [S] is the row of
+    assignment t * A + a. `expert_ids` [T, A] is what the router chose, `counts` [E] the number of tokens that chose
+    each expert.
     """
 
     expert_ids: torch.Tensor
     counts: list[int]
     token_ids: torch.Tensor
-    places: torch.Tensor
+    assignment_rows: torch.Tensor
     offsets: tuple[int, ...]
 
     @property
@@ -32,7 +33,7 @@ class ExpertGroups:
 
     @property
     def wanted(self) -> list[int]:
-        """The experts that some token asked for, ascending."""
+        """The experts that at least one token chose, in ascending order."""
         return [expert for expert, count in enumerate(self.counts) if count]
 
     def rows(self, expert_id: int) -> slice:
@@ -40,28 +41,29 @@ class ExpertGroups:
 
 
 def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
-    """One stable sort; expert_ids [T, A]. On a device the host waits once: for E counts.
+    """Groups expert_ids [T, A] with one stable sort. On a device the host waits once, for E counts.
 
-    Everything else that it has to know follows from them (`bincount`, too, would wait, to learn the largest id).
+    The host derives everything else from the counts. `bincount` would make it wait a second time, for the largest id.
     """
     flat = expert_ids.reshape(-1)
     ascending, order = torch.sort(flat, stable=True)
     counts: list[int] = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
     offsets = tuple(accumulate(map(padded_rows, counts), initial=0))
-    # How far padding has moved each expert's first row.
+    # The number of padding rows before each expert's first row.
     moved = [begin - first for begin, first in zip(offsets, accumulate(counts, initial=0), strict=True)]
     shifts = upload(torch.tensor(moved), flat.device)
     rows = shifts[ascending].add_(torch.arange(len(flat), device=flat.device))
     token_ids = flat.new_zeros(offsets[-1]).scatter_(0, rows, order // expert_ids.shape[1])
-    places = torch.empty_like(order).scatter_(0, order, rows)
-    return ExpertGroups(expert_ids, counts, token_ids, places, offsets)
+    assignment_rows = torch.empty_like(order).scatter_(0, order, rows)
+    return ExpertGroups(expert_ids, counts, token_ids, assignment_rows, offsets)
 
 
 def combine(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
-    """Each token's experts, weighted and summed: rows [P, D] by expert, weights [T, A] -> [T, D].
+    """The weighted sum of each token's experts: rows [P, D] sorted by expert, weights [T, A] -> [T, D].
 
-    The sum runs over a token's experts in the router's order, in float32, so it does not depend on the order in which
-    experts were computed; there is nothing to add atomically. One kernel gathers, weighs and sums: apart, they would
-    write every row twice more, which took ten to forty times as long.
+    The sum is float32 and takes a token's experts in the router's order, so it does not depend on the order in which
+    experts were computed, and needs no atomic additions. One kernel gathers, weighs and sums: separate kernels would
+    write every row two more times, which took ten to forty times as long.
     """
-    return embedding_bag(groups.places.view(weights.shape), rows, per_sample_weights=weights.to(rows.dtype), mode="sum")
+    rows_of = groups.assignment_rows.view(weights.shape)
+    return embedding_bag(rows_of, rows, per_sample_weights=weights.to(rows.dtype), mode="sum")

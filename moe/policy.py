@@ -1,54 +1,52 @@
-"""What names an expert of a model. Torch-free."""
+"""Which held expert gives up its slot for one that has just arrived. Torch-free."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-
-class ExpertKey(NamedTuple):
-    """Expert `expert` of layer `layer`, as the model counts its layers."""
-
-    layer: int
-    expert: int
+from ..offload.stream.lane import ShardKey
 
 
 class HoldPolicy(Protocol):
     def begin_pass(self) -> None: ...
 
-    def saw(self, layer: int, wanted: Sequence[int]) -> None:
-        """A layer of the pass wanted these experts, held or not; before any of them takes a slot."""
+    def observe(self, layer: int, wanted: Sequence[int]) -> None:
+        """A layer of the pass wants these experts, held or not. Called before any of them takes a slot."""
         ...
 
-    def victim(self, entering: ExpertKey, may_leave: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        """The held expert that leaves for `entering`, which has just arrived; from then on that one is held."""
+    def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
+        """The held expert that is evicted for `entering`, which has just arrived and is held from then on.
+
+        Returns None where `entering` gets no slot.
+        """
         ...
 
 
 class Lru:
-    """Every expert that arrives takes the slot of the one that was not wanted for longest.
+    """Evicts the least recently used expert for every expert that arrives, as most caches do.
 
-    What caches do elsewhere. On a scan that is longer than there are slots it never hits.
+    It never hits on a scan that is longer than the number of slots.
     """
 
-    def __init__(self, held: Iterable[ExpertKey], nbytes: Mapping[int, int]) -> None:
+    def __init__(self, held: Iterable[ShardKey], nbytes: Mapping[int, int]) -> None:
         """`nbytes` is an expert's size by layer."""
-        self._order: OrderedDict[ExpertKey, None] = OrderedDict.fromkeys(held)
+        self._order: OrderedDict[ShardKey, None] = OrderedDict.fromkeys(held)
         self._nbytes = nbytes
 
     def begin_pass(self) -> None:
-        """Passes mean nothing to it."""
+        """LRU does not distinguish passes."""
 
-    def saw(self, layer: int, wanted: Sequence[int]) -> None:
+    def observe(self, layer: int, wanted: Sequence[int]) -> None:
         for expert in wanted:
-            if (key := ExpertKey(layer, expert)) in self._order:
+            if (key := ShardKey(layer, expert)) in self._order:
                 self._order.move_to_end(key)
 
-    def victim(self, entering: ExpertKey, may_leave: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+    def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
         size = self._nbytes[entering.layer]
         found = next((key for key in self._order if self._nbytes[key.layer] == size and may_leave(key)), None)
         if found is not None:
@@ -57,52 +55,54 @@ class Lru:
         return found
 
 
-# Of what a pass wants today, how much tells about tomorrow: half of what is known is from the last 35 passes.
+# Weight of the newest pass in an expert's probability: the last 35 passes make up half of it.
 _NEWEST = 0.02
-# A slot changes hands when that saves this share of an expert's reads: less may be chance.
+# An expert is evicted only where that raises the probability of a hit by this much: a smaller difference may be noise.
 _MARGIN = 0.05
-# Slots that may change hands in a pass, as a share of all: each costs a copy within memory.
-_SWAP_SHARE = 0.125
+# The fraction of all slots that may be swapped in one pass: each swap costs a copy within memory.
+_SWAP_FRACTION = 0.125
 
 
 class Popular:
-    """Holds the experts that passes want most often, whatever their layer: each saves a read as often as it is wanted.
+    """Holds the experts that passes want most often, whatever their layer: each hit saves one read.
 
-    `chances` by layer [E]: the probability that a pass wants each expert, as far as is known; it learns as passes come.
+    `probabilities` [E] by layer are the estimated probabilities that a pass wants each expert; they are updated with
+    every pass.
     """
 
     def __init__(
         self,
-        held: Iterable[ExpertKey],
+        held: Iterable[ShardKey],
         nbytes: Mapping[int, int],
-        chances: Mapping[int, npt.NDArray[np.float64]],
+        probabilities: Mapping[int, npt.NDArray[np.float64]],
     ) -> None:
+        """`nbytes` is an expert's size by layer."""
         self._held = set(held)
         self._nbytes = nbytes
-        self._chances = chances
-        self._leaving: dict[int, deque[ExpertKey]] = {}
+        self._probabilities = probabilities
+        self._leaving: dict[int, deque[ShardKey]] = {}
 
     def begin_pass(self) -> None:
-        """The least popular may leave, at most so many in a pass."""
-        ordered = sorted(self._held, key=self._chance)[: max(1, int(len(self._held) * _SWAP_SHARE))]
+        """Marks the least popular experts as the ones that this pass may evict."""
+        ordered = sorted(self._held, key=self._probability)[: max(1, int(len(self._held) * _SWAP_FRACTION))]
         self._leaving = {size: deque() for size in self._nbytes.values()}
         for key in ordered:
             self._leaving[self._nbytes[key.layer]].append(key)
 
-    def saw(self, layer: int, wanted: Sequence[int]) -> None:
-        chances = self._chances[layer]
-        chances *= 1.0 - _NEWEST
-        chances[list(wanted)] += _NEWEST
+    def observe(self, layer: int, wanted: Sequence[int]) -> None:
+        probabilities = self._probabilities[layer]
+        probabilities *= 1.0 - _NEWEST
+        probabilities[list(wanted)] += _NEWEST
 
-    def victim(self, entering: ExpertKey, may_leave: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+    def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
         leaving = self._leaving.get(self._nbytes[entering.layer], deque())
         found = next((key for key in leaving if may_leave(key)), None)
-        if found is None or self._chance(entering) < self._chance(found) + _MARGIN:
+        if found is None or self._probability(entering) < self._probability(found) + _MARGIN:
             return None
         leaving.remove(found)
         self._held.remove(found)
         self._held.add(entering)
         return found
 
-    def _chance(self, key: ExpertKey) -> float:
-        return float(self._chances[key.layer][key.expert])
+    def _probability(self, key: ShardKey) -> float:
+        return float(self._probabilities[key.layer][key.expert])

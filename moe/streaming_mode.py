@@ -1,7 +1,8 @@
-"""Which experts of a layer are asked for before its router has spoken: all, none, or those that a forecast names.
+"""Which experts of a layer are requested before its router has chosen: all, none, or those that a forecast names.
 
-`all` never lets the lane idle but moves what nobody wants; `wanted` moves what is wanted and lets the lane idle while a
-router is waited for. Which is faster follows from how many experts the tokens of a pass want together. Torch-free.
+`all` keeps the lane busy but reads experts that no token wants. `wanted` reads only wanted experts, and the lane idles
+while a layer waits for its router. Which one is faster depends on how many experts the tokens of a pass want together.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -11,36 +12,40 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .policy import ExpertKey, HoldPolicy, Lru, Popular
-from .popularity import Popularity
+from ..offload.stream.lane import ShardKey
+from .policy import HoldPolicy, Lru, Popular
 from .running_mean import RunningMean
 
+if TYPE_CHECKING:
+    from .routing_stats import RoutingStats
 
-class Wait(NamedTuple):
-    """In times that an expert takes: for `gap` the lane waits for a router, for `stall` compute for the lane."""
 
-    gap: float
+class Waits(NamedTuple):
+    """Waiting times in units of one expert read: `idle`, the lane waits for a router; `stall`, compute for the lane."""
+
+    idle: float
     stall: float
 
 
-# Passes of about as many tokens; between two passes there is more to do than between two layers.
+# Passes with the same bit length of their token count, and whether the layer is the first of a pass: between two passes
+# there is more to do than between two layers.
 Bucket = tuple[int, bool]
 
 # Weight of the newest measurement in a running mean.
 _NEWEST = 0.1
-# Before anything was measured, in times that an expert takes.
+# Before the first measurement, in units of one expert read.
 _FIRST = 2.0
 
 
 class RouterLatency:
-    """In times that an expert takes, by the size of passes, which decides how long compute takes.
+    """Measures how long the lane idles until a router has chosen, in units of one expert read, by size of pass.
 
-    `seconds_busy`, `nbytes_moved` and `seconds_waited` are the lane's counters, an expert has `nbytes`.
+    `seconds_busy`, `nbytes_moved` and `seconds_waited` read the lane's counters; an expert has `nbytes` bytes.
     """
 
     def __init__(
@@ -58,32 +63,35 @@ class RouterLatency:
         self._clock = clock
         self._since: float | None = None
         self._waited = 0.0
-        self._gaps: dict[Bucket, RunningMean] = {}
+        self._idle: dict[Bucket, RunningMean] = {}
         self._stalls: dict[Bucket, RunningMean] = {}
 
     @property
     def seconds_each(self) -> float:
-        """How long an expert takes on its way; 0 before any was seen."""
+        """The mean seconds of one expert read; 0 before the first."""
         moved = self._nbytes_moved()
         return self._seconds_busy() / moved * self.nbytes if moved else 0.0
 
-    def mean(self, tokens: int, first: bool = False) -> Wait:
-        """For passes of about so many tokens, before the `first` layer or another; the stall is one without guesses."""
+    def mean(self, tokens: int, first: bool = False) -> Waits:
+        """The mean waits of passes of about `tokens` tokens, before the `first` layer or before another one.
+
+        The stall is that of layers without guesses.
+        """
         bucket = (tokens.bit_length(), first)
-        return Wait(_mean(self._gaps, bucket), _mean(self._stalls, bucket))
+        return Waits(_mean(self._idle, bucket), _mean(self._stalls, bucket))
 
     def begin(self) -> None:
-        """All that was asked for has arrived: from here on the lane has nothing to do but guesses."""
+        """Everything that was requested has arrived: from now on the lane has nothing to do except guesses."""
         self._since = self._clock()
 
     def end(self, tokens: int, guessed: bool, first: bool = False) -> None:
-        """A router has spoken, the `first` of a pass or another; whether the layer before had been `guessed`."""
+        """A router has chosen. `guessed` says whether the layer before it was read with guesses."""
         bucket = (tokens.bit_length(), first)
         each, waited = self.seconds_each, self._seconds_waited()
         stall, self._waited = waited - self._waited, waited
         if self._since is None or not each:
             return
-        self._gaps.setdefault(bucket, RunningMean(_NEWEST)).observe((self._clock() - self._since) / each)
+        self._idle.setdefault(bucket, RunningMean(_NEWEST)).observe((self._clock() - self._since) / each)
         if not guessed:
             self._stalls.setdefault(bucket, RunningMean(_NEWEST)).observe(stall / each)
 
@@ -99,50 +107,45 @@ class Mode(StrEnum):
     FORECAST = "wanted+forecast"
 
 
-def guesses(gap: float) -> int:
-    """How many experts are guessed for a lane that would idle for `gap` times that an expert takes."""
-    return ceil(gap) + 1
+def num_guesses(idle: float) -> int:
+    """The number of experts to guess for a lane that would idle for `idle` expert reads."""
+    return ceil(idle) + 1
 
 
-# What a read costs beside the time of the disk: memory's, and a thread's.
+# The cost of a read that is not the disk's time: memory bandwidth, and a thread.
 _EFFORT = 0.05
 
 
-def saved(gap: float, stall: float, precision: float) -> float:
-    """What guesses save, in times that an expert takes: right ones that fit the gap, less wrong ones beyond it.
+def guess_savings(idle: float, stall: float, precision: float) -> float:
+    """The time that guesses save, in expert reads: right guesses that fit the idle time, minus wrong ones beyond it.
 
-    No more than `stall`, for which compute waits without them: reads that hide behind compute need no guessing.
+    At most `stall`, the time that compute waits without guesses: reads that hide behind compute need no guess.
     """
-    late = guesses(gap) - gap
-    return min(precision * gap, stall) - (1.0 - precision) * late - _EFFORT * guesses(gap)
+    late = num_guesses(idle) - idle
+    return min(precision * idle, stall) - (1.0 - precision) * late - _EFFORT * num_guesses(idle)
 
 
 class ModeChoice:
-    """The mode of a layer for a pass of so many tokens; `forced` is one for all of them."""
+    """Chooses the mode of a layer for a pass; `forced` is used for every layer and pass instead where it is given."""
 
-    def __init__(self, popularity: Popularity, forced: Mode | None = None) -> None:
-        self._popularity = popularity
+    def __init__(self, stats: RoutingStats, forced: Mode | None = None) -> None:
+        self._stats = stats
         self._forced = forced
-        # Tokens of one text choose alike: measured union over that of tokens that choose independently.
-        self._alike = {layer: RunningMean(_NEWEST, 1.0) for layer in popularity.layers}
 
-    def choose(self, layer: int, tokens: int, held: Collection[int], wait: Wait, precision: float) -> Mode:
-        """The cheapest in experts to wait for; `held` need not come, guesses are right with `precision`."""
+    def choose(self, layer: int, tokens: int, held: Collection[int], waits: Waits, precision: float) -> Mode:
+        """The mode with the fewest expert reads to wait for in a pass of `tokens` tokens.
+
+        `held` experts need no read; `precision` is the fraction of guesses that are right.
+        """
         if self._forced is not None:
             return self._forced
-        chances = self._popularity.layers[layer].wanted_by(tokens)
-        num_wanted = float(chances.sum() - chances[list(held)].sum()) * (self._alike[layer].value or 0.0)
+        misses = self._stats.expected_misses(layer, tokens, held)
         costs = {
-            Mode.ALL: len(chances) - len(held),
-            Mode.WANTED: num_wanted + wait.gap,
-            Mode.FORECAST: num_wanted + wait.gap - saved(*wait, precision),
+            Mode.ALL: self._stats.num_experts(layer) - len(held),
+            Mode.WANTED: misses + waits.idle,
+            Mode.FORECAST: misses + waits.idle - guess_savings(*waits, precision),
         }
         return min(costs, key=lambda mode: costs[mode])
-
-    def saw(self, layer: int, tokens: int, num_wanted: int) -> None:
-        """What a pass wanted of a layer; before `popularity` has counted it."""
-        expected = float(self._popularity.layers[layer].wanted_by(tokens).sum())
-        self._alike[layer].observe(num_wanted / expected)
 
 
 class Hold(StrEnum):
@@ -152,18 +155,22 @@ class Hold(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """`stream` is the mode of every layer and pass, chosen for each by its cost where it is None."""
+    """`stream` is the mode of every layer and pass; where it is None, each layer uses the cheapest one.
+
+    `hold` decides which experts stay in memory between passes.
+    """
 
     stream: Mode | None = None
     hold: Hold = Hold.POPULAR
 
     def policy(
         self,
-        held: Iterable[ExpertKey],
+        held: Iterable[ShardKey],
         nbytes: Mapping[int, int],
-        chances: Mapping[int, npt.NDArray[np.float64]],
+        probabilities: Mapping[int, npt.NDArray[np.float64]],
     ) -> HoldPolicy:
-        return Lru(held, nbytes) if self.hold is Hold.LRU else Popular(held, nbytes, chances)
+        """The policy for the experts `held` at first; `nbytes` and `probabilities` [E] are by layer (policy.py)."""
+        return Lru(held, nbytes) if self.hold is Hold.LRU else Popular(held, nbytes, probabilities)
 
 
 DEFAULTS = ExpertOptions()

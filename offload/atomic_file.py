@@ -1,4 +1,4 @@
-"""A file that appears under its name whole and on disk, or not at all. Knows nothing of what is in it."""
+"""Writes a file that appears under its name complete and synced to disk, or not at all. Does not know its contents."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".tmp"
-# Dirty pages count against a container's memory, so they are handed to the disk this often.
+# Dirty pages count against a container's memory, so they are flushed to disk every so often (bytes).
 _FLUSH_NBYTES = 64 << 20
 _BUFFER_NBYTES = 1 << 20
 
 
 class AtomicFile:
-    """Written under a hidden name on the same file system; `publish` gives it its name, replacing what has it.
+    """A file that is written under a hidden name; `publish` renames it to its own name and replaces an existing file.
 
-    The data and the folder are synchronized before `publish` returns. Write with `write`, one piece after the other,
-    or with `write_at`, not with both.
+    The data and the folder are synced before `publish` returns. Use either `write`, which appends, or `write_at`, not
+    both.
     """
 
     def __init__(self, path: Path, hidden: Path | None = None) -> None:
-        """`hidden` is `.NAME.tmp` by default, for the only process that writes `path`; what a killed one left under
-        it is removed. See `own_name` for files that several processes may write."""
+        """`hidden` is `.NAME.tmp` by default, which is safe if only one process writes `path`; a file that a killed
+        process left under this name is removed. Use `own_name` for files that several processes may write."""
         self.path = path
         self.hidden = hidden or path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
         self._descriptor = _create(self.hidden)
@@ -34,7 +34,7 @@ class AtomicFile:
             self.flush()
 
     def write_at(self, offset: int, view: memoryview) -> None:
-        """All of `view`, a run of uint8."""
+        """Writes all bytes of `view`, uint8, at `offset`."""
         position = 0
         while position < view.nbytes:
             position += os.pwrite(self._descriptor, view[position:], offset + position)
@@ -43,7 +43,7 @@ class AtomicFile:
             self._sync()
 
     def flush(self) -> None:
-        """What was written can be read under the hidden name."""
+        """Makes everything written so far readable under the hidden name."""
         data, self._buffer = self._buffer, bytearray()
         if data:
             self.write_at(self._end, memoryview(data))
@@ -56,7 +56,7 @@ class AtomicFile:
         rename(self.hidden, self.path)
 
     def discard(self) -> None:
-        """Nothing remains, unless it was published."""
+        """Removes the file, unless it was published."""
         self._close()
         self.hidden.unlink(missing_ok=True)
 
@@ -72,7 +72,7 @@ class AtomicFile:
 
 
 def _create(path: Path) -> int:
-    """The descriptor of a new file, never of what somebody put there."""
+    """The descriptor of a new file; an existing file or link of that name is removed, never opened."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o644)
@@ -82,12 +82,12 @@ def _create(path: Path) -> int:
 
 
 def own_name(path: Path) -> Path:
-    """A hidden name for `path` that no other process uses."""
+    """Returns a hidden name for `path` that no other process uses."""
     return path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
 def write_atomically(path: Path, data: bytes, hidden: Path | None = None) -> None:
-    """`path` holds `data` and nothing else, on disk; killed at any point, it holds what it held before."""
+    """Replaces the contents of `path`, synced to disk. If the process is killed, they are the old or the new ones."""
     file = AtomicFile(path, hidden)
     try:
         file.write(data)
@@ -98,13 +98,13 @@ def write_atomically(path: Path, data: bytes, hidden: Path | None = None) -> Non
 
 
 def rename(source: Path, target: Path) -> None:
-    """Replaces `target`; on disk when this returns."""
+    """Renames `source` to `target`, which it replaces; the rename is synced to disk when this returns."""
     os.replace(source, target)
     sync_folder(target.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """New names, and names that are gone, are on disk only when the folder is."""
+    """Syncs a folder: created, renamed and removed names are on disk only after this."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

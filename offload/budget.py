@@ -1,4 +1,4 @@
-"""Ceilings: sizes as people write them. Torch-free."""
+"""Parses the sizes of budgets as people write them: 7GiB, 80%, auto-1GiB. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
-# Bounded lengths: a size of a million digits is refused here, not multiplied.
+# The number of digits is bounded, so that a size of a million digits is refused and not multiplied.
 _NUMBER = r"(\d{1,15}(?:\.\d{1,9})?)\s*"
 _SIZE = re.compile(_NUMBER + r"([a-z]+)")
 _PERCENT = re.compile(_NUMBER + "%")
 
 
 class BadSize(MoedgeError, ValueError):
-    """A size is not written in a known form, or leaves nothing."""
+    """A size is not written in a known form, or `auto` minus the given size is negative."""
 
     exit_code = ExitCode.USAGE
 
 
 def auto_host(available: int) -> int:
-    """What RAM gives by itself: 2 GiB, or a tenth of what is available where that is more, stays for others."""
+    """The default host budget: leaves 2 GiB or a tenth of the available memory to others, whichever is more."""
     return max(0, available - max(2 * GIB, available // 10))
 
 
 def auto_device(available: int) -> int:
-    """What a device gives by itself: half a GiB of what is free stays for its desktop."""
+    """The default device budget: leaves half a GiB of the free memory to the desktop."""
     return max(0, available - GIB // 2)
 
 
 def parse_size(text: str, total: int, available: int, auto: Callable[[int], int] = auto_host) -> int:
-    """Bytes that `text` means for a tier of `total` bytes of which `available` are free.
+    """The number of bytes that `text` means for a tier of `total` bytes of which `available` are free.
 
     G and GiB are 2^30, GB is 10^9; a percentage is of `total`; `auto` is `auto(available)`. Fractions are rounded
-    down. The result may exceed what the tier has: it is a ceiling, not a promise.
+    down. The result may exceed what the tier has: it is an upper limit. Raises BadSize.
     """
     wanted = text.strip().lower()
     if wanted == "0":
@@ -61,10 +61,10 @@ def _auto(text: str, rest: str, granted: int) -> int:
         return granted
     if not rest.startswith("-"):
         raise _unknown(text)
-    less = _absolute(text, rest[1:].strip())
-    if less > granted:
+    reserve = _absolute(text, rest[1:].strip())
+    if reserve > granted:
         raise BadSize(f"{text!r} leaves nothing: auto is {gib(granted)} here")
-    return granted - less
+    return granted - reserve
 
 
 def _absolute(text: str, wanted: str) -> int:
@@ -79,7 +79,7 @@ def _unknown(text: str) -> BadSize:
 
 
 def nearest_form(text: str) -> str:
-    """The accepted form that `text` probably meant."""
+    """The accepted form that the user probably meant by `text`."""
     wanted = text.strip().lower().replace("percent", "%")
     match = re.search(r"(\d{1,15}(?:[.,]\d{1,9})?)\s*([kmgt%]?)", wanted)
     if match is None:
@@ -93,4 +93,5 @@ def nearest_form(text: str) -> str:
 
 
 def gib(nbytes: int) -> str:
+    """A number of bytes for people: GiB, or KiB if it is less than a hundredth of a GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 100 else f"{nbytes / 1024:.1f} KiB"

@@ -1,6 +1,6 @@
-"""The device that weights compute on: its memory as this process shares it, and the CUDA runtime behind it.
+"""The GPU that computes: the part of its memory that this process may use, and the CUDA runtime.
 
-Knows bytes and calls, no streams and no contents. None of it is touched on a machine without one.
+Knows bytes and calls, not streams or contents. Nothing here is called on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import torch
 from .errors import prepare_to_swallow, swallow_cuda_error
 from .page_locked import PinBudget
 
-# Most that a context takes before the first tensor; what is in use beyond it belongs to other processes.
+# The most that a CUDA context takes before the first tensor; memory in use beyond it belongs to other processes.
 CONTEXT_NBYTES = 640 << 20
 
 
 class Device:
-    """One device and the share of it that is ours. `cuda` is `torch.cuda`, or a machine that replays its rules.
+    """One GPU and the part of its memory that this process uses. `cuda` is `torch.cuda`, or a simulation of it.
 
-    Opening it makes the context. Other processes' memory is what is in use by then beyond `CONTEXT_NBYTES`; it is
-    taken to stay as it is. `pins` counts the host memory that is page-locked for it.
+    The constructor creates the CUDA context. Memory in use at that time beyond `CONTEXT_NBYTES` counts as memory of
+    other processes, which is assumed to stay constant. `pins` counts the host memory that is page-locked for it.
     """
 
-    def __init__(self, place: torch.device, cuda: Any, clear_error: Callable[[], None] = swallow_cuda_error) -> None:
-        self.place = place
+    def __init__(
+        self, torch_device: torch.device, cuda: Any, clear_error: Callable[[], None] = swallow_cuda_error
+    ) -> None:
+        self.torch_device = torch_device
         self.cuda = cuda
         self.clear_error = clear_error
         self.pins = PinBudget()
@@ -35,57 +37,57 @@ class Device:
 
     @property
     def runtime(self) -> Any:
-        """What pins host memory."""
+        """The CUDA runtime, which pins host memory."""
         return self.cuda.cudart()
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of its arithmetic, as (8, 6)."""
-        properties = self.cuda.get_device_properties(self.place)
+        """The compute capability, such as (8, 6)."""
+        properties = self.cuda.get_device_properties(self.torch_device)
         return properties.major, properties.minor
 
     @property
     def processors(self) -> int:
-        """What runs blocks of threads side by side."""
-        return int(self.cuda.get_device_properties(self.place).multi_processor_count)
+        """The number of streaming multiprocessors."""
+        return int(self.cuda.get_device_properties(self.torch_device).multi_processor_count)
 
     @property
     def available(self) -> int:
-        """Bytes that this process could have: all that others do not, its own context included."""
+        """The bytes that this process can use: all except those of other processes. Includes its own context."""
         return self.total - self._others
 
     @property
     def context_nbytes(self) -> int:
-        """Bytes of ours outside torch's allocator, now: the context, kernels and libraries loaded so far."""
+        """The bytes that this process uses outside torch's allocator now: the context, loaded kernels and libraries."""
         free, total = self.cuda.mem_get_info()
         return max(0, int(total - free - self.cuda.memory_reserved() - self._others))
 
     @property
     def peak(self) -> int:
-        """Most bytes that torch's allocator has reserved since `limit`, and what lies outside it now."""
+        """The peak of what torch's allocator has reserved since `limit`, plus `context_nbytes`."""
         return int(self.cuda.max_memory_reserved()) + self.context_nbytes
 
     def synchronize(self) -> None:
-        """Returns when nothing that the device was asked for is still to be done."""
+        """Returns when the device has finished all submitted work."""
         self.cuda.synchronize()
 
     def give_back(self) -> None:
-        """Frees what torch's allocator keeps for later."""
+        """Frees the memory that torch's allocator caches."""
         self.cuda.empty_cache()
 
     def limit(self, nbytes: int) -> None:
-        """From here on torch's allocator refuses to reserve more than `nbytes`; peaks are counted anew."""
+        """Lets torch's allocator reserve at most `nbytes` from now on, and resets the peak."""
         self.give_back()
         self.cuda.reset_peak_memory_stats()
         self.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self.total))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of the device's memory, its contents unknown."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.place)
+        """An uninitialized uint8 tensor [nbytes] on the device."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
 
 def find_device() -> Device | None:
-    """The current CUDA device; None where there is none."""
+    """The current CUDA device; None on a machine without one."""
     if not torch.cuda.is_available():
         return None
     prepare_to_swallow()

@@ -1,4 +1,8 @@
-"""The family of errors that moedge raises on purpose, each with its exit code, and those of bytes and their tiers."""
+"""The errors that moedge raises on purpose, each with its exit code: the base class and the errors of this floor.
+
+Also recognizes errors that mean that memory ran out, and clears CUDA's pending error. Torch is imported only when a
+function needs it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """What the process ends with; docs/exit-codes.md is the page for people."""
+    """The exit codes of the process; docs/exit-codes.md explains them."""
 
     OK = 0
     BUG = 1
@@ -30,7 +34,7 @@ class ExitCode(IntEnum):
 
     @property
     def advice(self) -> str:
-        """What to do about any error of this code, in one sentence."""
+        """What to do about any error with this code, in one sentence."""
         return _ADVICE[self]
 
 
@@ -51,22 +55,22 @@ _ADVICE = {
 
 
 class MoedgeError(Exception):
-    """An error that moedge foresees and raises on purpose.
+    """An error that moedge raises on purpose.
 
-    The message says what was found, what was wanted and what to do. `exit_code` is what a command ends with that
-    raises it. Every exception class of the package is one of these, except those that never leave it.
+    The message says what was found, what was wanted and what to do. A command that raises it ends with `exit_code`.
+    Every exception class of the package derives from this one, except those that never leave the package.
     """
 
     exit_code: ClassVar[ExitCode] = ExitCode.BUG
 
     @property
     def advice(self) -> str:
-        """What to do about an error of this kind where the message does not say more."""
+        """What to do about an error of this kind if the message does not say it."""
         return self.exit_code.advice
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """The code of an error that moedge foresees, memory that gave out included; BUG for every other."""
+    """The exit code of a MoedgeError; GAVE_OUT if memory ran out; BUG for any other error."""
     if is_out_of_memory(error):
         return ExitCode.GAVE_OUT
     return error.exit_code if isinstance(error, MoedgeError) else ExitCode.BUG
@@ -79,19 +83,19 @@ class BadCheckpoint(MoedgeError):
 
 
 class OutOfBudget(MoedgeError):
-    """More bytes were asked of a tier than its budget holds."""
+    """More bytes are needed of a tier than its budget has."""
 
     exit_code = ExitCode.DOES_NOT_FIT
 
 
 class BadStore(MoedgeError):
-    """A folder that is no finished, sound store of this version; nothing of it was used."""
+    """A folder is not a complete, undamaged store of this version; nothing of it was used."""
 
     exit_code = ExitCode.MODEL
 
 
 class StoreInUse(MoedgeError):
-    """Another process writes the store, or uses it while it was to be written or removed."""
+    """Another process is writing the store, or is using it when it was to be written or removed."""
 
     exit_code = ExitCode.ENVIRONMENT
 
@@ -102,9 +106,9 @@ class DiskFull(MoedgeError):
     exit_code = ExitCode.GAVE_OUT
 
 
-# What torch, CUDA's libraries and Triton say in a RuntimeError. Only the whole phrase counts: other errors of CUDA, and
-# a kernel that wants more shared memory than a GPU has, are mended by no smaller plan.
-_SAID = re.compile(
+# The messages of torch, CUDA's libraries and Triton in a RuntimeError. Only the whole phrase counts: a smaller plan
+# does not help against other CUDA errors, nor against a kernel that needs more shared memory than the GPU has.
+_OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator"
     r"|CUDA (driver )?error: out of memory"
     r"|Triton Error \[CUDA\]: out of memory"
@@ -117,23 +121,23 @@ _SAID = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory gave out: an error of Python's, the system's, torch's, of CUDA's libraries or of Triton.
+    """Whether memory ran out: an error of Python, the system, torch, one of CUDA's libraries or Triton.
 
-    torch's own class is recognized by its name, so that commands that need no torch do not load it; everything
-    else that is not Python's is a RuntimeError that only its text tells from others.
+    torch's own class is recognized by its name, so that commands without torch do not import it. The other libraries
+    raise a RuntimeError that only its message distinguishes from others.
     """
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     if type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 _spare: list[torch.Tensor] = []
 
 
 def prepare_to_swallow() -> None:
-    """Allocates what `swallow_cuda_error` writes to, while there is memory."""
+    """Allocates the tensor that `swallow_cuda_error` writes to, while there is memory."""
     import torch
 
     if not _spare:
@@ -141,10 +145,10 @@ def prepare_to_swallow() -> None:
 
 
 def swallow_cuda_error() -> None:
-    """Launches a kernel that takes the blame for an earlier refusal, such as that of cudaHostRegister.
+    """Clears the pending CUDA error of an earlier call, such as cudaHostRegister, by launching a kernel.
 
-    The runtime keeps the error until the next launch asks for it, and torch does not expose cudaGetLastError. The
-    kernel allocates nothing: an allocator that refuses would do so before the launch, and the error would stay.
+    The runtime keeps the error until the next launch reports it, and torch does not expose cudaGetLastError. The kernel
+    allocates nothing: if the allocator failed, it would do so before the launch, and the error would stay.
     """
     with suppress(RuntimeError):
         prepare_to_swallow()

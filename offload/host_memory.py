@@ -1,4 +1,4 @@
-"""Host memory as a tensor: of exact size, in huge pages, page-locked where a device copies from it.
+"""Host memory of exact size as a tensor, in huge pages; it can be page-locked for copies to a device.
 
 Knows bytes, not what they are for.
 """
@@ -14,7 +14,7 @@ from .page_locked import Pinned, address_of, allocate
 
 
 class HostMemory:
-    """`bytes` is uint8 [nbytes]."""
+    """A block of host memory; `bytes` is its tensor, uint8 [nbytes]."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = allocate(max(1, nbytes))
@@ -31,6 +31,6 @@ class HostMemory:
 
     def pin(self, device: Device, cuts: Sequence[int] = ()) -> Pinned:
         """Page-locks as much of the beginning as the machine and the device's budget allow, in registrations that end
-        at `cuts`; to be closed before the memory goes."""
+        at `cuts` (byte offsets). Close the result before this memory is freed."""
         address = address_of(self._memory)
         return Pinned(device.runtime, address, self.nbytes, device.clear_error, device.pins, cuts)

@@ -1,4 +1,4 @@
-"""How much host memory this process may use and how much it used at most. Torch-free."""
+"""How much host memory this process may use, uses now, and has used at most. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,46 +6,47 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import psutil
 
-# v1 writes "no limit" as the largest multiple of its page size that fits 63 bits; no machine has 2^60 bytes.
+# v1 writes "no limit" as the largest multiple of the page size below 2^63; no machine has 2^60 bytes.
 _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A group that limits memory; `used` is what is charged to it less the page cache that the kernel can drop."""
+    """A cgroup that limits memory, in bytes; `used` excludes the page cache that the kernel can drop."""
 
     folder: Path
     limit: int
     used: int
 
     @property
-    def room(self) -> int:
+    def headroom(self) -> int:
         return self.limit - self.used
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """File names of one version; `stat_prefix` marks the counters of memory.stat that include child groups."""
+    """The file names of one cgroup version; counters of memory.stat that include child groups have `stat_prefix`."""
 
     limits: tuple[str, ...]
     usage: str
     stat_prefix: str
 
 
-# Above memory.high a process is slowed to a crawl instead of being refused, so it is a limit too. Swap limits and v1's
-# soft limit bound nothing that a plan may use.
+# memory.high counts as a limit too: above it the kernel throttles a process severely instead of refusing memory. Swap
+# limits and v1's soft limit do not bound anything that a plan may use.
 _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 _V2 = _Version(("memory.max", "memory.high"), "memory.current", "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """`root` is the group, as /proc/self/cgroup names it, whose folder is mounted at `point`."""
+    """A mounted hierarchy: the folder of group `root`, as /proc/self/cgroup names it, is mounted at `point`."""
 
     version: _Version
     root: PurePosixPath
@@ -53,9 +54,9 @@ class _Mount:
 
 
 def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
-    """Every limiting memory cgroup from the process's own up to the outermost visible one, v1 and v2.
+    """All memory cgroups with a limit, from the process's own to the outermost visible one, v1 and v2.
 
-    `root` stands for `/`. Files that are missing or unreadable limit nothing.
+    `root` replaces `/` in paths. Files that are missing or unreadable set no limit.
     """
     mounts = list(_memory_mounts(root))
     folders = {folder: version for version, path in _own_paths(root) for folder in _folders(version, path, mounts)}
@@ -73,12 +74,12 @@ def _own_paths(root: Path) -> Iterator[tuple[_Version, PurePosixPath]]:
 
 
 def _memory_mounts(root: Path) -> Iterator[_Mount]:
-    """Mounted hierarchies that can hold a memory controller; the line format is in proc_pid_mountinfo(5)."""
+    """The mounted hierarchies that can have a memory controller; proc_pid_mountinfo(5) has the line format."""
     for line in _lines(root / "proc/self/mountinfo"):
-        place, _, source = line.partition(" - ")
+        mount, _, source = line.partition(" - ")
         kind, _, options = source.split(" ", 2)
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            group, point = (_unescaped(field) for field in place.split(" ")[3:5])
+            group, point = (_unescaped(field) for field in mount.split(" ")[3:5])
             yield _Mount(_V2 if kind == "cgroup2" else _V1, PurePosixPath(group), root / point.lstrip("/"))
 
 
@@ -99,7 +100,7 @@ def _upwards(own: Path, point: Path) -> list[Path]:
 
 
 def _longest_tail(path: PurePosixPath, point: Path) -> Path:
-    """Where a namespace hides how path and mount belong together: the longest end of `path` that is mounted."""
+    """The folder of the longest suffix of `path` that exists, for a namespace that hides how path and mount relate."""
     parts = [part for part in path.parts if part not in {"/", ".."}]
     tails = (point.joinpath(*parts[start:]) for start in range(len(parts)))
     return next((folder for folder in tails if folder.is_dir()), point)
@@ -108,7 +109,7 @@ def _longest_tail(path: PurePosixPath, point: Path) -> Path:
 def _group(folder: Path, version: _Version) -> MemoryGroup | None:
     stat = _counters(folder / "memory.stat")
     limits = [_number(folder / name) for name in version.limits]
-    # v1 in a container shows one folder only; this counter still carries the limits of the hidden ancestors.
+    # In a container, v1 shows only one folder; this counter includes the limits of the hidden ancestors.
     limits.append(stat.get("hierarchical_memory_limit"))
     known = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
     if not known:
@@ -118,11 +119,11 @@ def _group(folder: Path, version: _Version) -> MemoryGroup | None:
 
 
 def _reclaimable(stat: dict[str, int], prefix: str) -> int:
-    """Page cache that the kernel drops before it refuses memory, bytes.
+    """The bytes of page cache that the kernel drops before it refuses memory.
 
-    Both lists: a checkpoint that was read twice, or just downloaded, lies in the active one and is dropped all the
-    same. tmpfs is on neither list. Mapped pages are left out: they are mostly code that is running, dropped and
-    read again at a price.
+    Both lists count: a checkpoint that was read twice, or was just downloaded, is on the active one and is dropped as
+    well. tmpfs is on neither list. Mapped pages do not count: they are mostly running code, which would have to be read
+    again.
     """
     cache = stat.get(prefix + "inactive_file", 0) + stat.get(prefix + "active_file", 0)
     mapped = stat.get(prefix + ("mapped_file" if prefix else "file_mapped"), 0)
@@ -135,7 +136,7 @@ def _counters(path: Path) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """None for `max` and for a file that is not there, as in the root group."""
+    """The number in a file; None for `max` and for a missing file, as in the root group."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
@@ -153,36 +154,42 @@ def _unescaped(field: str) -> str:
 
 
 def host_total(root: Path = Path("/")) -> int:
-    """Bytes this process could take if it were alone: the least of RAM, cgroup limits and rlimits."""
+    """The bytes that this process could use if it were alone: the minimum of RAM, cgroup limits and rlimits."""
     limits = [group.limit for group in memory_groups(root)]
     return min([int(psutil.virtual_memory().total), *limits, *(limit for limit, _ in _process_limits())])
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Bytes that can still be taken: the least over the host, every memory cgroup above this process, and rlimits.
+    """The bytes that can still be allocated: the minimum over the host, all cgroups of this process, and rlimits.
 
-    Swap is not counted. `root` stands for `/` where cgroups are looked up.
+    Swap is not counted. `root` replaces `/` in the paths of cgroups.
     """
-    rooms = [group.room for group in memory_groups(root)]
-    rooms += [limit - used for limit, used in _process_limits()]
-    return max(0, min([int(psutil.virtual_memory().available), *rooms]))
+    free = [group.headroom for group in memory_groups(root)]
+    free += [limit - used for limit, used in _process_limits()]
+    return max(0, min([int(psutil.virtual_memory().available), *free]))
 
 
 def host_peak() -> int:
-    """Largest resident size of this process so far, in bytes (VmHWM)."""
+    """The peak resident size of this process so far, in bytes (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmHWM line; a Linux kernel was wanted")
 
 
+def reset_host_peak() -> None:
+    """Lets `host_peak` count from now on (proc_pid_clear_refs(5)); where the kernel forbids it, nothing changes."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def host_resident() -> int:
-    """Resident size of this process now, in bytes."""
+    """The resident size of this process now, in bytes."""
     return _statm()[1]
 
 
 def _process_limits() -> list[tuple[int, int]]:
-    """(limit, used) of this process's own limits that are set: address space and data, bytes."""
+    """(limit, used) in bytes of this process's own rlimits that are set: address space and data."""
     statm = _statm()
     pairs = [(resource.RLIMIT_AS, statm[0]), (resource.RLIMIT_DATA, statm[5])]
     limits = [(resource.getrlimit(kind)[0], used) for kind, used in pairs]
@@ -190,9 +197,9 @@ def _process_limits() -> list[tuple[int, int]]:
 
 
 def _statm() -> list[int]:
-    """Sizes of this process in bytes: total, resident, shared, text, 0, data and stack, 0."""
+    """The sizes of this process in bytes: total, resident, shared, text, 0, data and stack, 0."""
     page = os.sysconf("SC_PAGE_SIZE")
-    # Asked for after every pass: without Python's layers of files it takes a third of the time.
+    # This runs after every pass; os.read takes a third of the time of a Python file object.
     descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return [int(pages) * page for pages in os.read(descriptor, 256).split()]

@@ -1,6 +1,6 @@
-"""Host memory of exact size in huge pages, and its page-locking as far as the machine allows.
+"""Allocates host memory of exact size in huge pages, and page-locks as much of it as the machine allows.
 
-Torch rounds pinned blocks up to powers of two; a slab takes what was planned and no byte more. Torch-free.
+Torch rounds pinned blocks up to powers of two; a slab takes exactly the planned bytes. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 PIN_CHUNK_NBYTES = 256 << 20
-# The limit is found to this much: smaller pieces would cost a copy more per shard than they pin.
+# The limit is found to this precision: with smaller pieces, shards would need more copies for little pinned memory.
 MIN_PIN_NBYTES = 16 << 20
 # cudaErrorHostMemoryAlreadyRegistered.
 ALREADY_REGISTERED = 712
 
 
 class CudaRuntime(Protocol):
-    """The part of `torch.cuda.cudart()` that pins; both return 0 for success."""
+    """The part of `torch.cuda.cudart()` that pins memory; both functions return 0 on success."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any: ...
 
@@ -28,9 +28,9 @@ class CudaRuntime(Protocol):
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Anonymous memory, page-aligned; huge pages make direct reads into it 1.4 times as fast."""
+    """Allocates anonymous, page-aligned memory; huge pages make direct reads into it 1.4 times as fast."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without huge pages; small ones hold the same bytes
+    with suppress(OSError):  # The kernel may lack huge pages; normal pages work too.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -40,7 +40,7 @@ def address_of(memory: mmap.mmap) -> int:
 
 
 class PinBudget:
-    """How much host memory the process may page-lock, all uses together; `most` is None where no limit is known."""
+    """How many bytes of host memory the process may page-lock in total; `most` is None if no limit is known."""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most
@@ -51,12 +51,12 @@ class PinBudget:
 
 
 class Pinned:
-    """The page-locked beginning of a slab, in pieces registered one by one until the machine refuses.
+    """The page-locked beginning of a slab, in pieces that are registered one by one until the machine refuses.
 
-    Registrations end at `cuts` (ascending, multiples of the page size, the last one `nbytes`), as large as
-    `PIN_CHUNK_NBYTES` allows: what lies between two cuts is never in two of them. `budget` counts what is locked.
-    `clear_error` must swallow the CUDA error that a refusal leaves behind: it would be raised by the next kernel
-    launched anywhere. Give `swallow_cuda_error`. Raises RuntimeError where something is registered there already.
+    Registrations are up to `PIN_CHUNK_NBYTES` long and end at `cuts` (ascending, multiples of the page size, the last
+    one `nbytes`): no two registrations share the bytes between two cuts. `budget` counts the locked bytes.
+    `clear_error` must clear the CUDA error that a refusal leaves pending, which the next kernel launch would raise;
+    pass `swallow_cuda_error`. Raises RuntimeError if part of the slab is registered already.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Pinned:
             chunk_nbytes, refused = chunk_nbytes // 2, min(refused, size)
 
     def _next_size(self, nbytes: int, chunk_nbytes: int, cuts: Sequence[int]) -> int:
-        """A chunk, rounded down to the last cut in it; where none is, all up to the next one."""
+        """The bytes of a chunk up to the last cut in it, or up to the next cut if no cut is in it."""
         if not cuts:
             return min(chunk_nbytes, nbytes - self.nbytes)
         following = bisect_right(cuts, self.nbytes + chunk_nbytes)
@@ -108,8 +108,8 @@ class Pinned:
         return True
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The run [begin, end) cut where registrations meet: one copy may not read from two of them, nor from a
-        registered and an unregistered page (cuMemcpy: CUDA_ERROR_INVALID_VALUE)."""
+        """Splits the bytes [begin, end) at the bounds of registrations: one copy may not read from two of them, nor
+        from registered and unregistered pages (cuMemcpy: CUDA_ERROR_INVALID_VALUE)."""
         while begin < end:
             following = bisect_right(self._begins, begin)
             bound = self._begins[following] if following < len(self._begins) else max(self.nbytes, begin)
@@ -118,7 +118,7 @@ class Pinned:
             begin = last
 
     def close(self) -> None:
-        """Unregisters every piece; an address reused while registered could never be pinned again."""
+        """Unregisters every piece. An address that is reused while it is registered could never be pinned again."""
         while self._begins:
             self._runtime.cudaHostUnregister(self._address + self._begins.pop())
         self._budget.taken -= self.nbytes

@@ -1,4 +1,4 @@
-"""Numbers in few bits: weight formats, packed matrices and products with them.
+"""Quantization: weight and KV cache formats, packed matrices, and matmuls with them.
 
-Knows no files, places, layers or models.
+Knows no files, tiers, layers or models.
 """

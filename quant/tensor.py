@@ -1,29 +1,55 @@
-"""A packed matrix: a layout and the views that it makes of one flat buffer. Knows no place and no owner of bytes."""
+"""Packed matrices: one flat buffer cut into planes, and the codec of each weight format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Self
+from types import MappingProxyType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from .formats.codec import CODECS
+from .formats import int4, int8, nf4, plain
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
 from .formats.format import ALIGNMENT, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
-# Below this torch runs an operation in the calling thread, and a core's cache holds the chunk's float32 copies.
-# Packing takes forty operations per chunk: were they shared among threads, each would end in a barrier, and one busy
-# neighbour on the machine would then slow packing down ten to a hundred times (bench/pack.py).
+
+class Codec(Protocol):
+    """Converts n consecutive rows of a matrix [N, K] to the same rows of its planes, and back.
+
+    `planes` are in the order of the format's rules and have R rows, n rounded up to whole blocks. `wide` is float32
+    scratch [R, scratch.wide_columns].
+    """
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+        """Fills the planes from `weight` [n, K], finite, with any strides."""
+
+    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+        """Writes the rows into `out` [n, K], contiguous, of any weight dtype."""
+
+    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Unpacks the rows without the scales that are cheaper to apply to a product; returns (matrix, scales).
+
+        The matrix [n, K], of any strides, is in the memory of `out`, scratch [R, K]. `scales` [n] are the factors per
+        row that are still to be applied; None if the matrix has all of them.
+        """
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "int4": int4, "nf4": nf4})
+
+
+# Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.
+# Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
+# process on the machine would then make packing ten to a hundred times slower (`bench.micro pack`).
 CHUNK = 1 << 15
 
 
 def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
-    """Runs of whole blocks of rows of a matrix [N, K], of fewer than CHUNK numbers each where a block allows."""
+    """Slices of whole blocks of rows of a matrix [N, K], each of fewer than CHUNK numbers unless one block has more."""
     num_rows, num_columns = shape
     rows = max(1, (CHUNK - 1) // num_columns // row_block) * row_block
     return (slice(start, start + rows) for start in range(0, num_rows, rows))
@@ -31,9 +57,10 @@ def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A matrix [N, K] in few bits, always row-major: who multiplies x @ w packs the transpose of w.
+    """A packed matrix [N, K], always row-major: to multiply x @ w, pack the transpose of w.
 
-    It owns nothing: new bytes in the buffer are a new matrix, so a slot that receives one after another is bound once.
+    It does not own its bytes: new bytes in the buffer are a new matrix, so a slot that is filled repeatedly is bound
+    once.
     """
 
     layout: Layout
@@ -41,7 +68,7 @@ class PackedTensor:
 
     @classmethod
     def bind(cls, layout: Layout, buffer: Tensor) -> Self:
-        """Views of `buffer`, uint8 [layout.nbytes], without a copy. Raises FormatError if it does not fit."""
+        """Makes views of `buffer`, uint8 [layout.nbytes], without a copy. Raises FormatError if it does not fit."""
         if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,) or buffer.data_ptr() % ALIGNMENT:
             raise FormatError(
                 f"A buffer {list(buffer.shape)} of {buffer.dtype} at address {buffer.data_ptr():#x} was found;"
@@ -51,7 +78,7 @@ class PackedTensor:
 
     @classmethod
     def wrap(cls, weight: Tensor) -> Self:
-        """A contiguous float matrix [N, K] where it lies, in format `none`; as of an embedding that is also a head."""
+        """A contiguous float matrix [N, K] in format `none`, without a copy; for an embedding that is also the head."""
         layout = get_format("none").layout((weight.shape[0], weight.shape[1]), dtype_name(weight.dtype))
         return cls(layout, (weight,))
 
@@ -60,7 +87,7 @@ class PackedTensor:
         return self.layout.shape
 
     def rows(self, rows: slice) -> tuple[Tensor, ...]:
-        """The planes of a run of rows that starts at a block; to the end of its last block."""
+        """The planes of a slice of rows that starts at a block, up to the end of its last block."""
         block = self.layout.row_block
         stop = -(-min(rows.stop, self.shape[0]) // block) * block
         return tuple(
@@ -72,7 +99,7 @@ class PackedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix that was packed; computing may use another."""
+        """The dtype of the matrix that was packed; products may use another one."""
         return torch_dtype(self.layout.dtype)
 
     @property
@@ -80,9 +107,9 @@ class PackedTensor:
         return self.layout.nbytes
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K], in `out` if given (contiguous, of any weight dtype), else new in its own dtype.
+        """The matrix [N, K], in `out` if given (contiguous, any weight dtype), else in a new tensor of its own dtype.
 
-        Raises FormatError if `out` cannot take it.
+        Raises FormatError if `out` does not fit.
         """
         if out is None:
             out = self.planes[0].new_empty(self.shape, dtype=self.dtype)
@@ -98,10 +125,10 @@ class PackedTensor:
 
 
 def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
-    """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums agree.
+    """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums are equal.
 
-    Works in the calling thread, whatever the number of torch's threads. Raises FormatError if weight, layout
-    and buffer do not match or weights are NaN or infinite.
+    Runs on the calling thread, whatever the number of torch's threads. Raises FormatError if weight, layout and buffer
+    do not match, or if weights are NaN or infinite.
     """
     if tuple(weight.shape) != layout.shape or weight.dtype != torch_dtype(layout.dtype):
         raise FormatError(
@@ -112,7 +139,7 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
         count = weight.numel() - int(weight.isfinite().sum())
         raise FormatError(
             f"{count} NaN or infinite weights were found in a matrix {list(weight.shape)}; finite ones are wanted."
-            " The checkpoint is damaged or was saved from a diverged run: get it anew."
+            " The checkpoint is damaged or was saved from a diverged run: download it again or use another one."
         )
     packed = PackedTensor.bind(layout, buffer)
     for plane, following in zip(layout.planes, (*layout.planes[1:], None), strict=True):
@@ -131,9 +158,9 @@ def pack(weight: Tensor, format_name: str) -> PackedTensor:
 
 
 def view(buffer: Tensor, plane: Plane) -> Tensor:
-    """The plane's tensor over `buffer`, uint8 and flat.
+    """The plane's tensor, a view of `buffer` (uint8, flat).
 
-    By as_strided, since slicing and reshaping would cost twice as much, thousands of times per pass.
+    Uses as_strided, since slicing and reshaping take twice as long and this runs thousands of times per pass.
     """
     typed = buffer.view(torch_dtype(plane.dtype))
     offset = buffer.storage_offset() + plane.offset
@@ -142,20 +169,21 @@ def view(buffer: Tensor, plane: Plane) -> Tensor:
 
 @cache
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor; a model has a handful of shapes."""
+    """The strides of a contiguous tensor; cached, since a model has a handful of shapes."""
     return tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as bfloat16."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As `format` writes it: bfloat16, not torch.bfloat16."""
+    """The name of a dtype as layouts have it: bfloat16, not torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
-# By the name in options, and by that of safetensors.
+# torch's dtypes by their names in options, and by their names in safetensors.
 TORCH_DTYPES = {name: torch_dtype(each.name) for name, each in OPTION_DTYPES.items()}
 SAFETENSORS_DTYPES = {each.safetensors: torch_dtype(each.name) for each in DTYPES.values()}

@@ -1,4 +1,4 @@
-"""Part `races`: streamed places are poisoned before every copy, and compute is held up; CUDA's own checker, too."""
+"""Part `races`: streamed slots are poisoned before every copy, and compute is held up; CUDA's own checker, too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from checks import device_for_run, tiny_case
-from report import Report
 
+from bench.gpu.checks import device_for_run, tiny_case
+from bench.gpu.report import Report
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 ROOT = Path(__file__).parents[2]
 POISON = 0xFF
@@ -48,28 +49,25 @@ def _poisoned(family: str, quant: str, fake: bool) -> dict[str, Any]:
 
 
 class _PoisonedLane(CudaLane):
-    """Whoever reads a place too early, or not all of it was copied, reads NaN."""
+    """Whoever reads a slot too early, or not all of it was copied, reads NaN."""
 
     num_poisoned = 0
 
-    def copy(self, begin: int, place: Any, after: Any) -> Any:
+    def copy(self, begin: int, slot: Any, after: Any) -> Any:
         if after is not None:
             self._side.wait_event(after)
-        # On the fake device every copy poisons its place by itself, when the copy begins.
+        # On the fake device every copy poisons its slot by itself, when the copy begins.
         if torch.cuda.is_available():
             with self._cuda.stream(self._side):
-                self._memory[place.offset : place.offset + place.nbytes].fill_(POISON)
-        _PoisonedLane.num_poisoned += place.nbytes
-        return super().copy(begin, place, after)
+                self._memory[slot.offset : slot.offset + slot.nbytes].fill_(POISON)
+        _PoisonedLane.num_poisoned += slot.nbytes
+        return super().copy(begin, slot, after)
 
 
 @contextmanager
 def _poisoning() -> Iterator[None]:
-    before, lanes.CudaLane = lanes.CudaLane, _PoisonedLane  # type: ignore[misc]
-    try:
+    with patch.object(lanes, "CudaLane", _PoisonedLane):
         yield
-    finally:
-        lanes.CudaLane = before  # type: ignore[misc]
 
 
 def _sanitize(tool: str, fake: bool) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""options"""
+"""What can be typed: options and their checks, defaults from files and the environment, the process's setup."""

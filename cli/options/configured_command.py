@@ -30,7 +30,7 @@ _MOST_NBYTES = 1 << 20
 
 
 class ConfigError(MoedgeError):
-    """A setting is unknown or wrong; the message begins with where it is."""
+    """A setting is unknown or invalid; the message begins with its origin."""
 
     exit_code = ExitCode.USAGE
 
@@ -57,14 +57,14 @@ class Entry:
 
 
 def config_paths() -> tuple[Path, Path]:
-    """The user's file and the one of the current folder, which counts for more."""
+    """The user's file and the one of the current folder, which overrides it."""
     from platformdirs import user_config_path
 
     return user_config_path("moedge") / PROJECT_FILE, Path(PROJECT_FILE)
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Nothing where there is no file. Raises ConfigError."""
+    """Reads a settings file; returns [] if it does not exist. Raises ConfigError."""
     text = _text(path)
     try:
         document = tomllib.loads(text)
@@ -76,7 +76,7 @@ def read_entries(path: Path) -> list[Entry]:
 def _text(path: Path) -> str:
     try:
         if not stat.S_ISREG((status := os.stat(path)).st_mode) or status.st_size > _MOST_NBYTES:
-            raise ConfigError(f"{path}: a regular file of at most 1 MiB was wanted")
+            raise ConfigError(f"{path}: expected a regular file of at most 1 MiB")
         return path.read_bytes().decode()
     except FileNotFoundError:
         return ""
@@ -108,7 +108,7 @@ def _entry(command: str, key: str, value: Any, path: Path, line: int | None, tab
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """The line of every key by table. TOML's own reader keeps none; a table that is written inline is not found."""
+    """The line of every key by table. tomllib records no lines; keys of inline tables are not found."""
     found: dict[tuple[str, str], int] = {}
     table = ""
     for number, line in enumerate(text.split("\n"), start=1):
@@ -144,7 +144,7 @@ class Setting:
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command whose options may be set outside of the command line; it says which were."""
+    """A command whose options may be set by files and variables; it prints those that were."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Adds --profile to its options."""
@@ -153,7 +153,7 @@ class ConfiguredCommand(TyperCommand):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its options that may be set elsewhere, by key."""
+        """The options that files and variables may set, by key."""
         named = ((str(getattr(option, "envvar", None) or ""), option) for option in self.params)
         return {_key(name): option for name, option in named if name.startswith(PREFIX)}
 
@@ -178,7 +178,7 @@ class ConfiguredCommand(TyperCommand):
         return rest
 
     def settings(self, ctx: Any, profile: str | None = None) -> Iterator[Setting]:
-        """What every option is where no flag says otherwise, in a profile of the files. Raises ConfigError."""
+        """Yields every option with its value and origin, without flags, in a profile. Raises ConfigError."""
         commands = configured_commands(ctx.find_root().command)
         _warn_of_unknown_variables(commands)
         profile = profile or os.environ.get(PROFILE_VARIABLE) or None
@@ -223,7 +223,7 @@ def _profile_option() -> list[Any]:
 
 
 def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
-    """By full name, as "jobs resume"."""
+    """Maps full names, such as "jobs resume", to commands."""
     found = {}
     for name, command in root.commands.items():
         if isinstance(command, ConfiguredCommand):
@@ -234,7 +234,7 @@ def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
 
 
 def _checked(path: Path, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> list[Entry]:
-    """Entries of a file, the stronger ones last. Checks all of them, whomever they are for."""
+    """All entries of a file in increasing precedence, checked whichever command they are for."""
     entries = read_entries(path)
     for entry in entries:
         _check(entry, commands, ctx)
@@ -245,7 +245,7 @@ def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) ->
     tables = {command.table for command in commands.values()} - {""}
     if entry.command and entry.command not in tables:
         tables |= set(CONDITIONAL)
-        raise ConfigError(f"{entry.origin}: there is no table [{entry.command}]{_nearest(entry.command, tables)}")
+        raise ConfigError(f"{entry.origin}: unknown table [{entry.command}]{_nearest(entry.command, tables)}")
     meant = [command.options for command in commands.values() if entry.command in ("", command.table)]
     keys = {key for options in meant for key in options}
     if entry.key not in keys:
@@ -259,7 +259,7 @@ def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) ->
 def _check_value(entry: Entry, option: Any, ctx: Any) -> None:
     found = f"{entry.origin}: {entry.key} = {_shown(entry.value)}"
     if option.is_flag != isinstance(entry.value, bool):
-        raise ConfigError(f"{found}; wanted {'true or false' if option.is_flag else 'a value, not a truth'}")
+        raise ConfigError(f"{found}; wanted {'true or false' if option.is_flag else 'a value, not true or false'}")
     if not isinstance(entry.value, str | int | float):
         raise ConfigError(f"{found}; wanted one value")
     if option.is_flag:
@@ -272,7 +272,7 @@ def _check_value(entry: Entry, option: Any, ctx: Any) -> None:
 
 
 def _meaning(option: Any, text: str, ctx: Any, found: str) -> Any:
-    """What an option makes of a text. Raises ConfigError, which begins with `found`."""
+    """Parses a text as the value of an option. Raises ConfigError, which begins with `found`."""
     try:
         return option.process_value(ctx, text)
     except typer.BadParameter as error:
@@ -309,7 +309,7 @@ def _refuse_unknown_profile(profile: str | None, entries: list[Entry]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    # The separator is what is most often mistaken, so it counts for nothing.
+    # The separator is the most frequent mistake, so it is ignored.
     plain = {key.replace("_", "-"): key for key in known}
     near = difflib.get_close_matches(name.replace("_", "-"), plain, n=1)
     return f"; nearest: {plain[near[0]]}" if near else f"; known are {', '.join(sorted(known))}"

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ...moe.streaming_mode import ExpertOptions
     from ...runtime.settings.budgets import Budgets
 
-# More than `auto` may keep free.
+# More bytes than `auto` keeps free on any machine.
 _ANY_MACHINE = 1 << 62
 
 
 def _size(text: str) -> str:
-    """Checks a size and returns its text: how many bytes it is depends on the machine."""
+    """Checks a size and returns its text; its bytes depend on the machine."""
     try:
         parse_size(text, _ANY_MACHINE, _ANY_MACHINE)
     except BadSize as error:

@@ -1,4 +1,4 @@
-"""Signals that ask for a stop: at once while nothing can be lost, after the pass while rows are in work."""
+"""Handles signals that stop a job: at once while no rows run, after the pass while rows run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CODES = {
 
 
 class Stopped(BaseException):
-    """A signal came while nothing was in work."""
+    """A signal came while no rows were running."""
 
     def __init__(self, code: ExitCode) -> None:
         super().__init__(code)
@@ -27,9 +27,9 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While open, a signal ends what runs with `Stopped`; within `deferred`, `requested` is its exit code instead.
+    """While open, a signal raises `Stopped`; within `deferred`, `requested` is its exit code instead.
 
-    A second signal ends the process at once: what was confirmed is on disk, and no cleanup may hold it up.
+    A second signal ends the process at once: confirmed rows are on disk, and no cleanup may delay the exit.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class StopSignals:
             self._deferred = False
 
     def __enter__(self) -> StopSignals:
-        # What was ignored before stays so: that is how nohup keeps a job alive.
+        # Ignored signals stay ignored: nohup keeps a job alive this way.
         caught = [number for number in _CODES if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self

@@ -1,1 +1,1 @@
-"""views"""
+"""What is printed: plans, jobs, progress and findings as terminal text or as JSON events."""

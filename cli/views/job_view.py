@@ -1,9 +1,10 @@
-"""A batch job as a person sees it on the terminal: its states, its progress, its numbers. All of it on stderr."""
+"""Shows a batch job on the terminal: its states, progress and numbers. Everything goes to stderr."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...offload.errors import ExitCode
+from ...runtime.api.batch import JobObserver, run_job
+from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.summary import Percentiles, RunSummary
@@ -18,9 +21,9 @@ from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
+from ...runtime.settings.formatting import duration, gib, kernel_lines
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
-from .formatting import duration, gib, kernel_lines
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
 
 
@@ -38,7 +41,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("rows", f"{rows.ok:,} answered, {rows.failed:,} failed"),
         ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
         ("speed", f"{speed.generated_tok_s or 0:,.1f} tok/s generated, {speed.prompt_tok_s or 0:,.1f} tok/s prompt"),
-        ("time", f"{duration(summary.seconds.total or 0)}, {duration(summary.seconds.load or 0)} of it loading"),
+        ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
         ("first token", _percentiles(latency.ttft_s)),
         ("per token", _percentiles(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
@@ -74,8 +77,8 @@ def _percentiles(values: Percentiles) -> str:
     return f"p50 {values.p50:.3g} s, p99 {values.p99:.3g} s"
 
 
-class JobView:
-    """Runs a job, state by state, and says what it does, in the style that was asked for."""
+class JobView(JobObserver):
+    """Runs a job, state by state, and reports it in the requested style."""
 
     def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
         as_json = output_format is Format.JSON
@@ -83,44 +86,68 @@ class JobView:
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
         self._style = Progress.NONE if quiet or as_json else progress
         self._events = Events(as_json)
+        self._signals = StopSignals()
+        self._bar: ProgressView = NoProgress()
+        self._eta: Eta | None = None
+        self._num_rows = self._said = 0
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
-        with StopSignals() as signals:
+        with self._signals:
             try:
-                return self._run(request, summary_path, signals)
+                ended = run_job(request, self)
             except Stopped as stopped:
                 self._say("Stopped before the first row started.")
                 self._events.emit("stopped", reason="signal", id=None, done=0)
                 return stopped.code
+            return self._report(ended, summary_path)
 
-    def _run(self, request: BatchRequest, summary_path: Path | None, signals: StopSignals) -> ExitCode:
-        with Checked.open(request) as checked:
-            running = None if checked.finished else self._prepare(checked).run()
-            with signals.deferred():
-                ended = checked.publish() if running is None else self._generate(checked, running, signals)
+    def _report(self, ended: Ended, summary_path: Path | None) -> ExitCode:
         if summary_path is not None:
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
             self._console.print(summary_table(ended.summary))
-        if ended.reason is None:
-            return self._conclude(ended)
-        return self._stopped(ended, checked.preflight.num_rows, signals.requested)
+        return self._conclude(ended) if ended.reason is None else self._stopped(ended)
 
-    def _prepare(self, checked: Checked) -> Loaded:
+    def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
+        self._num_rows = found.num_rows
         self._say(found.report(checked.request.lenient))
         if checked.claim.job_id is not None:
             left = found.num_rows - done
             self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
-        measured = checked.measure()
+
+    def measured(self, measured: Measured) -> None:
         self._say_size(measured)
-        planned = measured.plan()
-        self._say_plan(planned, done)
-        loaded = planned.load()
-        self._say_fallbacks(loaded.policy, 0)
+
+    def planned(self, planned: Planned) -> None:
+        self._say_plan(planned, planned.measured.checked.claim.num_done)
+
+    def loaded(self, loaded: Loaded) -> None:
+        self._say_fallbacks(loaded.policy)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)
-        return loaded
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._signals.deferred():
+            yield
+
+    @contextmanager
+    def running(self, running: Running) -> Iterator[None]:
+        self._eta = running.eta()
+        with self._progress(self._eta.total) as self._bar:
+            yield
+
+    def after_pass(self, running: Running) -> str | None:
+        assert self._eta is not None
+        self._say_fallbacks(running.policy)
+        committed = running.session.committed
+        self._eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
+        self._bar.show(self._eta)
+        if self._signals.requested is None:
+            return None
+        self._say("Stopping after this pass... (Ctrl-C again to quit now)")
+        return "signal"
 
     def _say_size(self, measured: Measured) -> None:
         size, context = measured.size, measured.checked.source.shape.context
@@ -157,26 +184,12 @@ class JobView:
         for line in _estimate(planned.chosen):
             self._say(line)
 
-    def _generate(self, checked: Checked, running: Running, signals: StopSignals) -> Ended:
-        eta = running.eta()
-        with self._progress(eta.total) as progress:
-            said = len(running.policy.made)
-            for _ in running.passes():
-                said = self._say_fallbacks(running.policy, said)
-                committed = running.session.committed
-                eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
-                progress.show(eta)
-                if signals.requested is not None:
-                    self._say("Stopping after this pass... (Ctrl-C again to quit now)")
-                    break
-        return running.end("signal" if signals.requested is not None else None)
-
-    def _say_fallbacks(self, policy: FallbackPolicy, said: int) -> int:
-        """What memory took from the plan after the first `said` fallbacks; returns how many there are now."""
-        for each in policy.made[said:]:
+    def _say_fallbacks(self, policy: FallbackPolicy) -> None:
+        """Reports the fallbacks that were applied since the last call."""
+        for each in policy.applied[self._said :]:
             self._say(str(each))
-            self._events.emit("given_up", what=each.what, before=each.before, after=each.after, cause=each.cause)
-        return len(policy.made)
+            self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
+        self._said = len(policy.applied)
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style
@@ -205,10 +218,10 @@ class JobView:
             return ExitCode.SOME_ROWS_FAILED
         return ExitCode.OK
 
-    def _stopped(self, ended: Ended, num_rows: int, requested: ExitCode | None) -> ExitCode:
-        done, job_id = ended.summary.rows.total, ended.session.job_id
+    def _stopped(self, ended: Ended) -> ExitCode:
+        done, job_id, requested = ended.summary.rows.total, ended.session.job_id, self._signals.requested
         why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
-        self._say(f"{why}: {done:,} of {counted(num_rows, 'row')} done ({ended.paths.partial}).")
+        self._say(f"{why}: {done:,} of {counted(self._num_rows, 'row')} done ({ended.paths.partial}).")
         self._say(f"Resume with the same command, or: moedge jobs resume {job_id}")
         self._events.emit("stopped", reason=ended.reason, id=job_id, done=done)
         return requested or ExitCode.STOPPED

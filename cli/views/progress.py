@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, a line every ten seconds elsewhere, events for scripts, or nothing."""
+"""Shows the progress of a job: a bar on a terminal, lines every ten seconds elsewhere, events for scripts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from ...runtime.jobs.eta import Eta
-from .formatting import clock, duration, gib
+from ...runtime.settings.formatting import clock, duration, gib
 
 
 class SafeStream:
-    """What rich and print need of a text stream; after the first failure nothing is written any more."""
+    """The part of a text stream that rich and print use; writes nothing after the first failure."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -46,11 +46,11 @@ class SafeStream:
         return self._stream.fileno()
 
 
-SCHEMA = "moedge.events/2"
+SCHEMA = "moedge.events/3"
 
 
 class Events:
-    """Prints events, or nothing where nobody asked for them."""
+    """Prints events if `wanted`."""
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
@@ -62,7 +62,7 @@ class Events:
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"schema": SCHEMA, "event": event, "at": at, **facts}, allow_nan=False)
         self._stream.write(line + "\n")
-        # A line at a time, whatever the pipe: whoever reads it wants to know now.
+        # Flush every line: a pipe would buffer it, and its reader needs it now.
         self._stream.flush()
 
 
@@ -92,7 +92,7 @@ class NoProgress:
 
 
 class SeldomProgress(NoProgress):
-    """Shows when `interval_s` seconds have passed since the last time."""
+    """Shows progress at most every `interval_s` seconds."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s

@@ -1,1 +1,1 @@
-"""Checkpoint folders as hostile bytes: headers, index and files, checked before anything is believed. Torch-free."""
+"""Reads checkpoint folders as untrusted input: headers, index and files are checked before use. Torch-free."""

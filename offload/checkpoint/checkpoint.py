@@ -1,22 +1,63 @@
-"""The safetensors files of a checkpoint folder: which tensor lies where, and its bytes.
-
-Reads with `pread`, never mmap: a mapped file counts against a container's memory, dies with SIGBUS when it is
-truncated, and shows edits made under it. Pickle files are refused, there is no flag. Torch-free.
-"""
+"""A checkpoint folder, which is untrusted: files below it only, the index, tensors and their bytes."""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import BadCheckpoint
-from .folder_file import open_inside, read_inside
 from .header import MAX_TENSORS, TensorEntry, header_nbytes, parse_header
 from .json_object import described, load_object
+
+
+def open_inside(folder: Path, name: str) -> int:
+    """Opens a regular file in `folder` for reading and returns its descriptor; `name` has no path separator.
+
+    A link may point into the folder, or to the blobs of the hub cache if the folder is a snapshot of it. Any other link
+    would let a checkpoint read any file of the machine. Raises BadCheckpoint.
+    """
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        if not any(real.is_relative_to(root) for root in _roots(folder.resolve(strict=True))):
+            raise BadCheckpoint(f"{path} is a link to {real}, wanted a file in the folder; copy it there")
+        # Without O_NONBLOCK, opening a pipe waits for its other end.
+        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path} is missing; download the checkpoint again") from None
+    except (OSError, RuntimeError) as error:
+        raise BadCheckpoint(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadCheckpoint(f"{path} is a folder, pipe or device, wanted a file")
+    return descriptor
+
+
+def read_inside(folder: Path, name: str, most: int) -> bytes:
+    """The bytes of a file that has at most `most` of them. Raises BadCheckpoint."""
+    descriptor = open_inside(folder, name)
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise BadCheckpoint(f"{folder / name}: {os.path.getsize(folder / name)} bytes, at most {most} are read")
+    return data
+
+
+def blob_id(folder: Path, name: str) -> str | None:
+    """The hub's hash of a file that is a link into the blobs of a cache; None for any other file."""
+    real = (folder / name).resolve()
+    return real.name if real.parent in _roots(folder.resolve())[1:] else None
+
+
+def _roots(folder: Path) -> list[Path]:
+    """The folders that links may point into: models--x/snapshots/REVISION has its bytes in models--x/blobs."""
+    return [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_NBYTES = 32 << 20
@@ -26,7 +67,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 
 
 def read_index(folder: Path) -> Mapping[str, str] | None:
-    """File by tensor; None where the folder has no index. Raises BadCheckpoint."""
+    """The file of each tensor, by name; None if the folder has no index. Raises BadCheckpoint."""
     path = folder / INDEX
     if not os.path.lexists(path):
         return None
@@ -48,24 +89,24 @@ def read_index(folder: Path) -> Mapping[str, str] | None:
 
 
 def check_index(weight_map: Mapping[str, str], file_of: Mapping[str, str]) -> None:
-    """Raises BadCheckpoint unless every tensor is where the index says, and in the index."""
+    """Raises BadCheckpoint unless every tensor is in the index, and in the file that the index names."""
     wrong = [name for name, file in weight_map.items() if file_of.get(name) != file]
     extra = [name for name in file_of if name not in weight_map]
     if wrong or extra:
         raise BadCheckpoint(
-            f"{INDEX} and the files disagree: {len(wrong)} tensors are not where it says (first: {_some(wrong)}), "
-            f"{len(extra)} are not in it (first: {_some(extra)})"
+            f"{INDEX} and the files disagree: {len(wrong)} tensors are in another file (first: {_some(wrong)}), "
+            f"{len(extra)} are not in the index (first: {_some(extra)})"
         )
 
 
 def _weight_map(data: bytes, path: Path) -> dict[str, Any]:
     # Before parsing: an index has few lists and objects, and a comma for every tensor.
     if data.count(b"{") + data.count(b"[") > 1000 or data.count(b",") > MAX_TENSORS + 1000:
-        raise BadCheckpoint(f"{path}: no index of at most {MAX_TENSORS} tensors")
+        raise BadCheckpoint(f"{path} is not an index of at most {MAX_TENSORS} tensors")
     try:
         weight_map = load_object(data).get("weight_map")
     except ValueError as error:
-        raise BadCheckpoint(f"{path}: not the JSON of an index ({error})") from None
+        raise BadCheckpoint(f"{path} is not the JSON of an index ({error})") from None
     if not isinstance(weight_map, dict):
         raise BadCheckpoint(f"{path}: weight_map is {described(weight_map)}, wanted files by tensor name")
     return weight_map
@@ -85,9 +126,10 @@ def has_weights(folder: Path) -> bool:
 
 
 class Checkpoint:
-    """All tensors of a checkpoint; open files until `close`.
+    """All tensors of a checkpoint. Its files stay open until `close`.
 
-    Raises BadCheckpoint, naming file, found and wanted, for anything that is not a complete set of safetensors files.
+    Raises BadCheckpoint, which names the file, what was found and what was wanted, unless the folder has a complete
+    set of safetensors files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,19 +149,21 @@ class Checkpoint:
         return self._file_of[name]
 
     def read_into(self, name: str, target: memoryview, begin: int = 0) -> None:
-        """Fills `target` from byte `begin` of the tensor on."""
+        """Fills `target` with the bytes of the tensor from byte `begin` on."""
         entry, file = self.entries[name], self._file_of[name]
         if begin < 0 or begin + len(target) > entry.nbytes:
-            raise ValueError(f"{len(target)} bytes from {begin} on of {name!r}, which has {entry.nbytes}")
+            raise ValueError(
+                f"{len(target)} bytes from byte {begin} on were wanted of {name!r}, which has {entry.nbytes}"
+            )
         position = 0
         while position < len(target):
             read = os.preadv(self._descriptors[file], [target[position:]], entry.begin + begin + position)
             if read <= 0:
-                raise BadCheckpoint(f"{file}: ends inside tensor {name!r}; it changed while it was read")
+                raise BadCheckpoint(f"{file} ends inside tensor {name!r}; it changed while it was read")
             position += read
 
     def unchanged(self) -> bool:
-        """Whether every file is still the one that was opened, with the size and the time of change that it had."""
+        """Whether every file is still the one that was opened, with the same size and modification time."""
         return all(self._is_unchanged(file) for file in self._descriptors)
 
     def close(self) -> None:
@@ -149,7 +193,9 @@ class Checkpoint:
     def _open_all(self) -> None:
         index = read_index(self.folder)
         if index is None and not os.path.lexists(self.folder / SINGLE):
-            raise BadCheckpoint(f"{self.folder / SINGLE} is missing{_pickle_hint(self.folder)}; wanted it or an index")
+            raise BadCheckpoint(
+                f"{self.folder / SINGLE} is missing{_pickle_hint(self.folder)}; wanted this file or an index"
+            )
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._open(file)
         if index is not None:
@@ -160,7 +206,7 @@ class Checkpoint:
         self._opened[file] = os.fstat(descriptor)
         for name, entry in parse_header(*read_header(descriptor, file), file).items():
             if name in self.entries:
-                raise BadCheckpoint(f"tensor {described(name)} stands in both {self._file_of[name]} and {file}")
+                raise BadCheckpoint(f"tensor {described(name)} is in both {self._file_of[name]} and {file}")
             self.entries[name] = entry
             self._file_of[name] = file
         if len(self.entries) > MAX_TENSORS:
@@ -173,7 +219,7 @@ def read_header(descriptor: int, file: str) -> tuple[bytes, int]:
     length = header_nbytes(os.pread(descriptor, 8, 0), file_nbytes, file)
     header = os.pread(descriptor, length, 8)
     if len(header) != length:
-        raise BadCheckpoint(f"{file}: ends inside its header; it changed while it was read")
+        raise BadCheckpoint(f"{file} ends inside its header; it changed while it was read")
     return header, file_nbytes
 
 

@@ -1,7 +1,7 @@
-"""A strict reader of safetensors headers: every byte of the file accounted for, once, or a refusal.
+"""A strict reader of safetensors headers: every byte of the file belongs to exactly one tensor, or it is refused.
 
-Stricter than the library, which accepts duplicate names, unknown fields and names like `../x`. Knows the file
-format only (https://huggingface.co/docs/safetensors), no model. Torch-free.
+It is stricter than the library, which accepts duplicate names, unknown fields and names like `../x`. Knows only the
+file format (https://huggingface.co/docs/safetensors), not models. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from ..errors import BadCheckpoint
 from .json_object import described, load_object
 
-# The largest checkpoints hold 92,000 tensors in 11 MB of headers, and not in one file. Python's objects take ten
-# times the room of their JSON, so the format's own limit of 100 MB would not stay in a small budget.
+# The largest checkpoints hold 92,000 tensors in 11 MB of headers, spread over several files. Python objects take ten
+# times the memory of their JSON text, so the format's own limit of 100 MB would exceed a small budget.
 MAX_HEADER_NBYTES = 32 << 20
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
@@ -50,7 +50,7 @@ class TensorEntry(NamedTuple):
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, file: str) -> int:
-    """Length of the JSON header that the first eight bytes announce."""
+    """The length in bytes of the JSON header, as the first eight bytes of the file state it. Raises BadCheckpoint."""
     if len(prefix) < 8:
         raise BadCheckpoint(f"{file}: {file_nbytes} bytes is too short for a safetensors file; download it again")
     (length,) = struct.unpack("<Q", prefix[:8])
@@ -63,14 +63,14 @@ def header_nbytes(prefix: bytes, file_nbytes: int, file: str) -> int:
 
 
 def parse_header(header: bytes, file_nbytes: int, file: str) -> dict[str, TensorEntry]:
-    """The tensors of one file by name, in file order.
+    """The tensors of one file by name, in file order. Raises BadCheckpoint.
 
-    `header` is the JSON text without its length prefix; `file_nbytes` the size of the whole file.
+    `header` is the JSON text without its length prefix; `file_nbytes` is the size of the whole file.
     """
     content = _load(header, file)
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(_is_text(value) for value in metadata.values()):
-        raise BadCheckpoint(f"{file}: __metadata__ is {described(metadata)}, wanted texts by name")
+        raise BadCheckpoint(f"{file}: __metadata__ is {described(metadata)}, wanted strings by name")
     base = 8 + len(header)
     entries = sorted(_entries(content, base, file), key=attrgetter("begin", "end"))
     _check_cover(entries, base, file_nbytes, file)
@@ -93,7 +93,7 @@ def _load(header: bytes, file: str) -> dict[str, Any]:
 
 
 def _entries(content: dict[str, Any], base: int, file: str) -> Iterator[TensorEntry]:
-    # Checkpoints have many tensors of few kinds, so what a kind takes is worked out once.
+    # Checkpoints have many tensors of few dtypes and shapes, so the size of each kind is computed once.
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, fields in content.items():
         try:
@@ -103,7 +103,7 @@ def _entries(content: dict[str, Any], base: int, file: str) -> Iterator[TensorEn
 
 
 def _entry(name: str, fields: Any, base: int, kinds: dict[tuple[str, tuple[int, ...]], int]) -> TensorEntry:
-    """Raises ValueError, saying what is wrong with the tensor's name or description."""
+    """Raises ValueError, which says what is wrong with the tensor's name or description."""
     if not (0 < len(name) <= MAX_NAME_NBYTES and name.isprintable() and (name.isascii() or _is_short(name))):
         raise ValueError(f"the name is empty, unprintable or over {MAX_NAME_NBYTES} bytes")
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
@@ -117,7 +117,7 @@ def _entry(name: str, fields: Any, base: int, kinds: dict[tuple[str, tuple[int, 
     nbytes = kinds.get((dtype, shape))
     if nbytes is None:
         nbytes = kinds[dtype, shape] = _nbytes(dtype, shape)
-    # That offsets are inside the file follows from this and from what `_check_cover` adds up.
+    # Together with `_check_cover`, this check implies that the offsets are inside the file.
     if end - begin != nbytes:
         raise ValueError(f"{end - begin} bytes found, {dtype} {list(shape)} takes {nbytes}")
     return TensorEntry(name, dtype, shape, base + begin, base + end)
@@ -128,22 +128,22 @@ def _is_short(name: str) -> bool:
 
 
 def _are_whole(values: Any, most: int) -> bool:
-    # True and 1.0 are equal to 1, and no sizes.
+    # True and 1.0 are equal to 1 but are not sizes.
     return isinstance(values, list) and len(values) <= most and _WHOLE.issuperset(map(type, values))
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     if shape and min(shape) < 0:
         raise ValueError("shape or offsets are not lists of sizes")
-    # The first product of sizes is 0 where one of them is, however large the others are.
+    # The product is 0 if one size is 0, however large the others are; `bound` ignores zeros.
     numel, bound = math.prod(shape), math.prod(size or 1 for size in shape)
     if bound > _MAX_NUMEL:
-        raise ValueError(f"{bound} elements are more than any file holds")
+        raise ValueError(f"{bound} elements are more than any file can hold")
     return numel * ITEM_BITS[dtype] // 8
 
 
 def _is_text(value: object) -> bool:
-    # Half of a surrogate pair can be escaped in JSON, and is no text.
+    # JSON can escape half of a surrogate pair, which is not valid text.
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value))
 
 

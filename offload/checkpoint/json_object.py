@@ -1,4 +1,4 @@
-"""One JSON object of a file that nobody vouches for, without what Python's parser lets pass."""
+"""Parses one JSON object of an untrusted file, more strictly than Python's parser does. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Never
 
 
 def load_object(data: bytes) -> dict[str, Any]:
-    """Raises ValueError, saying what was found, for anything but one UTF-8 JSON object with unique keys."""
+    """Parses `data`. Raises ValueError, which says what was found, unless it is one UTF-8 object with unique keys."""
     if data.startswith(codecs.BOM_UTF8):
-        raise ValueError("it starts with a byte order mark; save it without")
+        raise ValueError("it starts with a byte order mark; save it without one")
     try:
         text = data.decode("utf-8")
         value = _QUICK.decode(text)
@@ -23,25 +23,25 @@ def load_object(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object was wanted, found {described(value)}")
     return value
 
 
 def described(value: object) -> str:
-    """A value for a message: short, printable, and no deeper than its outside."""
+    """A short, printable form of a value for a message; the contents of a list or object are left out."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
-    # Cut before it is escaped: a name of megabytes would grow tenfold first.
+    # The text is cut before it is escaped: escaping a name of several megabytes would make it ten times as long first.
     return f"{value[:60] if isinstance(value, str) else value!a:.60}"
 
 
 def _num_pairs(value: Any) -> int:
-    """Names in an object and in the objects directly inside it.
+    """The number of names in an object and in the objects directly inside it.
 
-    A text has a colon for each of its names, so where it has no others, each stands in it once; no more is to be shown.
-    Looking at every name as it is parsed takes three times as long.
+    JSON text has a colon for each name. If it has no more colons than this number, no name was dropped as a duplicate,
+    and that is all that has to be shown. Checking every name while it is parsed takes three times as long.
     """
     if not isinstance(value, dict):
         return 0
@@ -52,7 +52,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{described(name)} stands in it {count} times, wanted once")
+        raise ValueError(f"{described(name)} occurs {count} times, wanted once")
     return unique
 
 
@@ -61,16 +61,16 @@ def _refuse_constant(literal: str) -> Never:
 
 
 _STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
-# Keeps the last of several values with one name.
+# This decoder keeps the last of several values with the same name.
 _QUICK = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """For making many objects that form no circle, as descriptions of tensors are.
+def gc_paused() -> Iterator[None]:
+    """Pauses the garbage collector while many objects without reference cycles, such as tensor entries, are created.
 
-    The collector would look through all of them again and again while they become more: a third of the time that the
-    headers of a large checkpoint take.
+    Otherwise it traverses all of them again and again while their number grows, which takes a third of the time that
+    reading the headers of a large checkpoint takes.
     """
     before = gc.isenabled()
     gc.disable()

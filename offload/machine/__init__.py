@@ -1,4 +1,4 @@
-"""What this machine is and how fast it was measured to be: disk, memory, link, pinning, arithmetic.
+"""The hardware of this machine and its measured speeds: disk, memory, link, pinning limit, arithmetic.
 
-Measures places and bytes; arithmetic is timed by calling what a higher floor hands down.
+Measures how fast bytes move; arithmetic is timed by calling functions that a higher floor passes in.
 """

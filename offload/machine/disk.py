@@ -1,4 +1,7 @@
-"""How fast a folder's disk gives bytes: cold reads of a file made for it, past the page cache. Torch-free."""
+"""Measures how fast a folder's disk reads without the page cache. Torch-free.
+
+`measure_disk` reads a file that it writes for the purpose; `measure_cold_reads` reads existing files.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +36,23 @@ def measure_disk(
     blocks: Sequence[int] = BLOCKS,
     threads: Sequence[int] = THREADS,
 ) -> Disk | None:
-    """Reads twice for `seconds` with every block size (bytes) and number of threads, blocks in order and at random.
+    """Reads twice for `seconds` with every block size (bytes) and number of threads, sequentially and at random.
 
-    None where there is no room.
-
-    The file takes `nbytes`, less where that is more than a quarter of the free space or takes long to write. It has
-    no name: nothing remains of it even after a kill.
+    The file has `nbytes`, or fewer if that is more than a quarter of the free space or takes long to write. It has no
+    name, so nothing of it remains even if the process is killed. Returns None if the disk has too little free space.
     """
-    room = min(nbytes, shutil.disk_usage(folder).free // 4) // max(blocks) * max(blocks)
-    if room < min(_LEAST_NBYTES, nbytes):
+    file_nbytes = min(nbytes, shutil.disk_usage(folder).free // 4) // max(blocks) * max(blocks)
+    if file_nbytes < min(_LEAST_NBYTES, nbytes):
         return None
     with TemporaryFile(dir=folder, buffering=0) as file:
         begun = time.perf_counter()
-        written = _fill(file.fileno(), room, max(blocks))
+        written = _fill(file.fileno(), file_nbytes, max(blocks))
         write_bytes_s = written / (time.perf_counter() - begun)
         descriptor, direct = open_cold(file.fileno())
         try:
             ways = list(itertools.product(blocks, threads, ORDERS))
             rates = dict.fromkeys(ways, 0.0)
-            # There and back: what a disk does in its first second, or while others use it, falls on no way alone.
+            # All ways, then all in reverse: a slow start or other users of the disk do not affect only one way.
             for way in (*ways, *reversed(ways)):
                 rates[way] = max(rates[way], _read_rate(descriptor, written, way, seconds))
         finally:
@@ -61,8 +62,8 @@ def measure_disk(
 
 
 def _fill(descriptor: int, nbytes: int, block: int) -> int:
-    """Writes and flushes until `nbytes` or until it has taken too long; returns what was written."""
-    # Windows of one random pool at odd offsets: hardly two pages are alike, so storage that folds equal ones cannot.
+    """Writes and flushes `nbytes`, or fewer if that takes too long; returns the number of bytes, in whole blocks."""
+    # Windows of one random pool at odd offsets: hardly any two pages are equal, so the storage cannot deduplicate them.
     pool = memoryview(os.urandom(block + MIB))
     deadline = time.monotonic() + _WRITE_SECONDS
     written = 0
@@ -81,7 +82,7 @@ def _drop_cached(descriptor: int) -> None:
 
 
 def open_cold(descriptor: int) -> tuple[int, bool]:
-    """The same file opened for reading, with O_DIRECT where its file system has it; then True."""
+    """Opens the same file for reading; returns (descriptor, whether O_DIRECT is used, which some file systems lack)."""
     path = f"/proc/self/fd/{descriptor}"
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
@@ -90,18 +91,18 @@ def open_cold(descriptor: int) -> tuple[int, bool]:
 
 
 def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int, bool], seconds: float) -> float:
-    """bytes/s of readers that take turns with the blocks of the file, or each take any block, again and again."""
+    """The total rate in bytes/s of threads that read blocks alternately in file order, or each at random."""
     block, threads, at_random = way
     _drop_cached(descriptor)
-    # Populated, or the first read into each page would pay for making it.
+    # The pages are populated first; otherwise the first read into each would include its page fault.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    with mmap.mmap(-1, threads * block, flags=flags) as memory, memoryview(memory) as rooms:
+    with mmap.mmap(-1, threads * block, flags=flags) as memory, memoryview(memory) as buffers:
         begun = time.perf_counter()
 
         def read(start: int) -> int:
             offsets = _anywhere(nbytes, block) if at_random else range(start, sys.maxsize, threads * block)
-            with rooms[start : start + block] as room:
-                return _read(descriptor, nbytes, room, offsets, begun + seconds)
+            with buffers[start : start + block] as buffer:
+                return _read(descriptor, nbytes, buffer, offsets, begun + seconds)
 
         with ThreadPoolExecutor(threads) as pool:
             total = sum(pool.map(read, range(0, threads * block, block)))
@@ -109,37 +110,37 @@ def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int, bool], seconds
 
 
 def _anywhere(nbytes: int, block: int) -> Iterator[int]:
-    """Whole blocks in any order; every one is far from the last, so nothing that reads ahead helps."""
+    """Offsets of whole blocks in random order, so that readahead does not help."""
     while True:
         yield random.randrange(nbytes // block) * block
 
 
-def _read(descriptor: int, nbytes: int, room: memoryview, offsets: Iterable[int], deadline: float) -> int:
-    """Bytes read until `deadline`, at least one block; `offsets` go round the file."""
+def _read(descriptor: int, nbytes: int, buffer: memoryview, offsets: Iterable[int], deadline: float) -> int:
+    """Reads blocks until `deadline`, at least one; returns the bytes read. `offsets` are taken modulo the file size."""
     total = 0
     for offset in offsets:
-        total += os.preadv(descriptor, [room], offset % nbytes)
+        total += os.preadv(descriptor, [buffer], offset % nbytes)
         if time.perf_counter() >= deadline:
             break
     return total
 
 
-# Less would be read within the time, or lie in such a cache.
+# Fewer bytes would be read within SECONDS, or would fit a cache of the storage.
 LEAST_NBYTES = 2 << 30
 SMALLEST_FILE = 64 << 20
 SECONDS = 1.5
 
 
 def large_files(folder: Path) -> list[Path]:
-    """Files of weights in the folders of `folder`, those of stores; none where all together are too little."""
+    """The large .safetensors files in the subfolders of `folder`; none if they are too small in total."""
     found = [path for path in folder.glob("*/*.safetensors") if path.stat().st_size >= SMALLEST_FILE]
     return found if sum(path.stat().st_size for path in found) >= LEAST_NBYTES else []
 
 
 def measure_cold_reads(files: list[Path], way: DiskRead, seconds: float = SECONDS) -> float | None:
-    """bytes/s of reads that are made as `way` says, of blocks from anywhere in `files`, each of them once.
+    """The rate in bytes/s of reads with the block size and threads of `way`, of random blocks of `files`, each once.
 
-    None where there are no files, or they cannot be read.
+    None if there are no files or they cannot be read.
     """
     try:
         with ExitStack() as opened:
@@ -151,7 +152,7 @@ def measure_cold_reads(files: list[Path], way: DiskRead, seconds: float = SECOND
 
 
 def _blocks(files: list[Path], nbytes: int, opened: ExitStack) -> Iterator[tuple[int, int]]:
-    """Descriptors and offsets of whole blocks."""
+    """The (descriptor, offset) of every whole block."""
     for path in files:
         with path.open("rb") as file:
             descriptor, _ = open_cold(file.fileno())
@@ -165,13 +166,13 @@ def _rate(blocks: list[tuple[int, int]], way: DiskRead, seconds: float) -> float
 
     def read(_: int) -> int:
         total = 0
-        with mmap.mmap(-1, way.block_nbytes) as memory, memoryview(memory) as room:
+        with mmap.mmap(-1, way.block_nbytes) as memory, memoryview(memory) as buffer:
             while time.perf_counter() < begun + seconds:
                 with lock:
                     block = next(left, None)
                 if block is None:
                     break
-                total += os.preadv(block[0], [room], block[1])
+                total += os.preadv(block[0], [buffer], block[1])
         return total
 
     with ThreadPoolExecutor(way.threads) as pool:

@@ -1,4 +1,4 @@
-"""Which machine this is: what a measurement stays valid for. Torch-free."""
+"""Identifies the hardware that a measurement is valid for: CPU, RAM, GPUs and driver, disk. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """`cuda` is the newest CUDA version it serves, as (13, 0); `release` is empty where the kernel does not say."""
+    """The NVIDIA driver. `cuda` is the newest CUDA version it supports, such as (13, 0); `release` is "" if unknown."""
 
     cuda: tuple[int, int]
     release: str = ""
 
 
 def find_driver(library: Any = None, root: Path = Path("/")) -> Driver | None:
-    """None where the library `libcuda.so.1` is not there or does not answer."""
+    """The installed driver; None if the library `libcuda.so.1` is missing or does not answer."""
     version = ctypes.c_int()
     cuda = library or load_driver()
     # 1000 x major + 10 x minor: cuDriverGetVersion in the CUDA driver API.
@@ -32,7 +32,7 @@ def find_driver(library: Any = None, root: Path = Path("/")) -> Driver | None:
 
 
 def load_driver() -> Any:
-    """The driver's library, or None."""
+    """The driver's library; None if it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -53,9 +53,11 @@ _ATTRIBUTES = (75, 76, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """`capability` is of its arithmetic, as "8.6"; `processors` run blocks of threads side by side. "" and 0 where the
-    driver does not say."""
+class GpuInfo:
+    """One GPU: its memory in bytes, its compute capability such as "8.6", and its number of multiprocessors.
+
+    `capability` is "" and `processors` is 0 if the driver does not report them.
+    """
 
     name: str
     nbytes: int
@@ -69,17 +71,17 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`cores` are those this process may run on, `disk` the device and file system of the folder for weights."""
+    """`cores` counts those that this process may run on; `disk` is the device and file system of the weights folder."""
 
     cpu: str
     cores: int
     ram_nbytes: int
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuInfo, ...]
     disk: str
 
 
 def find_hardware(folder: Path) -> Hardware:
-    """`folder` need not exist yet."""
+    """Examines this machine; `folder` is where weights are kept and need not exist yet."""
     return Hardware(
         cpu=_cpu_model(Path("/proc/cpuinfo")),
         cores=len(os.sched_getaffinity(0)),
@@ -89,8 +91,8 @@ def find_hardware(folder: Path) -> Hardware:
     )
 
 
-def find_gpus(driver: Any = None) -> tuple[Gpu, ...]:
-    """The NVIDIA devices that CUDA_VISIBLE_DEVICES leaves visible. Asks the driver's library: no context is made."""
+def find_gpus(driver: Any = None) -> tuple[GpuInfo, ...]:
+    """The NVIDIA devices visible under CUDA_VISIBLE_DEVICES. Asks the driver's library and creates no context."""
     cuda = driver or load_driver()
     count = ctypes.c_int()
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
@@ -99,11 +101,12 @@ def find_gpus(driver: Any = None) -> tuple[Gpu, ...]:
 
 
 def nearest_existing(folder: Path) -> Path:
+    """The folder, or its nearest ancestor that exists."""
     resolved = folder.resolve()
-    return next(place for place in (resolved, *resolved.parents) if place.is_dir())
+    return next(path for path in (resolved, *resolved.parents) if path.is_dir())
 
 
-def _gpu(cuda: Any, ordinal: int) -> Gpu:
+def _gpu(cuda: Any, ordinal: int) -> GpuInfo:
     handle, name, nbytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
     failed = (
         cuda.cuDeviceGet(ctypes.byref(handle), ordinal)
@@ -114,17 +117,17 @@ def _gpu(cuda: Any, ordinal: int) -> Gpu:
         raise OSError(f"the NVIDIA driver lists device {ordinal} but does not describe it (CUDA error {failed})")
     major, minor, processors = (_attribute(cuda, handle, number) for number in _ATTRIBUTES)
     capability = f"{major}.{minor}" if major else ""
-    return Gpu(name.value.decode("utf-8", "replace"), nbytes.value, capability, processors)
+    return GpuInfo(name.value.decode("utf-8", "replace"), nbytes.value, capability, processors)
 
 
 def _attribute(cuda: Any, handle: ctypes.c_int, number: int) -> int:
-    """0 where the driver does not answer."""
+    """An attribute of the device; 0 if the driver does not report it."""
     value = ctypes.c_int()
     return 0 if cuda.cuDeviceGetAttribute(ctypes.byref(value), number, handle) else value.value
 
 
 def _cpu_model(cpuinfo: Path) -> str:
-    """The model that the kernel names; on ARM, which names none, the architecture."""
+    """The CPU model as the kernel names it; on ARM, where it names none, the architecture."""
     names = [
         line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
     ]
@@ -132,19 +135,19 @@ def _cpu_model(cpuinfo: Path) -> str:
 
 
 def _device_of(folder: Path) -> str:
-    """Device and file system of the innermost mount; the last of several on one place hides the others."""
+    """Device and file system of the innermost mount; the last of several mounts on one path hides the others."""
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     inner = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
     return f"{inner.device} {inner.fstype}" if inner else "unknown"
 
 
-# Threads that compute experts side by side. They take turns at Python between the operations of an expert, for a tenth
-# of its time or less; from here on each gets several of torch's threads instead.
-MAX_CREW = 8
+# The most threads that compute experts in parallel. Between the operations of an expert they compete for Python's lock,
+# for a tenth of the time or less; with more cores than this, each thread gets several of torch's threads instead.
+MAX_WORKERS = 8
 
 
-def crew_size() -> int:
-    """Threads that compute side by side, the main one among them: one per core, as far as they do not queue up."""
+def num_workers() -> int:
+    """The number of threads that compute in parallel, including the main one: one per core, at most MAX_WORKERS."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     cores = int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
-    return min(MAX_CREW, cores)
+    return min(MAX_WORKERS, cores)

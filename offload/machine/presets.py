@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .hardware import Gpu, Hardware
+from .hardware import GpuInfo, Hardware
 from .profile import Link, Machine, Overheads
 
 GIB = 1 << 30
@@ -75,7 +75,7 @@ def find_preset(text: str) -> str:
 def with_preset(name: str, hardware: Hardware, profile: Machine | None) -> Machine:
     """This machine, with the GPU of a preset in place of its own; what was measured of its disk stays."""
     preset = PRESETS[name]
-    gpu = Gpu(name, preset.gib * GIB, preset.capability, preset.processors)
+    gpu = GpuInfo(name, preset.gib * GIB, preset.capability, preset.processors)
     link = LINK_SHARE * _PCIE[preset.pcie]
     memory, peak = MEMORY_SHARE * preset.bandwidth * 1e9, PEAK_SHARE * preset.tflops * 1e12
     # One row multiplies as fast as its weights are read.

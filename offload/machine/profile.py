@@ -1,4 +1,7 @@
-"""The measured speeds of one machine, and their JSON. What is free at the moment is no part of it. Torch-free."""
+"""The machine profile: the measured speeds of one machine, their JSON, and the file that keeps them. Torch-free.
+
+The profile does not contain what is free at the moment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 from platformdirs import user_state_path
 
 from ..atomic_file import own_name, write_atomically
-from .hardware import Gpu, Hardware, find_hardware
+from .hardware import GpuInfo, Hardware, find_hardware
 
 # FLOP/s by weight format, then by number of rows (tokens) multiplied at once.
 FlopRates = Mapping[str, Mapping[int, float]]
@@ -22,7 +25,7 @@ FlopRates = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """One way to read, and the bytes/s it gave; `random` took blocks from anywhere in the file, others in order."""
+    """One way to read a file and its rate in bytes/s; `random` reads blocks in random order, else in file order."""
 
     block_nbytes: int
     threads: int
@@ -37,10 +40,10 @@ class DiskRead:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Reads of a file of `nbytes`; `direct` is false where the file system has no O_DIRECT.
+    """Measured reads of a file of `nbytes`; `direct` is false if the file system has no O_DIRECT.
 
-    `cold_bytes_s` is how fast files were read that had been there before; None where there were none. `write_bytes_s`
-    is how fast the file was written and flushed; None where that was not timed.
+    `cold_bytes_s` is the rate of reading files that existed before the measurement; None if there were none.
+    `write_bytes_s` is the rate of writing and flushing the file; None if that was not timed.
     """
 
     direct: bool
@@ -56,12 +59,12 @@ class Disk:
 
     @property
     def bytes_s(self) -> float:
-        """What weights are read at, pass after pass."""
+        """The rate at which weights are read in every pass, bytes/s."""
         return min(self.best.bytes_s, self.cold_bytes_s or self.best.bytes_s)
 
     @property
     def best(self) -> DiskRead:
-        """Of the reads in order, where there are any: how a stream of weights reads."""
+        """The fastest sequential read, which streamed weights use; the fastest random one if none is sequential."""
         return max(self.reads, key=lambda read: (not read.random, read.bytes_s))
 
     @property
@@ -71,13 +74,13 @@ class Disk:
 
     @property
     def best_random(self) -> DiskRead:
-        """How scattered experts are read; `best` where that was not measured."""
+        """The fastest random read, which scattered experts use; the fastest sequential one if none is random."""
         return max(self.reads, key=lambda read: (read.random, read.bytes_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Copies from host to device; `pinned_bytes_s` is None where no memory could be pinned."""
+    """Rates of copies from host to device; `pinned_bytes_s` is None if no memory could be pinned."""
 
     pageable_bytes_s: float
     pinned_bytes_s: float | None
@@ -88,7 +91,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class PinLimit:
-    """How much host memory could be page-locked; `refused` is false where the probe ended before the limit."""
+    """How much host memory could be page-locked; `refused` is false if the probe ended before it met a limit."""
 
     nbytes: int
     refused: bool
@@ -99,15 +102,14 @@ class PinLimit:
 
     @property
     def usable(self) -> int | None:
-        """Bytes to pin at most: a fifth is left to others that pin. None where no limit was met."""
+        """The most bytes to pin, which leaves a fifth of the limit to other users; None if no limit was met."""
         return self.nbytes * 4 // 5 if self.refused else None
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds that a pass takes in every layer beside its products: for the layer itself, for each expert that is
-    wanted, for each sequence, and for each token; `arrival_s` more for each expert that
-    streams, however small: it is asked for, waited for, handed over and its place given back."""
+    """Fixed overhead of a pass in seconds, excluding matmuls: per layer, and in each layer per routed expert, per
+    sequence and per token. `arrival_s` is the additional overhead per streamed expert, whatever its size."""
 
     layer_s: float
     expert_s: float
@@ -136,10 +138,11 @@ class LoadingRates:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """None stands for what this machine does not have or what could not be measured.
+    """The profile of a machine. A field is None if the machine lacks that part or it could not be measured.
 
-    `kernel_lacks` says of each family of the GPU's kernels why it does not run, "" where it does.
-    `measured_at` is UTC in ISO 8601, `torch` the build that computed; both may be empty.
+    `flop_s` and `device_flop_s` are FLOP/s by weight format and number of rows. `kernel_lacks` says for each family of
+    GPU kernels why it does not run; "" if it runs. `measured_at` is UTC in ISO 8601 and `torch` is torch's version;
+    both may be empty.
     """
 
     hardware: Hardware
@@ -169,7 +172,7 @@ class Machine:
             datetime.fromisoformat(self.measured_at)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain objects, as `json` reads them back."""
+        """The profile as dicts, lists, strings and numbers, as `json` reads them back."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
@@ -180,7 +183,7 @@ class Machine:
             machine = cls(**{**content, **_parts(content)})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a machine profile: {error}") from None
-        # Text, not objects: to Python, 1 and true are equal.
+        # Compares text, not objects: 1 and true are equal in Python.
         if json.dumps(machine.to_json(), sort_keys=True) != json.dumps(content, sort_keys=True):
             raise ValueError("not a machine profile: a value is not of its type")
         return machine
@@ -190,7 +193,7 @@ def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
     overheads, loading = content["overheads"], content["loading"]
     return {
-        "hardware": Hardware(**{**hardware, "gpus": tuple(Gpu(**gpu) for gpu in hardware["gpus"])}),
+        "hardware": Hardware(**{**hardware, "gpus": tuple(GpuInfo(**gpu) for gpu in hardware["gpus"])}),
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
@@ -232,20 +235,21 @@ def _check_flag(value: bool) -> None:
 
 
 SCHEMA = "moedge.machine/2"
-# Several disks, and several machines that share a home folder, take turns.
+# Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 
 
 def saved_path() -> Path:
+    """The file that keeps the profiles of this user."""
     return user_state_path("moedge") / "machine.json"
 
 
 def this_machine(
     folder: Path, measure: Callable[[Hardware], Machine], again: bool = False, path: Path | None = None
 ) -> Machine:
-    """The saved profile of this hardware and of the disk of `folder`; measured and saved if there is none.
+    """The saved profile of this hardware and of the disk of `folder`; it is measured and saved if there is none.
 
-    `again` measures in any case; `path` is where profiles are kept, `saved_path()` if not given.
+    `again` measures in any case. `path` is the file that keeps the profiles, by default `saved_path()`.
     """
     hardware, path = find_hardware(folder), path or saved_path()
     saved = None if again else load_machine(hardware, path)
@@ -259,9 +263,9 @@ def this_machine(
 
 
 def read_machine(path: Path) -> Machine:
-    """The first profile of a file such as `moedge doctor --json` prints, of this machine or another.
+    """The first profile in a file that `moedge doctor --json` printed, on this machine or another.
 
-    Raises ValueError if there is none in it, OSError if it cannot be read.
+    Raises ValueError if the file has no profile, OSError if it cannot be read.
     """
     path.open().close()
     machines = _kept(path)
@@ -271,12 +275,12 @@ def read_machine(path: Path) -> Machine:
 
 
 def load_machine(hardware: Hardware, path: Path) -> Machine | None:
-    """None where no undamaged profile of this hardware is kept."""
+    """The saved profile of this hardware; None if there is no undamaged one."""
     return next((machine for machine in _kept(path) if machine.hardware == hardware), None)
 
 
 def save_machine(machine: Machine, path: Path) -> None:
-    """Replaces the profile of the same hardware; killed at any point, the file is the old one or the new one."""
+    """Replaces the profile of the same hardware. If the process is killed, the file is the old one or the new one."""
     others = [kept for kept in _kept(path) if kept.hardware != machine.hardware]
     profiles = [kept.to_json() for kept in (machine, *others)][:_MOST_KEPT]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,7 +289,7 @@ def save_machine(machine: Machine, path: Path) -> None:
 
 
 def _kept(path: Path) -> list[Machine]:
-    """Undamaged profiles, newest first. A damaged one is as good as none: it is measured again."""
+    """The undamaged profiles, newest first. Damaged ones are left out, so that they are measured again."""
     machines = []
     for content in _contents(path):
         try:

@@ -1,18 +1,18 @@
-"""Times what it is given: arithmetic of a higher floor, and reading memory."""
+"""Times functions that a higher floor passes in, and measures how fast host memory is read."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-# A case: for a number of rows, one multiplication ready to be run. It returns when it is done, on a device too.
+# A case takes a number of rows and returns a function that multiplies once; it returns when a device is done, too.
 Case = Callable[[int], Callable[[], None]]
 
 
 def measure_rates(
     cases: Mapping[str, Case], rows: Sequence[int], flop_per_row: int, seconds: float = 0.1
 ) -> dict[str, dict[int, float]]:
-    """FLOP/s of each case by number of rows; `flop_per_row` is 2 x inputs x outputs of the matrix they all multiply."""
+    """The FLOP/s of each case by number of rows; `flop_per_row` is 2 x inputs x outputs of the multiplied matrix."""
     return {
         name: {num: num * flop_per_row / best_seconds(case(num), seconds) for num in rows}
         for name, case in cases.items()
@@ -20,7 +20,7 @@ def measure_rates(
 
 
 def best_seconds(run: Callable[[], object], seconds: float = 0.1) -> float:
-    """The fastest of the runs that fit in `seconds`, after one that does not count. The others waited for something."""
+    """The time of the fastest run within `seconds`, after one warm-up run; slower runs were disturbed."""
     run()
     best = float("inf")
     deadline = time.perf_counter() + seconds
@@ -34,7 +34,10 @@ def best_seconds(run: Callable[[], object], seconds: float = 0.1) -> float:
 
 
 def measure_memory(nbytes: int) -> float:
-    """bytes/s of reading host memory with all threads: a matrix of `nbytes`, larger than caches, times a vector."""
+    """The rate in bytes/s of reading host memory with all threads: multiplies a matrix of `nbytes` by a vector.
+
+    `nbytes` must be larger than the caches.
+    """
     import torch
 
     columns = 4096

@@ -1,1 +1,1 @@
-"""Packed weights on disk: written so that a kill costs nothing, opened only when whole. Torch-free."""
+"""Stores of prepared weights on disk: writing resumes after a kill, and only complete stores open. Torch-free."""

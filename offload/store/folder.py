@@ -1,4 +1,4 @@
-"""What may lie in a store's folder, and the way back to an empty one. Knows names and order, not contents."""
+"""Which files a store's folder may contain, and how they are removed. Knows names and their order, not contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .manifest import MANIFEST, PROGRESS, Manifest, is_file_name, is_note_name, 
 
 
 def make_folder(folder: Path) -> None:
-    """Readable by its owner only. Raises BadStore for a folder that holds anything but a store."""
+    """Creates the folder, accessible to its owner only. Raises BadStore if it contains anything but a store."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     refuse_untrusted(os.stat(folder), folder)
@@ -21,17 +21,20 @@ def make_folder(folder: Path) -> None:
 
 
 def store_files(folder: Path) -> list[str]:
-    """All names in the folder. Raises BadStore if one is not a store's: it may be dear to somebody."""
+    """All file names in the folder. Raises BadStore if a store has no such file: it may be a file of the user."""
     names = sorted(os.listdir(folder))
     for name in names:
         plain = name.removeprefix(".").removesuffix(TEMPORARY_SUFFIX)
         if plain not in {LOCK, MANIFEST, PROGRESS} and not is_file_name(plain) and not is_note_name(plain):
-            raise BadStore(f"{folder} holds {name!r}, wanted nothing but a store's files; choose another folder")
+            raise BadStore(f"{folder} contains {name!r}, wanted only a store's files; choose another folder")
     return names
 
 
 def begun_manifest(folder: Path, empty: Manifest) -> Manifest:
-    """The finished or begun manifest that lies there if it is of the same making, else `empty`, others removed."""
+    """The finished or begun manifest in the folder if it has the same inputs as `empty`, else `empty`.
+
+    Removes all other manifests.
+    """
     for name in (MANIFEST, PROGRESS):
         try:
             found = read_manifest(folder / name)
@@ -40,16 +43,16 @@ def begun_manifest(folder: Path, empty: Manifest) -> Manifest:
         except FileNotFoundError:
             continue
         except BadStore:
-            # Damaged or of another version: it goes like one of another making.
+            # A damaged manifest, or one of another version, is removed like one with other inputs.
             pass
         os.unlink(folder / name)
-        # Before any file it names goes: a store that still opens is whole.
+        # The manifest goes before any file that it names: a store that can be opened is complete.
         sync_folder(folder)
     return empty
 
 
 def remove_files_except(folder: Path, kept: Collection[str]) -> None:
-    """The lock stays too: it is held."""
+    """Removes all other files of the store. The lock file stays, because it is held."""
     for name in store_files(folder):
         if name not in kept and name != LOCK:
             os.unlink(folder / name)

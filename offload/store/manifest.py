@@ -1,4 +1,4 @@
-"""What a store says of itself: what it was made of, its files, a CRC32 per shard. Reads and writes no weights."""
+"""The manifest of a store: its inputs, its files, and a CRC32 per shard. Reads and writes no weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .access import open_trusted
 
 FORMAT = "moedge.store/1"
 MANIFEST = "manifest.json"
-# The manifest of the files that are finished so far; becomes MANIFEST when all are.
+# The manifest of the files that are finished so far; it is renamed to MANIFEST when all are.
 PROGRESS = "progress.json"
 HEAD_FILE = "head.safetensors"
 RESIDENT_FILE = "resident.safetensors"
-# What others keep beside a store's shards, measured of it; it goes when the store is made anew.
+# Measurements that other code keeps beside a store's shards; they are removed when the store is written again.
 _NOTE_NAME = re.compile(r"note-[a-z-]+\.safetensors")
 _MAX_MANIFEST_NBYTES = 256 << 20
 _FILE_NAME = re.compile(r"layer-\d{4,}\.safetensors|head\.safetensors|resident\.safetensors")
 
 
 def is_note_name(name: str) -> bool:
-    """Whether a file of that name may lie beside the shards of a store."""
+    """Whether a file of that name may be kept beside the shards of a store."""
     return _NOTE_NAME.fullmatch(name) is not None
 
 
@@ -42,13 +42,13 @@ def layer_file(index: int) -> str:
 
 
 def canonical(content: Any) -> bytes:
-    """The one JSON text of a value: sorted keys, no blanks, ASCII."""
+    """The canonical JSON text of a value: sorted keys, no whitespace, ASCII."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file: its size, the CRC32 of everything before its data, and those of each tensor's shards in order."""
+    """One file: its size, the CRC32 of all bytes before its data, and the CRC32 of each tensor's shards in order."""
 
     name: str
     nbytes: int
@@ -58,7 +58,10 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`fingerprint` and `recipe` decide every byte of the files; `extra` belongs to whoever had the store written."""
+    """The contents of a manifest. `fingerprint` (of the model) and `recipe` determine every byte of the files.
+
+    `extra` belongs to the caller that wrote the store.
+    """
 
     version: str
     fingerprint: str
@@ -68,23 +71,24 @@ class Manifest:
 
     @classmethod
     def begin(cls, fingerprint: str, recipe: Mapping[str, Any]) -> Manifest:
-        """Of a store of this version without a file; `recipe` as it is after a trip through JSON."""
+        """The manifest of a store of this version without files; `recipe` is normalized by a JSON round trip."""
         return cls(version("moedge"), fingerprint, json.loads(canonical(recipe)), (), {})
 
     @property
     def nbytes(self) -> int:
-        """Of all files together, without this manifest."""
+        """The bytes of all files together, without the manifest."""
         return sum(file.nbytes for file in self.files)
 
     def made_of(self, fingerprint: str, recipe: Mapping[str, Any]) -> bool:
+        """Whether the store has these inputs."""
         return self.fingerprint == fingerprint and canonical(self.recipe) == canonical(recipe)
 
     def same_making(self, other: Manifest) -> bool:
-        """Whether files of both may stand in one store."""
+        """Whether files of both may be in one store: they have the same version and the same inputs."""
         return self.version == other.version and self.made_of(other.fingerprint, other.recipe)
 
     def encode(self) -> bytes:
-        """Canonical JSON whose `crc32` is that of the same JSON without it."""
+        """Canonical JSON; its `crc32` is the CRC32 of the same JSON without that key."""
         files = [_file_to_json(file) for file in sorted(self.files, key=lambda file: file.name)]
         content = {
             "format": FORMAT,
@@ -102,13 +106,13 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises FileNotFoundError, or BadStore for anything but an undamaged manifest of this version."""
+    """Reads a manifest. Raises FileNotFoundError, or BadStore unless it is undamaged and of this version."""
     data = _read(path)
     try:
         content = json.loads(data)
         found = content["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadStore(f"{path} is no store's manifest ({error!r:.120}); prepare the model again") from None
+        raise BadStore(f"{path} is not a store's manifest ({error!r:.120}); prepare the model again") from None
     if found != FORMAT:
         raise BadStore(f"{path} has format {found!r:.40}, wanted {FORMAT!r}; prepare the model again")
     try:
@@ -140,9 +144,9 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
     files = tuple(_file_from_json(file) for file in content["files"])
     texts, mappings = (content["version"], content["fingerprint"]), (content["recipe"], content["extra"])
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(each, dict) for each in mappings):
-        raise TypeError("wanted texts and objects")
+        raise TypeError("wanted strings and objects")
     if len({file.name for file in files}) != len(files):
-        raise ValueError("a file stands in it twice")
+        raise ValueError("a file is listed twice")
     return Manifest(*texts, mappings[0], files, mappings[1])
 
 

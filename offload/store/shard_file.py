@@ -1,6 +1,6 @@
-"""Reads one file of a store: checked against its record when opened, its shards when they are read.
+"""Reads and writes one file of a store, whose tensors are cut into equal shards, each with a CRC32.
 
-Knows tensors that are cut into equal shards, each with a CRC32; not what they are for.
+A file is checked against its record when it is opened, a shard when it is read. Knows bytes, not what they are for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CHUNK_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlace:
-    """Where a shard lies: `nbytes` at `offset` of the open file `descriptor`; `index` counts within its tensor."""
+class ShardExtent:
+    """The extent of a shard: `nbytes` at `offset` of the open file `descriptor`; `index` is its index in its tensor."""
 
     path: Path
     tensor: str
@@ -39,28 +39,28 @@ class ShardPlace:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file of a store, open; its size and header are those of its record, its data is not read yet."""
+    """An open file of a store whose size and header match its record; its data is not read yet."""
 
     path: Path
     descriptor: int
     entries: dict[str, TensorEntry]
-    places: dict[str, tuple[ShardPlace, ...]]
+    extents: dict[str, tuple[ShardExtent, ...]]
 
 
 def open_shard_file(folder: Path, record: FileRecord) -> ShardFile:
-    """Raises BadStore if the file is missing or is not what `record` says."""
+    """Opens a file of a store. Raises BadStore if it is missing or does not match `record`."""
     path = folder / record.name
     try:
         descriptor = open_trusted(path)
     except FileNotFoundError:
-        raise BadStore(f"{path} is missing; prepare the model again, only this file is made anew") from None
+        raise BadStore(f"{path} is missing; prepare the model again, only this file is written again") from None
     try:
         entries = _checked_entries(descriptor, path, record)
-        places = {name: tuple(_places(path, descriptor, entry, record)) for name, entry in entries.items()}
+        extents = {name: tuple(_extents(path, descriptor, entry, record)) for name, entry in entries.items()}
     except BaseException:
         os.close(descriptor)
         raise
-    return ShardFile(path, descriptor, entries, places)
+    return ShardFile(path, descriptor, entries, extents)
 
 
 def _checked_entries(descriptor: int, path: Path, record: FileRecord) -> dict[str, TensorEntry]:
@@ -71,63 +71,69 @@ def _checked_entries(descriptor: int, path: Path, record: FileRecord) -> dict[st
         header = os.pread(descriptor, 8 + header_nbytes(os.pread(descriptor, 8, 0), nbytes, str(path)), 0)
         entries = parse_header(header[8:], nbytes, str(path))
     except BadCheckpoint as error:
-        raise BadStore(f"{error}; this is a store's file: prepare the model again") from None
+        raise BadStore(f"{error}; this is a file of a store: prepare the model again") from None
     if zlib.crc32(header) != record.header_crc32 or set(entries) != set(record.shards_crc32):
-        raise BadStore(f"{path} has another header than the manifest says; prepare the model again")
+        raise BadStore(f"the header of {path} does not match the manifest; prepare the model again")
     return entries
 
 
-def _places(path: Path, descriptor: int, entry: TensorEntry, record: FileRecord) -> Iterator[ShardPlace]:
+def _extents(path: Path, descriptor: int, entry: TensorEntry, record: FileRecord) -> Iterator[ShardExtent]:
     crcs = record.shards_crc32[entry.name]
     if not crcs or entry.nbytes % len(crcs):
-        raise BadStore(f"{path}: {entry.name} has {entry.nbytes} bytes, which {len(crcs)} shards cannot share equally")
+        raise BadStore(
+            f"{path}: {entry.name} has {entry.nbytes} bytes, which cannot be cut into {len(crcs)} equal shards"
+        )
     nbytes = entry.nbytes // len(crcs)
     for index, crc in enumerate(crcs):
-        yield ShardPlace(path, entry.name, index, descriptor, entry.begin + index * nbytes, nbytes, crc)
+        yield ShardExtent(path, entry.name, index, descriptor, entry.begin + index * nbytes, nbytes, crc)
 
 
-def read_shard(place: ShardPlace, target: memoryview, check: bool = False) -> None:
-    """Fills `target`, of the shard's size. With `check`, raises BadStore if the bytes are not those once written."""
+def read_shard(extent: ShardExtent, target: memoryview, check: bool = False) -> None:
+    """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs."""
     position = 0
-    while position < place.nbytes:
-        read = os.preadv(place.descriptor, [target[position : place.nbytes]], place.offset + position)
+    while position < extent.nbytes:
+        read = os.preadv(extent.descriptor, [target[position : extent.nbytes]], extent.offset + position)
         if read <= 0:
-            raise BadStore(f"{place.path} ends inside {place.tensor} {place.index}; it changed while it was read")
+            raise BadStore(f"{extent.path} ends inside {extent.tensor} {extent.index}; it changed while it was read")
         position += read
-    if check and zlib.crc32(target[: place.nbytes]) != place.crc32:
-        raise BadStore(damage(place))
+    if check and zlib.crc32(target[: extent.nbytes]) != extent.crc32:
+        raise BadStore(damage(extent))
 
 
-def is_sound(place: ShardPlace) -> bool:
-    """Reads the shard, a few MiB at a time, and leaves nothing of it in the page cache; what cannot be read is not."""
+def is_sound(extent: ShardExtent) -> bool:
+    """Whether the shard matches its CRC32; false if it cannot be read. Reads a few MiB at a time.
+
+    Leaves nothing of it in the page cache.
+    """
     crc = 0
     try:
-        for begin in range(0, place.nbytes, _CHUNK_NBYTES):
-            length = min(_CHUNK_NBYTES, place.nbytes - begin)
-            crc = zlib.crc32(os.pread(place.descriptor, length, place.offset + begin), crc)
+        for begin in range(0, extent.nbytes, _CHUNK_NBYTES):
+            length = min(_CHUNK_NBYTES, extent.nbytes - begin)
+            crc = zlib.crc32(os.pread(extent.descriptor, length, extent.offset + begin), crc)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return False
-    os.posix_fadvise(place.descriptor, place.offset, place.nbytes, os.POSIX_FADV_DONTNEED)
-    return crc == place.crc32
+    os.posix_fadvise(extent.descriptor, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
+    return crc == extent.crc32
 
 
-def damage(place: ShardPlace) -> str:
+def damage(extent: ShardExtent) -> str:
+    """The message about a shard that does not match its CRC32."""
     return (
-        f"{place.path}: {place.tensor} {place.index}, {place.nbytes} bytes at {place.offset}, do not match their "
-        "CRC32; prepare the model again, only damaged files are made anew"
+        f"{extent.path}: {extent.tensor} {extent.index}, {extent.nbytes} bytes at {extent.offset}, do not match their "
+        "CRC32; prepare the model again, only damaged files are written again"
     )
 
 
 def is_intact(folder: Path, record: FileRecord) -> bool:
-    """Whether the file is there and every byte of it is the one that was written."""
+    """Whether the file exists and its header and all its shards match their CRC32."""
     try:
         file = open_shard_file(folder, record)
     except BadStore:
         return False
     try:
-        return all(is_sound(place) for places in file.places.values() for place in places)
+        return all(is_sound(extent) for extents in file.extents.values() for extent in extents)
     finally:
         os.close(file.descriptor)
 
@@ -137,7 +143,7 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written; `dtype` as safetensors names it. Its first dimension is cut into `num_shards`."""
+    """A tensor to be written; `dtype` is its safetensors name. Its first dimension is cut into `num_shards`."""
 
     name: str
     dtype: str
@@ -154,7 +160,7 @@ class TensorSpec:
 
 
 class NewShardFile:
-    """A file being written: shards in any order, each whole or in consecutive pieces, and the header at the end."""
+    """A file that is being written: shards in any order, each whole or in consecutive pieces; the header comes last."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._header = build_header(specs)
@@ -166,24 +172,22 @@ class NewShardFile:
         self._file = AtomicFile(path)
 
     def write(self, tensor: str, index: int, data: memoryview) -> None:
-        """The next bytes of a shard. Raises ValueError for more than it holds."""
+        """Writes the next bytes of a shard. Raises ValueError if they are more than the shard has."""
         view = data.cast("B")
         entry, written = self._entries[tensor], self._written[tensor]
         shard_nbytes = entry.nbytes // len(written)
         if written[index] + view.nbytes > shard_nbytes:
-            raise ValueError(
-                f"{self._name}: {tensor} {index} holds {shard_nbytes} bytes, {view.nbytes} more were given"
-            )
+            raise ValueError(f"{self._name}: {tensor} {index} has {shard_nbytes} bytes, {view.nbytes} more were given")
         self._file.write_at(entry.begin + index * shard_nbytes + written[index], view)
         self._crc32[tensor][index] = zlib.crc32(view, self._crc32[tensor][index])
         written[index] += view.nbytes
 
     def publish(self) -> FileRecord:
-        """Raises ValueError if a shard is not whole."""
+        """Writes the header and publishes the file. Raises ValueError if a shard is incomplete."""
         for tensor, written in self._written.items():
             if sum(written) != self._entries[tensor].nbytes:
                 raise ValueError(
-                    f"{self._name}: {tensor} holds {self._entries[tensor].nbytes} bytes, {sum(written)} were written"
+                    f"{self._name}: {tensor} has {self._entries[tensor].nbytes} bytes, {sum(written)} were written"
                 )
         self._file.write_at(0, memoryview(self._header))
         self._file.publish()
@@ -195,7 +199,7 @@ class NewShardFile:
 
 
 def build_header(specs: Sequence[TensorSpec]) -> bytes:
-    """Everything before the data: length, JSON in the order of the data, blanks up to a multiple of 4096."""
+    """All bytes before the data: length, JSON in the order of the data, spaces up to a multiple of 4096."""
     fields, begin = {}, 0
     for spec in specs:
         fields[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (begin, begin + spec.nbytes)}

@@ -1,6 +1,6 @@
-"""A finished store of packed weights: where every shard lies, checked and locked while it is used.
+"""A complete store of prepared weights: the extent of every shard, checked, and locked while it is used.
 
-Knows layers, experts, the head and resident parts as runs of bytes; knows neither weight formats nor models.
+Knows layers, experts, the head and resident tensors as extents; knows neither weight formats nor models.
 """
 
 from __future__ import annotations
@@ -16,48 +16,51 @@ from typing import Self
 from ..errors import BadStore
 from .access import lock_to_use, refuse_untrusted
 from .manifest import HEAD_FILE, MANIFEST, RESIDENT_FILE, Manifest, layer_file, read_manifest
-from .shard_file import ShardFile, ShardPlace, is_sound, open_shard_file, read_shard
+from .shard_file import ShardExtent, ShardFile, is_sound, open_shard_file, read_shard
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlaces:
-    """`dense` is None where the layer has none; the experts are adjacent and of one size."""
+class LayerExtents:
+    """The shards of one layer. `dense` is None if it has none; experts are adjacent and have one size."""
 
-    dense: ShardPlace | None
-    experts: tuple[ShardPlace, ...]
+    dense: ShardExtent | None
+    experts: tuple[ShardExtent, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentTensor:
-    """`dtype` as safetensors names it."""
+    """A tensor that stays in memory; `dtype` is its safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
-    place: ShardPlace
+    extent: ShardExtent
 
 
 @dataclass(slots=True)
 class Store:
-    """Open files, and a lock that keeps writers away, until `close`. `layers` and `head` lie at multiples of 4096."""
+    """The open files of a store and a lock that excludes writers, until `close`.
+
+    The extents of `layers` and `head` begin at multiples of 4096 bytes.
+    """
 
     folder: Path
     manifest: Manifest
-    layers: tuple[LayerPlaces, ...] = ()
-    head: ShardPlace | None = None
+    layers: tuple[LayerExtents, ...] = ()
+    head: ShardExtent | None = None
     resident: dict[str, ResidentTensor] = field(default_factory=dict)
     _descriptors: list[int] = field(default_factory=list)
 
     @classmethod
     def open(cls, folder: Path) -> Store:
-        """Reads the manifest and every file's header, no weights.
+        """Reads the manifest and the header of every file, but no weights.
 
-        Raises StoreInUse while it is written, BadStore if it is unfinished, damaged or of another version.
+        Raises StoreInUse while the store is being written, BadStore if it is unfinished, damaged or of another version.
         """
         descriptors = [lock_to_use(folder)]
         try:
             refuse_untrusted(os.stat(folder), folder)
             store = cls(folder, _read_manifest(folder), _descriptors=descriptors)
-            store._find_places()
+            store._find_extents()
         except BaseException:
             _close_all(descriptors)
             raise
@@ -68,13 +71,13 @@ class Store:
     def nbytes(self) -> int:
         return self.manifest.nbytes
 
-    def read_into(self, place: ShardPlace, target: memoryview, check: bool = False) -> None:
-        """Fills `target`, of the shard's size. With `check`, raises BadStore if its CRC32 differs."""
-        read_shard(place, target, check)
+    def read_into(self, extent: ShardExtent, target: memoryview, check: bool = False) -> None:
+        """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs."""
+        read_shard(extent, target, check)
 
-    def places(self) -> Iterator[ShardPlace]:
-        """Every shard, in the order in which a pass wants them."""
-        yield from (tensor.place for tensor in self.resident.values())
+    def extents(self) -> Iterator[ShardExtent]:
+        """Every shard, in the order in which a pass needs them."""
+        yield from (tensor.extent for tensor in self.resident.values())
         for layer in self.layers:
             if layer.dense is not None:
                 yield layer.dense
@@ -82,10 +85,10 @@ class Store:
         if self.head is not None:
             yield self.head
 
-    def verify(self) -> Iterator[tuple[ShardPlace, bool]]:
-        """Reads everything: each shard, and whether its bytes are those once written."""
-        for place in self.places():
-            yield place, is_sound(place)
+    def verify(self) -> Iterator[tuple[ShardExtent, bool]]:
+        """Reads all shards; yields each and whether it matches its CRC32."""
+        for extent in self.extents():
+            yield extent, is_sound(extent)
 
     def close(self) -> None:
         _close_all(self._descriptors)
@@ -98,7 +101,7 @@ class Store:
     ) -> None:
         self.close()
 
-    def _find_places(self) -> None:
+    def _find_extents(self) -> None:
         files: dict[str, ShardFile] = {}
         for record in self.manifest.files:
             file = files[record.name] = open_shard_file(self.folder, record)
@@ -109,7 +112,9 @@ class Store:
             self.resident = _resident(resident)
         names = [layer_file(index) for index in range(len(files))]
         if set(names) != set(files):
-            raise BadStore(f"{self.folder}: layers {sorted(files)[:3]}... have gaps; prepare the model again")
+            raise BadStore(
+                f"{self.folder}: layers {sorted(files)[:3]}... are not numbered without gaps; prepare the model again"
+            )
         self.layers = tuple(_layer(files[name]) for name in names)
 
 
@@ -122,16 +127,16 @@ def _read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def _layer(file: ShardFile) -> LayerPlaces:
-    dense = _single(file, "dense") if "dense" in file.places else None
-    return LayerPlaces(dense, file.places.get("experts", ()))
+def _layer(file: ShardFile) -> LayerExtents:
+    dense = _single(file, "dense") if "dense" in file.extents else None
+    return LayerExtents(dense, file.extents.get("experts", ()))
 
 
-def _single(file: ShardFile, tensor: str) -> ShardPlace:
-    places = file.places.get(tensor, ())
-    if len(places) != 1:
-        raise BadStore(f"{file.path} has {len(places)} shards of {tensor!r}, wanted 1; prepare the model again")
-    return places[0]
+def _single(file: ShardFile, tensor: str) -> ShardExtent:
+    extents = file.extents.get(tensor, ())
+    if len(extents) != 1:
+        raise BadStore(f"{file.path} has {len(extents)} shards of {tensor!r}, wanted 1; prepare the model again")
+    return extents[0]
 
 
 def _resident(file: ShardFile) -> dict[str, ResidentTensor]:
@@ -139,7 +144,7 @@ def _resident(file: ShardFile) -> dict[str, ResidentTensor]:
 
 
 def _note_use(lock: int) -> None:
-    """The lock's time of change says when the store was last used; a read-only or foreign store keeps no such note."""
+    """Records that the store is used now, as the lock file's modification time, unless it cannot be changed."""
     with suppress(OSError):
         os.utime(lock)
 

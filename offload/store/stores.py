@@ -1,4 +1,4 @@
-"""All stores under one root: what is there, and what may go. Knows folders and times of use; opens no shard."""
+"""All stores under one root: lists and removes them, and computes their disk budget. Opens no shard."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _HASH_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class StoreSummary:
-    """A store that may be finished, begun or damaged; `recipe` is None where that cannot be read.
+    """A store, which may be complete, begun or damaged; `recipe` is None if it cannot be read.
 
-    `nbytes` is what it takes on disk now, `last_used` seconds since 1970.
+    `nbytes` is its size on disk now; `last_used` is in seconds since 1970.
     """
 
     folder: Path
@@ -42,34 +42,35 @@ class StoreSummary:
 
 
 def default_root() -> Path:
+    """The folder of this user's stores."""
     return user_cache_path("moedge") / "stores"
 
 
 def store_folder(root: Path, model: str, fingerprint: str, recipe: Mapping[str, Any]) -> Path:
-    """The folder of that making: the model's name as far as it is readable, and a hash of the rest."""
+    """The folder of the store with these inputs: the readable part of the model's name, and a hash of the inputs."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip(".-")[-_MAX_NAME_LENGTH:].strip(".-")
     digest = sha256(canonical([fingerprint, recipe])).hexdigest()[:_HASH_DIGITS]
     return root / f"{readable or 'model'}-{digest}"
 
 
 def stores(root: Path) -> list[StoreSummary]:
-    """By name; folders that are no store, or belong to somebody else, are passed over."""
+    """All stores under `root`, sorted by name; folders without a lock file are skipped."""
     if not root.is_dir():
         return []
     return [_summary(folder) for folder in sorted(root.iterdir()) if (folder / LOCK).is_file()]
 
 
 def remove(folder: Path) -> None:
-    """Raises StoreInUse while anybody uses or writes it, BadStore if the folder holds anything but a store."""
+    """Removes a store. Raises StoreInUse while it is used or written, BadStore if the folder has any other file."""
     if not (folder / LOCK).is_file():
-        raise BadStore(f"{folder} is no store: no file {LOCK!r} in it; `moedge models ls` names those there are")
+        raise BadStore(f"{folder} is not a store: no file {LOCK!r} in it; `moedge models ls` lists the stores")
     store_files(folder)
     lock = lock_to_write(folder)
     try:
         with suppress(FileNotFoundError):
             os.unlink(folder / MANIFEST)
         remove_files_except(folder, ())
-        # The lock's name goes last: until then nobody else can begin to write here.
+        # The lock file goes last: until then no other process can begin to write here.
         os.unlink(folder / LOCK)
         os.rmdir(folder)
     finally:
@@ -77,9 +78,9 @@ def remove(folder: Path) -> None:
 
 
 def prune(root: Path, keep_nbytes: int) -> list[StoreSummary]:
-    """Removes the stores that were not used for longest until all together take at most `keep_nbytes`.
+    """Removes the least recently used stores until all together take at most `keep_nbytes`.
 
-    Those in use stay, and those with files of somebody else in them. Returns what was removed.
+    Keeps stores that are in use or whose folder has other files. Returns the removed stores.
     """
     found = sorted(stores(root), key=lambda store: store.last_used)
     nbytes, removed = sum(store.nbytes for store in found), []
@@ -100,7 +101,7 @@ def _summary(folder: Path) -> StoreSummary:
 
 
 def _manifest(folder: Path) -> tuple[bool, Manifest | None]:
-    """(whether the store is finished, its manifest or that of the files finished so far)."""
+    """(whether the store is complete, its manifest or that of the files finished so far)."""
     for name in (MANIFEST, PROGRESS):
         with suppress(FileNotFoundError, BadStore):
             return name == MANIFEST, read_manifest(folder / name)
@@ -108,13 +109,13 @@ def _manifest(folder: Path) -> tuple[bool, Manifest | None]:
 
 
 def disk_nbytes(folder: Path) -> int:
-    """What the folder's files take; 0 where there is none."""
+    """The bytes of the folder's files; 0 if the folder does not exist."""
     if not folder.is_dir():
         return 0
     return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
 
 
-# What `auto` leaves to everybody else on that disk.
+# The free bytes that `--disk auto` leaves on the disk.
 RESERVE_NBYTES = 10 << 30
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
@@ -150,30 +151,31 @@ class DiskSpace:
 
 
 def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
-    """Bytes that the stores beside `folder`, and a store of `store_nbytes` in it, may take together.
+    """The bytes that all stores beside `folder`, and a store of `store_nbytes` in it, may take together.
 
-    `wanted` is the user's ceiling, None for auto: what this store needs, leaving RESERVE_NBYTES of the disk free.
-    What an earlier run finished in `folder` counts as this store's. Raises OutOfBudget, saying what would fit.
+    `wanted` is the user's limit. None means auto: as much as this store needs, with RESERVE_NBYTES of the disk left
+    free. Files that an earlier run wrote to `folder` count as part of this store. Raises OutOfBudget, which says what
+    would fit.
     """
     space = DiskSpace.of(folder.parent, wanted)
     begun = disk_nbytes(folder)
     # A folder that was given by name may hold a store whose lock is not there yet.
     space = replace(space, stores={**space.stores, folder.name: begun})
     others = sum(space.stores.values()) - begun
-    room = space.for_store(folder.name)
-    if store_nbytes <= room:
+    allowed = space.for_store(folder.name)
+    if store_nbytes <= allowed:
         return others + store_nbytes if wanted is None else wanted
-    raise OutOfBudget(_refusal(folder, store_nbytes, room, others, wanted))
+    raise OutOfBudget(_refusal(folder, store_nbytes, allowed, others, wanted))
 
 
-def _refusal(folder: Path, store_nbytes: int, room: int, others: int, wanted: int | None) -> str:
-    bound = f"the disk, {_size(RESERVE_NBYTES)} of it left free," if wanted is None else f"--disk {_size(wanted)}"
+def _refusal(folder: Path, store_nbytes: int, allowed: int, others: int, wanted: int | None) -> str:
+    bound = f"the disk, with {_size(RESERVE_NBYTES)} left free," if wanted is None else f"--disk {_size(wanted)}"
     advice = "choose a smaller weight format, or a --disk-dir on a larger disk"
     if wanted is not None:
         advice = f"raise --disk to {_size(others + store_nbytes, up=True)}, or {advice}"
     if others:
         advice = f"remove other stores, which take {_size(others)} (`moedge models prune`), {advice}"
-    return f"{folder.name} takes {_size(store_nbytes, up=True)} and {bound} has room for {_size(room)}; {advice}"
+    return f"{folder.name} takes {_size(store_nbytes, up=True)} but {bound} allows {_size(allowed)}; {advice}"
 
 
 def disk_of(folder: Path) -> int:
@@ -187,12 +189,12 @@ def disk_free(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """The folder, or its nearest ancestor that exists."""
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def _size(nbytes: int, up: bool = False) -> str:
-    """Room is rounded down and need up, so that the numbers in a refusal work when they are typed in."""
+    """A size for a message. Rounds limits down and needs (`up`) up, so that the sizes of an advice work as given."""
     unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size / 10), ("KiB", 1 << 10))
     hundredths = 100 * (-nbytes if up else nbytes) // size
     return f"{abs(hundredths) / 100:.2f} {unit}"

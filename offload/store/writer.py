@@ -1,6 +1,6 @@
-"""Writes a store file by file. Killed at any point, no unfinished store opens and the next run continues.
+"""Writes a store file by file. If the process is killed, the unfinished store does not open and the next run resumes.
 
-Knows how layers, head and resident parts lie in files; gets their bytes packed and knows nothing of their meaning.
+Knows how layers, the head and resident tensors are laid out in files; receives packed bytes, not their meaning.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from .shard_file import ALIGNMENT, NewShardFile, TensorSpec, is_intact
 
 
 class StoreWriter:
-    """Has the folder alone until `close`. What another version, model or recipe left in it is removed.
+    """Writes a store, with exclusive access to its folder until `close`.
 
-    Ask `has(name)` for every file, write those it denies, then `finish`. `recipe` is everything beside the model's
-    `fingerprint` that decides the bytes. Raises StoreInUse, and BadStore for a folder with anything else in it.
+    Call `has(name)` for every file, write those for which it is false, then call `finish`. `recipe` is everything apart
+    from the model's `fingerprint` that determines the bytes. Files of another version, model or recipe are removed.
+    Raises StoreInUse, and BadStore if the folder contains anything but a store.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any], fingerprint: str) -> None:
@@ -46,18 +47,18 @@ class StoreWriter:
 
     @property
     def complete(self) -> bool:
-        """Whether a finished store of this very making is there, so that nothing needs to be written."""
+        """Whether the folder has a complete store with the same inputs, so that nothing needs to be written."""
         return (self.folder / MANIFEST).exists()
 
     def has(self, name: str) -> bool:
-        """Whether an earlier run, or this one, finished that file; reads all of it the first time."""
+        """Whether this run or an earlier one finished the file; reads all of it the first time."""
         if name not in self._done and name in self._unchecked and is_intact(self.folder, self._unchecked[name]):
             self._done[name] = self._unchecked.pop(name)
         return name in self._done
 
     @contextmanager
     def layer(self, index: int, dense_nbytes: int, num_experts: int, expert_nbytes: int) -> Iterator[LayerFile]:
-        """A layer's dense run (0 bytes: none) and its experts (0: none); sizes are multiples of 4096."""
+        """Writes a layer: its dense shard (0 bytes: none) and its experts (0: none); sizes are multiples of 4096."""
         specs = []
         if dense_nbytes:
             specs.append(_opaque("dense", (dense_nbytes,)))
@@ -67,22 +68,22 @@ class StoreWriter:
             yield LayerFile(file)
 
     def write_head(self, data: memoryview) -> None:
-        """The output head: one run of bytes, a multiple of 4096."""
+        """Writes the output head, one shard whose size is a multiple of 4096."""
         with self._file(HEAD_FILE, [_opaque("head", (data.nbytes,))]) as file:
             file.write("head", 0, data)
 
     @contextmanager
     def resident(self, specs: Sequence[TensorSpec]) -> Iterator[ResidentFile]:
-        """Named tensors that are always in memory, of any size; the order given does not change the file."""
-        # Wide elements first: so all are aligned to their size without holes, which the format forbids.
+        """Writes named tensors of any size that always stay in memory; their order does not change the file."""
+        # Wide elements come first: then all are aligned to their size without holes, which the format forbids.
         ordered = sorted(specs, key=lambda spec: (-spec.item_bits, spec.name))
         with self._file(RESIDENT_FILE, ordered) as file:
             yield ResidentFile(file)
 
     def finish(self, extra: Mapping[str, Any]) -> None:
-        """The store opens from now on. `extra` is JSON for whoever reads the store."""
+        """Completes the store: it can be opened from now on. `extra` is JSON for its readers. Raises DiskFull."""
         if self._unchecked:
-            raise ValueError(f"{sorted(self._unchecked)[:3]} are from an earlier run; ask has() for each file first")
+            raise ValueError(f"{sorted(self._unchecked)[:3]} are from an earlier run; call has() for each file first")
         num_layers = len(set(self._done) - {HEAD_FILE, RESIDENT_FILE})
         missing = [name for name in map(layer_file, range(num_layers)) if name not in self._done]
         if missing:
@@ -92,7 +93,7 @@ class StoreWriter:
             rename(self.folder / PROGRESS, self.folder / MANIFEST)
 
     def close(self) -> None:
-        """Lets others in; what is finished stays for the next run."""
+        """Releases the lock; finished files stay for the next run."""
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
             os.close(lock)
@@ -107,7 +108,10 @@ class StoreWriter:
 
     @contextmanager
     def _file(self, name: str, specs: Sequence[TensorSpec]) -> Iterator[NewShardFile]:
-        """Published when the caller's block ends, discarded when it raises; a complete store is one no longer."""
+        """A file that is published when the caller's block ends and discarded when it raises.
+
+        A complete store becomes incomplete when a file is written.
+        """
         with self._or_disk_full(name, sum(spec.nbytes for spec in specs)):
             if self.complete:
                 rename(self.folder / MANIFEST, self.folder / PROGRESS)
@@ -137,12 +141,12 @@ class StoreWriter:
                 raise
             raise DiskFull(
                 f"{self.folder / name} needs {nbytes} bytes and {shutil.disk_usage(self.folder).free} are free "
-                f"({error.strerror}); make room and run this again, it goes on from here"
+                f"({error.strerror}); free some disk space and run this again; it resumes from here"
             ) from error
 
 
 class LayerFile:
-    """The layer being written. A shard may be given in consecutive pieces, so that not even one must be in memory."""
+    """A layer that is being written. A shard may be given in consecutive pieces, so it need not fit in memory."""
 
     def __init__(self, file: NewShardFile) -> None:
         self._file = file
@@ -155,7 +159,7 @@ class LayerFile:
 
 
 class ResidentFile:
-    """The resident parts being written, in any order."""
+    """The resident tensors that are being written, in any order."""
 
     def __init__(self, file: NewShardFile) -> None:
         self._file = file

@@ -1,1 +1,1 @@
-"""Bytes that run ahead of compute: a ring of places, lanes that fill them, a schedule that never ends."""
+"""Streams shards ahead of compute: a ring of slots, lanes that fill the slots, and a watchdog. Torch-free."""

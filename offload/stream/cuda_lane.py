@@ -1,6 +1,6 @@
-"""Copies from host memory into a ring on the device, by a side stream, ordered against compute by events.
+"""Copies from host memory into a ring on the device on a side stream, ordered against compute by events.
 
-The only file that names a CUDA stream. `cuda` is `torch.cuda`, or a machine that replays its rules. Torch-free.
+The only file that uses a CUDA stream. `cuda` is `torch.cuda`, or a simulation of it. Torch-free.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..page_locked import Pinned
-from .lane import Mark, Place, Shard
+from .lane import Shard, Slot, SyncPoint
 
 
-class Event(Mark, Protocol):
-    """A point in a stream. One object per use: a wait on an event that was never recorded waits for nothing."""
+class Event(SyncPoint, Protocol):
+    """A point in a CUDA stream. Use a new object each time: a wait on an event that is not recorded does not wait."""
 
     def query(self) -> bool: ...
 
@@ -25,7 +25,9 @@ class Event(Mark, Protocol):
         ...
 
 
-class Stream(Protocol):
+class CudaStream(Protocol):
+    """The part of `torch.cuda.Stream` that copies need."""
+
     def wait_event(self, event: Any) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -44,15 +46,15 @@ class Cuda(Protocol):
 
 
 class Bytes(Protocol):
-    """A uint8 tensor: slices of it are copied with `copy_`."""
+    """A uint8 tensor; its slices are copied with `copy_`."""
 
     def __getitem__(self, run: slice, /) -> Any: ...
 
 
 class CudaLane:
-    """A Lane from `host` (a slab as a tensor, pinned as `pinned` says) into `memory` (the ring's tensor on the device).
+    """A Lane from `host`, a slab's tensor of which `pinned` is page-locked, into `memory`, the ring on the device.
 
-    Unpinned bytes are copied too, but then the calling thread stands still: route them through a StagedLane.
+    Unpinned bytes are copied too, but the copy blocks the calling thread: send them through a StagedLane instead.
     """
 
     def __init__(self, cuda: Cuda, host: Bytes, pinned: Pinned, memory: Bytes) -> None:
@@ -60,8 +62,8 @@ class CudaLane:
         self._host = host
         self._pinned = pinned
         self._memory = memory
-        self._side: Stream = cuda.Stream()
-        # The allocator may have cut the ring out of memory that compute asked for earlier has still to read.
+        self._side: CudaStream = cuda.Stream()
+        # The allocator may have given the ring memory that compute submitted earlier still has to read.
         self._side.wait_event(self._recorded(cuda.current_stream()))
         self._waits: deque[tuple[Event, Event]] = deque()
         self._copies: deque[tuple[Event, Event]] = deque()
@@ -69,20 +71,20 @@ class CudaLane:
         self._seconds_busy = 0.0
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Event:
-        return self.copy(shard.offset, place, after)
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Event:
+        return self.copy(shard.offset, slot, after)
 
-    def copy(self, begin: int, place: Place, after: Mark | None) -> Event:
-        """Copies `place.nbytes` bytes from byte `begin` of the host memory."""
+    def copy(self, begin: int, slot: Slot, after: SyncPoint | None) -> Event:
+        """Copies `slot.nbytes` bytes from byte `begin` of the host memory into `slot`, once `after` is reached."""
         if after is not None:
             self._side.wait_event(after)
         begin_copy = self._recorded(self._side, enable_timing=True)
         with self._cuda.stream(self._side):
-            for first, last in self._pinned.pieces(begin, begin + place.nbytes):
-                target = self._memory[place.offset + first - begin : place.offset + last - begin]
-                # What is not page-locked is read while the calling thread waits, or it could be overwritten meanwhile.
+            for first, last in self._pinned.pieces(begin, begin + slot.nbytes):
+                target = self._memory[slot.offset + first - begin : slot.offset + last - begin]
+                # Bytes that are not page-locked are copied synchronously, or they could be overwritten meanwhile.
                 target.copy_(self._host[first:last], non_blocking=last <= self._pinned.nbytes)
-        self.nbytes_moved += place.nbytes
+        self.nbytes_moved += slot.nbytes
         ready = self._recorded(self._side, enable_timing=True)
         self._copies.append((begin_copy, ready))
         return ready
@@ -92,7 +94,7 @@ class CudaLane:
         begin = self._recorded(compute, enable_timing=True)
         compute.wait_event(ready)
         self._waits.append((begin, self._recorded(compute, enable_timing=True)))
-        # Finished ones are added up now: events are few, passes many.
+        # Finished spans are summed now, so that the number of events stays small over many passes.
         self._seconds_waited += _finished(self._waits)
         self._seconds_busy += _finished(self._copies)
 
@@ -100,19 +102,19 @@ class CudaLane:
         return self._recorded(self._cuda.current_stream())
 
     def close(self) -> None:
-        """Copies read the host's memory and compute reads the ring's: both must be over before either may go."""
+        """Waits for all copies, which read the host's memory, and for compute, which reads the ring's."""
         self._side.synchronize()
         self._cuda.current_stream().synchronize()
 
     @property
     def seconds_waited(self) -> float:
-        """How long the device stood still, as far as it has come."""
+        """Seconds that the device waited for copies, up to the work that it has finished."""
         self._seconds_waited += _finished(self._waits)
         return self._seconds_waited
 
     @property
     def seconds_busy(self) -> float:
-        """How long the link moved bytes, as far as it has come."""
+        """Seconds that the link was copying, up to the work that it has finished."""
         self._seconds_busy += _finished(self._copies)
         return self._seconds_busy
 
@@ -123,7 +125,7 @@ class CudaLane:
 
 
 def _finished(spans: deque[tuple[Event, Event]]) -> float:
-    """Takes out the spans that are over; returns how long they were together."""
+    """Removes the spans that are over; returns their total seconds."""
     seconds = 0.0
     while spans and spans[0][1].query():
         begin, end = spans.popleft()

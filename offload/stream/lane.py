@@ -1,6 +1,6 @@
-"""The words of movement: what moves (Shard), over what (Lane), and points in time to order it by (Mark).
+"""The types of streaming: what moves (Shard), where to (Ring, Slot), by what (Lane), in which order (SyncPoint).
 
-A lane is where copies and compute meet: only lanes know reader threads or CUDA streams. Torch-free.
+A lane orders copies against compute: only lanes know reader threads or CUDA streams. Torch-free.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..errors import ExitCode, MoedgeError
 
@@ -16,8 +16,8 @@ ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """`nbytes` bytes from `offset`; the ring keeps the rest up to the next aligned byte free for it too."""
+class Slot:
+    """The range of `nbytes` from byte `offset` of the ring; the padding up to the alignment is reserved, too."""
 
     offset: int
     nbytes: int
@@ -28,17 +28,17 @@ class Place:
 
 
 class Ring:
-    """`capacity` bytes. Any place of at most that size fits once all others are released."""
+    """Allocates slots from `capacity` bytes in ring order. An empty ring has a slot of any size up to `capacity`."""
 
     def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
         self.capacity = capacity
         self.alignment = alignment
-        self._live: deque[tuple[Place, int]] = deque()
+        self._live: deque[tuple[Slot, int]] = deque()
         self._head = 0
         self._taken = 0
 
-    def try_reserve(self, nbytes: int) -> Place | None:
-        """The next place, None while older ones are in its way. A place never wraps: the end's rest is skipped."""
+    def try_reserve(self, nbytes: int) -> Slot | None:
+        """The next slot, or None until older slots are released. A slot never wraps: the rest at the end is skipped."""
         size = self._padded(nbytes)
         if not self._live:
             self._head = 0
@@ -47,30 +47,32 @@ class Ring:
         if self._taken + skipped + size > self.capacity:
             return None
         if wraps:
-            # The skipped rest becomes free together with the place that it follows.
+            # The skipped rest becomes free together with the slot before it.
             youngest, taken = self._live.pop()
             self._live.append((youngest, taken + skipped))
-        place = Place(0 if wraps else self._head, nbytes)
-        self._live.append((place, size))
+        slot = Slot(0 if wraps else self._head, nbytes)
+        self._live.append((slot, size))
         self._taken += skipped + size
-        self._head = place.offset + size
-        return place
+        self._head = slot.offset + size
+        return slot
 
-    def release(self, place: Place) -> None:
-        """Frees the oldest place, and what was skipped behind it."""
-        if not self._live or self._live[0][0] is not place:
-            raise ValueError(f"{place} is not the oldest place; places are released in the order they were taken")
+    def release(self, slot: Slot) -> None:
+        """Frees the oldest slot, and the bytes that were skipped after it. Raises ValueError for any other slot."""
+        if not self._live or self._live[0][0] is not slot:
+            raise ValueError(
+                f"{slot} is not the oldest slot; slots are released in the order in which they were reserved"
+            )
         self._taken -= self._live.popleft()[1]
 
     def _padded(self, nbytes: int) -> int:
         size = -(-nbytes // self.alignment) * self.alignment
         if not 0 < size <= self.capacity:
-            raise ValueError(f"a shard of {nbytes} bytes, wanted 1 to {self.capacity}, the ring's capacity")
+            raise ValueError(f"a shard has {nbytes} bytes, wanted 1 to {self.capacity}, the ring's capacity")
         return size
 
 
 class StreamBroken(MoedgeError):
-    """Bytes stopped arriving; says which, and why. What was computed before stays valid."""
+    """Shards stopped arriving; the message says which, and why. Results computed before stay valid."""
 
     exit_code = ExitCode.GAVE_OUT
 
@@ -79,8 +81,8 @@ class StreamBroken(MoedgeError):
 class Shard:
     """One contiguous run of bytes: an expert, a layer's linears, the output head.
 
-    `offset` counts from the start of `file`, or of the host slab where `file` is None. `crc32` is checked the
-    first time a reader fetches the shard.
+    `offset` counts from the start of `file`, or of the host slab if `file` is None. `crc32` is checked when a reader
+    fetches the shard for the first time.
     """
 
     name: str
@@ -90,11 +92,24 @@ class Shard:
     crc32: int | None = None
 
 
-class Mark(Protocol):
+DENSE = -1
+
+
+class ShardKey(NamedTuple):
+    """The name of a shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output `HEAD`."""
+
+    layer: int
+    expert: int = DENSE
+
+
+HEAD = ShardKey(-1)
+
+
+class SyncPoint(Protocol):
     """A point in an order of work, reached when all work before it is done; a CUDA event is one."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until it is reached."""
+        """Blocks the calling thread until the point is reached."""
         ...
 
 
@@ -102,7 +117,7 @@ class Ready(Protocol):
     """The end of one copy; a CUDA event is one."""
 
     def query(self) -> bool:
-        """Whether the bytes are there."""
+        """Whether the bytes have arrived."""
         ...
 
 
@@ -110,35 +125,35 @@ ReadyT = TypeVar("ReadyT", bound=Ready)
 
 
 class Lane(Protocol[ReadyT]):
-    """Moves shards into places, asynchronously, and orders the copies against compute."""
+    """Moves shards into slots asynchronously, and orders the copies against compute."""
 
     @property
     def nbytes_moved(self) -> int:
-        """Grows while bytes move; a watchdog tells slow from stuck by it."""
+        """The bytes moved so far. A watchdog distinguishes slow from stuck by it."""
         ...
 
     @property
     def seconds_waited(self) -> float:
-        """How long compute stood still for want of bytes."""
+        """Seconds that compute waited for shards."""
         ...
 
     @property
     def seconds_busy(self) -> float:
-        """How long there was something to move, so far."""
+        """Seconds during which there was something to move, so far."""
         ...
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> ReadyT:
-        """Copies `shard` into `place` once `after` is reached, at once where it is None. Does not block."""
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> ReadyT:
+        """Starts the copy of `shard` into `slot`; it begins once `after` is reached (None: at once). Does not block."""
         ...
 
     def wait(self, ready: ReadyT) -> None:
-        """All compute asked for from here on comes after `ready`."""
+        """Makes all compute submitted from now on wait for `ready`."""
         ...
 
-    def mark_used(self) -> Mark | None:
-        """The point after all compute asked for so far; None where it is reached already."""
+    def mark_used(self) -> SyncPoint | None:
+        """The point after all compute submitted so far; None if it is reached already."""
         ...
 
     def close(self) -> None:
-        """Returns when nothing moves any more; only then may the memory go."""
+        """Returns when nothing moves any more; only then may the memory be freed."""
         ...

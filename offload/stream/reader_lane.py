@@ -1,6 +1,6 @@
-"""Reader threads that fetch shards into host memory: from files, or from host memory that cannot be pinned.
+"""Reader threads that fetch shards into host memory, from files or from host memory that cannot be pinned.
 
-Shards are cut into chunks, so that all threads work on the one that is wanted first. Torch-free.
+Shards are read in chunks, so that all threads work on the shard that is needed first. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from typing import Protocol
 
 import numpy as np
 
-from .lane import ALIGNMENT, Mark, Place, Shard, StreamBroken
+from .lane import ALIGNMENT, Shard, Slot, StreamBroken, SyncPoint
 
 
 class Source(Protocol):
-    def read(self, room: memoryview, offset: int, nbytes: int) -> None:
-        """Fills `room[:nbytes]` from `offset`; what follows in `room` may be overwritten. Raises OSError."""
+    """Bytes that reader threads can read: a file or host memory."""
+
+    def read(self, target: memoryview, offset: int, nbytes: int) -> None:
+        """Reads `nbytes` from `offset` into `target`; may overwrite the rest of `target`. Raises OSError."""
         ...
 
     def close(self) -> None: ...
 
 
 class DirectFile:
-    """A file read with O_DIRECT, or through the page cache and dropped from it where the file system refuses that.
+    """A file that is read with O_DIRECT, or through the page cache (then dropped) if the file system refuses that.
 
-    One descriptor for life: a file renamed or removed meanwhile is still read whole, one that is edited, cut or grown
-    is noticed after the read that it spoiled. Offsets and rooms are multiples of ALIGNMENT.
+    The descriptor stays open: a file that is renamed or removed meanwhile can still be read. A file that is modified,
+    truncated or extended is noticed after the read that it affected. Offsets and targets are multiples of ALIGNMENT.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,11 +44,11 @@ class DirectFile:
         self._descriptor, self.direct = _open(path)
         self._opened = self._state()
 
-    def read(self, room: memoryview, offset: int, nbytes: int) -> None:
+    def read(self, target: memoryview, offset: int, nbytes: int) -> None:
         if self.direct:
-            self._read_direct(room, offset, nbytes)
+            self._read_direct(target, offset, nbytes)
         else:
-            self._read_cached(room, offset, nbytes)
+            self._read_cached(target, offset, nbytes)
         if self._state() != self._opened:
             raise OSError(errno.ESTALE, "the file changed after it was opened")
 
@@ -57,24 +59,24 @@ class DirectFile:
         status = os.fstat(self._descriptor)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def _read_direct(self, room: memoryview, offset: int, nbytes: int) -> None:
-        """Whole aligned blocks: the last one reaches past `nbytes`, or to the end of the file."""
+    def _read_direct(self, target: memoryview, offset: int, nbytes: int) -> None:
+        """Reads whole aligned blocks; the last one extends beyond `nbytes`, or to the end of the file."""
         padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         position = 0
         while position < nbytes:
-            read = os.preadv(self._descriptor, [room[position:padded]], offset + position)
+            read = os.preadv(self._descriptor, [target[position:padded]], offset + position)
             if position + read >= nbytes:
                 return
-            # A short read goes on from the last whole block: the kernel refuses to start inside one.
+            # After a short read, continue from the last whole block: the kernel refuses to start inside one.
             advance = read - read % ALIGNMENT
             if not advance:
                 raise _ended(offset + position + read)
             position += advance
 
-    def _read_cached(self, room: memoryview, offset: int, nbytes: int) -> None:
+    def _read_cached(self, target: memoryview, offset: int, nbytes: int) -> None:
         position = 0
         while position < nbytes:
-            read = os.preadv(self._descriptor, [room[position:nbytes]], offset + position)
+            read = os.preadv(self._descriptor, [target[position:nbytes]], offset + position)
             if not read:
                 raise _ended(offset + position)
             position += read
@@ -82,20 +84,20 @@ class DirectFile:
 
 
 class HostBytes:
-    """A stretch of host memory, copied without holding the interpreter."""
+    """A range of host memory that is copied without holding Python's lock."""
 
     def __init__(self, memory: memoryview) -> None:
         self._bytes = np.frombuffer(memory, np.uint8)
 
-    def read(self, room: memoryview, offset: int, nbytes: int) -> None:
-        np.copyto(np.frombuffer(room, np.uint8)[:nbytes], self._bytes[offset : offset + nbytes])
+    def read(self, target: memoryview, offset: int, nbytes: int) -> None:
+        np.copyto(np.frombuffer(target, np.uint8)[:nbytes], self._bytes[offset : offset + nbytes])
 
     def close(self) -> None:
-        """Nothing is held that the memory's owner would miss."""
+        """Does nothing: the memory belongs to its owner."""
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """(descriptor, whether direct reads work on it); some file systems accept the flag and refuse the read."""
+    """(descriptor, whether direct reads work); some file systems accept O_DIRECT on open but refuse the read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
@@ -117,23 +119,23 @@ def _ended(position: int) -> OSError:
     return OSError(errno.ENODATA, f"the file ends at byte {position}")
 
 
-# As fast as bare reads into memory of the ring's size; larger chunks are slower (bench/reader_lane.py).
+# With this size, reading is as fast as bare reads into as much memory; larger chunks are slower (`bench.micro reads`).
 CHUNK_NBYTES = 1 << 20
 NUM_THREADS = 4
 RETRY_SECONDS = (0.02, 0.1, 0.3)
 _JOIN_SECONDS = 5.0
-# A reader that is stuck will not come back: whoever stops because of it should not wait for it.
+# A stuck reader will not return, so that closing after a failure does not wait long for it.
 _JOIN_FAILED_SECONDS = 0.2
 _PATIENCE_SECONDS = 0.25
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One shard on its way into `room`; ready when all its chunks are there and its checksum holds."""
+    """A pending read of one shard into `target`; done when all its chunks have arrived and its checksum matches."""
 
     shard: Shard
-    room: memoryview
-    after: Mark | None
+    target: memoryview
+    after: SyncPoint | None
     chunks_left: int
     done: bool = False
 
@@ -142,10 +144,10 @@ class Fetch:
 
 
 class ReaderLane:
-    """A Lane whose compute runs on the calling thread, or names its own mark when it gives a place back.
+    """A Lane whose compute runs on the calling thread, or passes its own SyncPoint when it releases a slot.
 
-    `memory` is what places lie in, aligned to ALIGNMENT; `sources` by the `file` of the shards to come, closed with
-    the lane. After the first error everyone who waits or starts gets StreamBroken with its cause.
+    `memory` contains the slots and is aligned to ALIGNMENT. `sources` are keyed by the `file` of the shards and are
+    closed with the lane. After the first error, every `start` and `wait` raises StreamBroken with its cause.
     """
 
     def __init__(
@@ -176,13 +178,13 @@ class ReaderLane:
         for thread in self._threads:
             thread.start()
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Fetch:
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Fetch:
         if shard.offset % ALIGNMENT:
-            raise ValueError(f"{shard} begins at byte {shard.offset}, wanted a multiple of {ALIGNMENT}")
-        if place.offset + -(-place.nbytes // ALIGNMENT) * ALIGNMENT > len(self._memory):
-            raise ValueError(f"{place} lies outside the {len(self._memory)} bytes that readers fill")
+            raise ValueError(f"{shard} begins at byte {shard.offset}; wanted a multiple of {ALIGNMENT}")
+        if slot.offset + -(-slot.nbytes // ALIGNMENT) * ALIGNMENT > len(self._memory):
+            raise ValueError(f"{slot} is outside the {len(self._memory)} bytes that readers fill")
         begins = range(0, shard.nbytes, self._chunk_nbytes)
-        fetch = Fetch(shard, self._memory[place.offset :], after, len(begins))
+        fetch = Fetch(shard, self._memory[slot.offset :], after, len(begins))
         with self._wanted:
             self._raise_failure()
             if not self._num_fetches:
@@ -204,16 +206,16 @@ class ReaderLane:
 
     @property
     def seconds_busy(self) -> float:
-        """How long there was something to read."""
+        """Seconds during which there was something to read."""
         with self._wanted:
             running = time.perf_counter() - self._busy_since if self._num_fetches else 0.0
             return self._seconds_busy + running
 
     def mark_used(self) -> None:
-        """Compute that runs on the calling thread is done when it returns."""
+        """Returns None: compute on the calling thread is done when it returns."""
 
     def fail(self, cause: BaseException) -> None:
-        """Wakes everyone who waits, with StreamBroken from `cause`; the first cause stays."""
+        """Makes everyone who waits raise StreamBroken from `cause`; only the first cause counts."""
         with self._wanted:
             self._failure = self._failure or cause
             self._chunks.clear()
@@ -222,11 +224,12 @@ class ReaderLane:
             self._arrived.notify_all()
 
     def close(self) -> None:
+        """Ends the reader threads and closes the sources."""
         deadline = time.monotonic() + (_JOIN_SECONDS if self._failure is None else _JOIN_FAILED_SECONDS)
         self.fail(StreamBroken("the lane is closed; nothing further arrives"))
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # A thread that hangs in a read keeps its memory alive by itself; its descriptor must stay its own too.
+        # A thread that hangs in a read keeps its memory alive by itself; its descriptor must stay open, too.
         if not any(thread.is_alive() for thread in self._threads):
             sources, self._sources = self._sources, {}
             for source in sources.values():
@@ -237,7 +240,7 @@ class ReaderLane:
             while chunk := self._next_chunk():
                 self._fetch(*chunk)
         except BaseException as error:
-            # Whatever ends a reader, SystemExit too, must reach the one who waits for its bytes.
+            # Whatever ends a reader, SystemExit included, must reach the thread that waits for its bytes.
             self.fail(error)
 
     def _next_chunk(self) -> tuple[Fetch, int] | None:
@@ -265,11 +268,11 @@ class ReaderLane:
                 self._arrived.notify_all()
 
     def _read(self, fetch: Fetch, begin: int, nbytes: int) -> None:
-        shard, room = fetch.shard, fetch.room[begin:]
+        shard, target = fetch.shard, fetch.target[begin:]
         offset = shard.offset + begin
         for pause in (*RETRY_SECONDS, None):
             try:
-                self._sources[shard.file].read(room, offset, nbytes)
+                self._sources[shard.file].read(target, offset, nbytes)
                 return
             except OSError as error:
                 if error.errno != errno.EIO or pause is None or self._ended.wait(pause):
@@ -280,7 +283,7 @@ class ReaderLane:
         shard = fetch.shard
         if shard.crc32 is None or shard in self._verified:
             return
-        found = zlib.crc32(fetch.room[: shard.nbytes])
+        found = zlib.crc32(fetch.target[: shard.nbytes])
         if found != shard.crc32:
             raise StreamBroken(
                 f"{shard.file}: {shard.name} has checksum {found:08x}, wanted {shard.crc32:08x}; the file is damaged, "
@@ -290,7 +293,7 @@ class ReaderLane:
 
     def _raise_failure(self) -> None:
         if self._failure is None and not all(thread.is_alive() for thread in self._threads):
-            self._failure = RuntimeError("a reader thread died without a word")
+            self._failure = RuntimeError("a reader thread ended without an error")
         if self._failure is not None:
             message = str(self._failure) or type(self._failure).__name__
             raise StreamBroken(f"weights stopped arriving: {message}") from self._failure

@@ -1,7 +1,7 @@
-"""Three tiers at once: a stream into pinned host memory feeds the copies to the device.
+"""Streams over three tiers: a stream from disk into pinned host memory feeds the copies to the device.
 
-Shards that lie pinned in host memory skip the first stage. No thread of its own: whatever has come from the disk is
-passed on at every call. Knows neither files nor CUDA. Torch-free.
+Shards that are pinned in host memory skip the first stage. Has no thread of its own: every call passes on what has
+arrived from the disk. Knows neither files nor CUDA. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cuda_lane import CudaLane, Event
-from .lane import Mark, Place, Shard
+from .lane import Shard, Slot, SyncPoint
 from .stream import ShardStream
 
 
 @dataclass(slots=True, eq=False)
 class Relay:
-    """One shard's way over both stages; `copied` is None until its bytes have reached the host."""
+    """One shard on its way through both stages; `copied` is None until its bytes have arrived in host memory."""
 
     shard: Shard
-    place: Place
-    after: Mark | None
+    slot: Slot
+    after: SyncPoint | None
     copied: Event | None = None
 
     def query(self) -> bool:
@@ -30,10 +30,10 @@ class Relay:
 
 
 class StagedLane:
-    """A Lane that starts shards for which `is_direct` holds with `direct`, and all others as they arrive from `host`.
+    """A Lane that copies shards for which `is_direct` is true with `direct`, and all others when they have left `host`.
 
-    `host` is asked for a shard when its place on the device is known. `staging` copies out of the memory that `host`
-    fills; it and `direct` put into the same ring.
+    A shard is requested from `host` when its slot on the device is known. `staging` copies from the memory that `host`
+    fills; it and `direct` copy into the same ring.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class StagedLane:
 
     @property
     def seconds_busy(self) -> float:
-        # The stages work at the same time: the slower one is what is waited for.
+        # The stages work at the same time: the slower one is the bottleneck.
         return max(self._host.seconds_busy, self._staging.seconds_busy + self._direct.seconds_busy)
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Relay:
-        relay = Relay(shard, place, after)
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Relay:
+        relay = Relay(shard, slot, after)
         if self._is_direct(shard):
-            relay.copied = self._direct.start(shard, place, after)
+            relay.copied = self._direct.start(shard, slot, after)
         else:
             self._waiting.append(relay)
             self._host.ask(shard)
@@ -69,7 +69,7 @@ class StagedLane:
         return relay
 
     def wait(self, ready: Relay) -> None:
-        # An event that is not yet recorded holds nobody back: the copy must be asked for first.
+        # A wait on an event that is not recorded yet does not wait: the copy must be started first.
         while ready.copied is None:
             self._pass_on()
         self._direct.wait(ready.copied)
@@ -92,7 +92,7 @@ class StagedLane:
         arrival = self._host.next()
         relay = self._waiting.popleft()
         if arrival.shard != relay.shard:
-            raise ValueError(f"the host brought {arrival.shard}, wanted {relay.shard}; somebody else asks it too")
-        relay.copied = self._staging.copy(arrival.place.offset, relay.place, relay.after)
-        # The reader may overwrite the host's bytes when the copy out of them is over, long before compute is.
+            raise ValueError(f"the host stream returned {arrival.shard}, wanted {relay.shard}; it has another consumer")
+        relay.copied = self._staging.copy(arrival.slot.offset, relay.slot, relay.after)
+        # The reader may overwrite the host's bytes once the copy from them is done, long before compute is.
         self._host.done(arrival, relay.copied)

@@ -1,4 +1,4 @@
-"""Notices a run that stands still, says where, and has it stopped. Tells a slow disk from a stuck one. Torch-free."""
+"""Detects a run that makes no progress, dumps its stacks and stops it. Distinguishes slow from stuck. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _CHECKS_PER_LIMIT = 20
 
 
 class Pace(Enum):
+    """What the watchdog observed last."""
+
     WORKING = "working"
     SLOW = "waiting for bytes"
     STUCK = "stuck"
 
 
 class Watchdog:
-    """While entered, a thread watches two counters; when neither changes for `limit_seconds`, the run is stuck.
+    """While entered, a thread watches two counters; if neither changes for `limit_seconds`, the run is stuck.
 
-    `work` counts what the run is for (passes, rows), `nbytes_moved` what a lane has brought. Then `dump` writes all
-    stacks, to stderr by default, and `stop` is called, once and on the watching thread, with a sentence that says for
-    how long nothing moved.
+    `work` counts the progress of the run (passes, rows), `nbytes_moved` the bytes that a lane has moved. When the run
+    is stuck, `dump` writes all stacks, by default to stderr, and `stop` is called once, on the watching thread, with a
+    sentence that says for how long nothing moved.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Watchdog:
         self._thread.join()
 
     def check(self) -> Pace:
-        """One look at the counters; STUCK at most once, because the run is being stopped then."""
+        """Checks the counters once. The first STUCK stops the run."""
         counts = (self._work(), self._nbytes_moved())
         if counts != self._counts:
             self.pace = Pace.WORKING if counts[0] != self._counts[0] else Pace.SLOW

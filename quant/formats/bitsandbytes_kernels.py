@@ -1,4 +1,4 @@
-"""The only file that imports bitsandbytes: late, and without its attempt to fetch a kernel from a hub.
+"""The only file that imports bitsandbytes: lazily, and without letting it download a kernel from a hub.
 
 Knows pointers and calls, not formats.
 """
@@ -22,12 +22,12 @@ CPU_NAMES = {getattr(torch, each.name): each.option for each in OPTION_DTYPES.va
 def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> None:
     """Writes the matrix of `codes` uint8 [N, K/2] and `absmax` float32 [N, K/block] into `out` [N, K].
 
-    All are contiguous; the kernel sees only their addresses and cannot check that.
+    All are contiguous; the kernel gets only their addresses and cannot check that.
     """
     num_rows, num_columns = out.shape
     if codes.is_cpu and out.is_cpu:
-        # The operator has no `out` on a CPU. What it allocates is mapped anew and page-faulted every time once it
-        # exceeds malloc's threshold of 32 MiB: 6 to 10 times slower for 4096 x 4096.
+        # The operator has no `out` on a CPU. Above malloc's threshold of 32 MiB, the result that it allocates is mapped
+        # and page-faulted every time, which is 6 to 10 times slower for 4096 x 4096.
         _cpu_kernel(out.dtype)(
             c_void_p(codes.data_ptr()),
             c_void_p(absmax.data_ptr()),
@@ -42,14 +42,14 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> No
 
 @cache
 def serves(device_type: str) -> bool:
-    """Whether its kernels run there: on a CPU always, on a device where its library was built for that."""
+    """Whether the kernels run on this device type: always on a CPU, on a GPU if the library was built for it."""
     load()
     return device_type == "cpu" or bool(import_module("bitsandbytes.cextension").lib.compiled_with_cuda)
 
 
 @cache
 def _cpu_kernel(dtype: torch.dtype) -> Callable[..., None]:
-    """The C function behind the operator."""
+    """The C function that the operator calls."""
     load()
     library = import_module("bitsandbytes.cextension").lib
     kernel: Callable[..., None] = getattr(library, f"cdequantize_blockwise_cpu_nf4_{CPU_NAMES[dtype]}")
@@ -57,7 +57,7 @@ def _cpu_kernel(dtype: torch.dtype) -> Callable[..., None]:
 
 
 def load() -> None:
-    """Imports bitsandbytes, so that its operators exist under torch.ops."""
+    """Imports bitsandbytes, which registers its operators in torch.ops."""
     if "bitsandbytes" not in sys.modules:
         with no_hub():
             import_module("bitsandbytes")
@@ -65,9 +65,9 @@ def load() -> None:
 
 @contextmanager
 def no_hub() -> Iterator[None]:
-    """While inside, `import kernels` fails as if it were not installed, and bitsandbytes does not complain of it.
+    """While entered, `import kernels` fails as if it were not installed, and bitsandbytes does not warn about it.
 
-    Its CPU backend calls kernels.get_kernel when imported, which downloads code and runs it.
+    The CPU backend of bitsandbytes calls kernels.get_kernel on import, which downloads code and runs it.
     """
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     was_disabled, logger.disabled = logger.disabled, True

@@ -1,4 +1,4 @@
-"""The only table of dtypes. Free of torch; what needs torch is derived from it in tensor.py."""
+"""The table of dtypes. Torch-free; tensor.py derives torch's dtypes from it."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class DType(NamedTuple):
-    """A dtype by its names: torch's, that of safetensors, and the one in options, for those that models compute in."""
+    """The names and size of a dtype: in torch, in safetensors, and in options (dtypes of activations only)."""
 
     name: str
     safetensors: str
@@ -30,6 +30,6 @@ DTYPES: Mapping[str, DType] = MappingProxyType(
         )
     }
 )
-# By the name in options: bf16, fp16, fp32.
+# The dtypes of activations, by their name in options: bf16, fp16, fp32.
 OPTION_DTYPES: Mapping[str, DType] = MappingProxyType({each.option: each for each in DTYPES.values() if each.option})
 WEIGHT_DTYPES = tuple(each.name for each in OPTION_DTYPES.values())

@@ -1,6 +1,6 @@
-"""Weight formats on paper: which planes a packed matrix has, where they lie in its buffer, how many bytes it takes.
+"""Layouts of weight formats: the planes of a packed matrix, their offsets in its buffer, and its bytes.
 
-Free of torch, because the planner asks these questions before any tensor exists. Knows no values, only sizes.
+Torch-free, because the planner needs layouts before any tensor exists. Knows sizes, not values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,22 +11,22 @@ from types import MappingProxyType
 
 from .dtypes import DTYPES, WEIGHT_DTYPES
 
-# One cache line: every plane starts where aligned vector loads are legal and where views of any dtype are.
+# One cache line (bytes): at such offsets, aligned vector loads and views of any dtype are legal.
 ALIGNMENT = 64
 
 
 class FormatError(ValueError):
-    """A format is unknown, or it cannot hold this matrix; the message says which can.
+    """A format is unknown or cannot hold the matrix; the message says which formats can.
 
-    This floor knows no exit codes: whoever applies a user's setting turns it into a SettingError.
+    This floor knows no exit codes: the caller that applies a user's setting converts it to a SettingError.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor inside a buffer: row-major, `offset` bytes from the buffer's start.
+    """One row-major tensor inside a buffer, `offset` bytes from its start.
 
-    `row_axis` is the axis that counts rows of the matrix.
+    `row_axis` is the axis whose index is the row of the matrix.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A matrix [N, K] of `dtype` in one format: its planes and the bytes of the buffer that holds them.
+    """The layout of a matrix [N, K] of `dtype` in one format: its planes, and the bytes of the buffer that holds them.
 
-    Row n of every plane belongs to row n of the matrix; only blocks of `row_block` rows can be told apart, so a run of
-    whole blocks is the same run of every plane, and planes have rows to the end of the last block.
-    `nbytes` is a multiple of ALIGNMENT: layouts written one behind the other stay aligned.
+    Row n of every plane belongs to row n of the matrix. The bytes of `row_block` rows are interleaved, so only whole
+    blocks can be sliced; planes have N rounded up to whole blocks as their number of rows. `nbytes` is a multiple of
+    ALIGNMENT, so layouts that are stored one after the other stay aligned.
     """
 
     format: str
@@ -59,10 +59,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class PlaneRule:
-    """How a plane follows from a matrix: each item serves `weights_per_item` columns of a row, or the whole row.
+    """How a plane's shape follows from a matrix: one item per `weights_per_item` columns of a row (None: per row).
 
-    `dtype` None is the matrix's own. A plane with `parts` has as many numbers per item, and its rows are its columns:
-    [items, N, parts].
+    `dtype` None is the matrix's own dtype. A plane with `parts` has that many numbers per item and has the rows on its
+    second axis: [items, N, parts].
     """
 
     name: str
@@ -75,6 +75,7 @@ class PlaneRule:
         return 0 if self.parts is None else 1
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """The shape of the plane for a matrix of this shape."""
         num_rows, num_columns = shape
         if self.weights_per_item is None:
             return (num_rows,)
@@ -84,7 +85,7 @@ class PlaneRule:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A way to store matrices [N, K] whose K is a multiple of `group_size`."""
+    """A weight format. It stores matrices [N, K] whose K is a multiple of `group_size`."""
 
     name: str
     rules: tuple[PlaneRule, ...]
@@ -92,7 +93,7 @@ class WeightFormat:
     row_block: int = 1
 
     def layout(self, shape: tuple[int, int], dtype: str) -> Layout:
-        """Where the planes of a matrix of this shape and dtype lie. Raises FormatError if it cannot be held."""
+        """The layout of a matrix of this shape and dtype. Raises FormatError if the format cannot hold it."""
         self._check(shape, dtype)
         blocks = (-(-shape[0] // self.row_block) * self.row_block, shape[1])
         planes = lay_out(
@@ -102,7 +103,7 @@ class WeightFormat:
         return Layout(self.name, shape, dtype, planes, end_of(planes), self.row_block)
 
     def nbytes(self, shape: tuple[int, int], dtype: str) -> int:
-        """Bytes of the buffer for a matrix of this shape and dtype, planes' alignment included."""
+        """The bytes of the buffer for a matrix of this shape and dtype, including the alignment of planes."""
         return self.layout(shape, dtype).nbytes
 
     def _check(self, shape: tuple[int, int], dtype: str) -> None:
@@ -111,7 +112,7 @@ class WeightFormat:
                 f"A matrix of {dtype} was found; weights are one of {', '.join(WEIGHT_DTYPES)}. Convert it first."
             )
         if len(shape) != 2 or min(shape) < 1:
-            raise FormatError(f"Shape {tuple(shape)} was found; {self.name} packs matrices [N, K], none empty.")
+            raise FormatError(f"Shape {tuple(shape)} was found; {self.name} packs matrices [N, K] that are not empty.")
         if shape[1] % self.group_size:
             raise FormatError(
                 f"A matrix {list(shape)} was found; {self.name} wants columns in multiples of {self.group_size},"
@@ -120,7 +121,7 @@ class WeightFormat:
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], row_axes: Iterable[int] = ()) -> tuple[Plane, ...]:
-    """Planes for tensors (name, dtype, shape) side by side in one buffer, each on its ALIGNMENT."""
+    """The planes for tensors (name, dtype, shape) one after the other in a buffer, each at a multiple of ALIGNMENT."""
     planes: list[Plane] = []
     for (name, dtype, shape), axis in zip(tensors, chain(row_axes, repeat(0)), strict=False):
         planes.append(Plane(name, dtype, shape, end_of(planes), axis))
@@ -128,18 +129,18 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], row_axes: Itera
 
 
 def end_of(planes: Iterable[Plane]) -> int:
-    """Bytes of the buffer that holds these planes, up to the next ALIGNMENT."""
+    """The bytes of the buffer that holds these planes, rounded up to ALIGNMENT."""
     end = max((plane.offset + plane.nbytes for plane in planes), default=0)
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-# nf4's absmax is bfloat16: of a bfloat16 checkpoint it is exact (a block's maximum is one of its weights), and it can
-# neither overflow nor vanish as float16 does. int8's scales stay float32: per row they cost less than 0.1 bit.
+# nf4's absmax is bfloat16: for a bfloat16 checkpoint it is exact (a block's maximum is one of its weights), and unlike
+# float16 it neither overflows nor underflows. int8's scales stay float32: one per row costs less than 0.1 bit a weight.
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         "none": WeightFormat("none", (PlaneRule("weight", None),)),
         "int8": WeightFormat("int8", (PlaneRule("codes", "int8"), PlaneRule("scales", "float32", None))),
-        # As torch's CPU kernel reads them on AVX-512: 64 rows share their bytes; scale and zero point are bfloat16.
+        # The layout of torch's CPU kernel on AVX-512: 64 rows are interleaved; scale and zero point are bfloat16.
         "int4": WeightFormat(
             "int4",
             (PlaneRule("codes", "uint8", 2), PlaneRule("scales", "bfloat16", 32, parts=2)),
@@ -154,7 +155,7 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 
 
 def get_format(name: str) -> WeightFormat:
-    """The format of this name. Raises FormatError, with the names there are."""
+    """The format of this name. Raises FormatError, which lists the known names."""
     if name not in FORMATS:
         raise FormatError(f"Weight format {name!r} is unknown; use one of {', '.join(FORMATS)}.")
     return FORMATS[name]

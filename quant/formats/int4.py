@@ -1,8 +1,9 @@
 """Format `int4`: 4-bit codes in groups of 32 weights of a row, each group with a scale and a zero point.
 
-weight = (code - 8) * scale + zero, codes 0 to 15. Planes, as torch's `_weight_int4pack_mm_for_cpu` reads them on
-AVX-512: codes uint8 [N, K/2] whose bytes go by blocks of 64 rows, [N/64, K, 32], byte i of a column with row i in the
-low bits and row 32 + i in the high ones; scales bfloat16 [K/32, N, 2], scale and zero. N is padded to whole blocks.
+weight = (code - 8) * scale + zero, with codes from 0 to 15. The planes have the layout that torch's
+`_weight_int4pack_mm_for_cpu` reads on AVX-512. Codes are uint8 [N, K/2]; their bytes are ordered as [N/64, K, 32], by
+blocks of 64 rows, and byte i of a column has row i in the low bits and row 32 + i in the high bits. Scales are bfloat16
+[K/32, N, 2], scale and zero. N is padded to whole blocks.
 """
 
 from functools import cache
@@ -15,20 +16,20 @@ from .int8 import ROUNDER
 GROUP = 32
 BLOCK_ROWS = 64
 NUM_CODES = 16
-# Keeps the scale of a group of equal weights a normal number.
+# A lower bound, so that the scale of a group of equal weights is a normal number.
 SMALLEST_SCALE = 1e-30
 LARGEST_ZERO = torch.finfo(torch.bfloat16).max
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-    """Spreads the codes evenly from the smallest to the largest weight of each group of `weight` [n, K], finite."""
+    """Packs `weight` [n, K], finite; the codes of a group are spread evenly from its smallest to its largest weight."""
     codes, scales = planes
     groups = weight.float().view(len(weight), -1, GROUP)
     low, high = groups.amin(2), groups.amax(2)
     scale, zero = scales[:, : len(weight)].transpose(0, 1).unbind(2)
     exact = high / (NUM_CODES - 1) - low / (NUM_CODES - 1)
     scale.copy_(exact.clamp(min=SMALLEST_SCALE))
-    # The middle of the codes, 7.5, meets the middle of the weights, half a step below code 8.
+    # The middle of the codes, 7.5, represents the middle of the weights, half a step below code 8.
     zero.copy_((low / 2 + high / 2 + exact / 2).clamp_(-LARGEST_ZERO, LARGEST_ZERO))
     nibbles = torch.zeros(len(codes), weight.shape[1])
     rounded = nibbles[: len(weight)].view_as(groups)
@@ -40,7 +41,7 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-    """Writes the matrix into `out` [n, K], as exactly as its dtype allows."""
+    """Writes the matrix into `out` [n, K], as precisely as its dtype allows."""
     codes, scales = planes
     levels = out.new_empty(out.shape[1], len(codes))
     _write_levels(codes, levels, wide)
@@ -50,13 +51,13 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     out.copy_(levels.t()[: len(out)])
 
 
-def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Writes the matrix into `out`, transposed as its codes lie; no factor is left out."""
+def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Writes the matrix into `out`, transposed like its codes; no scales are left to apply."""
     codes, scales = planes
     levels = out.view(-1)[: out.shape[1] * len(codes)].view(out.shape[1], len(codes))
     _write_levels(codes, levels, wide)
     scale, zero = scales.float().unbind(2)
-    # One pass over the weights where subtracting 8 first would take two.
+    # This takes one pass over the weights; subtracting 8 first would take two.
     offset = torch.add(zero, scale, alpha=-NUM_CODES / 2).to(out.dtype)
     groups = levels.view(len(scales), GROUP, -1)
     torch.addcmul(offset.unsqueeze(1), groups, scale.to(out.dtype).unsqueeze(1), out=groups)
@@ -64,9 +65,9 @@ def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tenso
 
 
 def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
-    """x [T, K], bfloat16 on a CPU, times the matrix transposed: new [T, N to the end of the last block].
+    """x [T, K], bfloat16 on a CPU, times the transposed matrix: a new tensor [T, N rounded up to whole blocks].
 
-    By torch's kernel, which widens codes on its way: fast for few rows.
+    Uses torch's kernel, which dequantizes codes on the fly and is fast for few rows.
     """
     codes, scales = planes
     return torch._weight_int4pack_mm_for_cpu(x, codes, GROUP, scales)
@@ -74,12 +75,12 @@ def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
 
 @cache
 def has_kernel() -> bool:
-    """Whether `multiply` is of use here; on other processors the kernel wants its codes in another order."""
+    """Whether `multiply` can be used here; on other processors the kernel expects the codes in another order."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _write_levels(codes: Tensor, levels: Tensor, wide: Tensor) -> None:
-    """Codes as numbers 0 to 15 into `levels` [K, rows]."""
+    """Writes the codes as numbers from 0 to 15 into `levels` [K, rows]."""
     blocks = _blocks(codes)
     nibbles = wide.view(-1).view(torch.uint8)[: codes.numel()].view_as(blocks)
     halves = levels.view(len(levels), -1, 2, BLOCK_ROWS // 2)
@@ -90,5 +91,5 @@ def _write_levels(codes: Tensor, levels: Tensor, wide: Tensor) -> None:
 
 
 def _blocks(codes: Tensor) -> Tensor:
-    """The bytes of codes [N, K/2] as they lie: [N/64, K, 32]."""
+    """The bytes of codes [N, K/2] in memory order: [N/64, K, 32]."""
     return codes.view(-1, codes.shape[1] * 2, BLOCK_ROWS // 2)

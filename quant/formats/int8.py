@@ -1,6 +1,6 @@
 """Format `int8`: symmetric, one float32 scale per row. Planes: codes int8 [N, K], scales [N].
 
-weight[n, k] is about codes[n, k] * scales[n]; codes are in [-127, 127].
+weight[n, k] is approximately codes[n, k] * scales[n]; codes are in [-127, 127].
 """
 
 from functools import cache
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 # 1.5 * 2^23: a float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
-# torch.round does the same, but starts threads for as few as 2048 numbers (see chunks.CHUNK).
+# torch.round does the same, but starts threads for as few as 2048 numbers (see tensor.CHUNK).
 ROUNDER = 12582912.0
-# Keeps the scale of a row of zeros, or nearly so, a normal number; the row's codes are then 0.
+# A lower bound, so that the scale of a row of zeros, or nearly zeros, is a normal number; its codes are then 0.
 SMALLEST_ABSMAX = 1e-30
-# Columns of codes whose products float32 sums up without rounding: 1024 * 127 * 127 < 2^24.
+# float32 sums the products of this many columns of codes without rounding: 1024 * 127 * 127 < 2^24.
 EXACT_COLUMNS = 1024
-# Codes that are widened at a time for that.
+# The number of codes that are converted to float32 at a time for such sums.
 WIDE_CODES = 1 << 21
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-    """Rounds `weight` [n, K], finite, to the nearest code, half to even: off by at most half a scale."""
+    """Packs `weight` [n, K], finite: rounds to the nearest code, half to even, so errors are at most half a scale."""
     codes, scales = planes
     values = weight.float()
-    # Not vector_norm, which takes sixteen times as long for the same maxima.
+    # vector_norm would take sixteen times as long for the same maxima.
     scaled = values.abs()
     torch.amax(scaled, 1, out=scales)
     scales.clamp_(min=SMALLEST_ABSMAX).div_(127)
@@ -36,11 +36,11 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     torch.mul(codes, scales[:, None], out=out)
 
 
-def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Writes the bare codes into `out` and returns the scales [n] in its dtype, which are left to multiply by.
+def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Writes the codes into `out` without scaling; returns it and the scales [n] in its dtype, still to be applied.
 
-    Codes are exact in every dtype and converting them is six times as fast as scaling them. In float16 a sum of
-    bare codes can overflow where the product would not: there the matrix is written scaled and nothing is left.
+    Codes are exact in every dtype, and converting them is six times as fast as scaling them. In float16, a sum of
+    unscaled codes can overflow where the product would not: there the matrix is scaled and no scales are returned.
     """
     codes, scales = planes
     weight = out[: len(codes)]
@@ -51,26 +51,26 @@ def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tenso
 
 
 def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
-    """x [T, K], bfloat16 on a CPU, times the matrix transposed: new [T, N]. By torch's kernel, fast for few rows."""
+    """x [T, K], bfloat16 on a CPU, times the transposed matrix: a new tensor [T, N]; fast for few rows."""
     codes, scales = planes
     return torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
 
 
 def has_kernel(num_columns: int) -> bool:
-    """Whether `multiply` may be used: on AVX-512 the kernel reads 16 columns at a time, beyond the end of the rows."""
+    """Whether `multiply` may be used: on AVX-512 the kernel reads 16 columns at a time, beyond the end of a row."""
     return num_columns % 16 == 0
 
 
 def multiply_integers(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> None:
-    """Writes round(x) [T, K] times the matrix transposed into `out` [T, N], summed as integers, without rounding.
+    """Writes x [T, K], rounded to int8, times the transposed matrix into `out` [T, N]; integer sums do not round.
 
-    Each row of x has a scale of its own, as each row of the matrix has (LLM.int8(), Dettmers et al. 2022, without its
-    outlier columns).
+    Each row of x has its own scale, like each row of the matrix (LLM.int8(), Dettmers et al. 2022, without outlier
+    columns).
     """
     codes, scales = planes
     if not len(x):
         return
-    # In float32 throughout: reductions over bfloat16, and operations that mix dtypes, take two to five times as long.
+    # All in float32: reductions over bfloat16, and operations that mix dtypes, take two to five times as long.
     values = x.float()
     steps = torch.maximum(values.amax(1), values.amin(1).neg_()).clamp_(min=SMALLEST_ABSMAX).div_(127).unsqueeze(1)
     rounded = values.mul(steps.reciprocal()).round_().to(torch.int8)
@@ -80,9 +80,9 @@ def multiply_integers(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> Non
 
 @cache
 def sums_are_exact() -> bool:
-    """Whether torch's product of integers is one here.
+    """Whether torch's integer matmul is exact on this machine.
 
-    oneDNN adds products in pairs of 16 bits on x86 processors without VNNI, and cuts off what does not fit.
+    On x86 processors without VNNI, oneDNN adds products in pairs in 16 bits, and saturates.
     """
     largest = torch.full((33, 64), 127, dtype=torch.int8)
     products = (torch._int_mm(largest[:count], largest.t()) for count in (1, len(largest)))
@@ -90,7 +90,7 @@ def sums_are_exact() -> bool:
 
 
 def _sums(x: Tensor, codes: Tensor) -> Tensor:
-    """x [T, K] times codes [N, K] transposed, int8 in -127 to 127, as float32 sums of few enough products: int32."""
+    """x [T, K] times codes [N, K] transposed, both int8 in -127 to 127: int32, by exact sums in float32."""
     sums = torch.zeros(len(x), len(codes), dtype=torch.int32)
     for column in range(0, x.shape[1], EXACT_COLUMNS):
         columns = slice(column, column + EXACT_COLUMNS)

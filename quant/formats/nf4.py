@@ -1,7 +1,7 @@
 """Format `nf4`: 4-bit NormalFloat (Dettmers et al. 2023, QLoRA) in blocks of 64 weights of a row.
 
 Planes: codes uint8 [N, K/2], the first of two weights in the high bits; absmax bfloat16 [N, K/64].
-Codes are bit for bit those of bitsandbytes 0.50, which decides them by the float32 absmax; only then is that rounded.
+Codes are bit-identical to those of bitsandbytes 0.50: the float32 absmax determines them and is rounded afterwards.
 """
 
 from functools import cache
@@ -19,11 +19,11 @@ LEVELS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# A weight on a midpoint takes the lower level, as in bitsandbytes.
+# A weight on a midpoint gets the lower level, as in bitsandbytes.
 MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
-# bitsandbytes' guard against dividing a block of zeros by its absmax; any other value would change codes.
+# The bound by which bitsandbytes avoids dividing a block of zeros by 0; another value would change codes.
 SMALLEST_ABSMAX = 1e-38
-# Largest bfloat16 numbers that a block's largest weight, written in the matrix's dtype, survives.
+# The largest bfloat16 absmax with which a block's largest weight does not overflow the matrix's dtype.
 LARGEST_ABSMAX = {
     torch.float32: torch.finfo(torch.bfloat16).max,
     torch.bfloat16: torch.finfo(torch.bfloat16).max,
@@ -32,22 +32,22 @@ LARGEST_ABSMAX = {
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-    """Gives each of `weight` [n, K], finite, the level nearest to weight / absmax of its block."""
+    """Packs `weight` [n, K], finite: each weight gets the level nearest to weight / absmax of its block."""
     codes, absmax = planes
     blocks = weight.float().reshape(-1, BLOCK)
     scaled = blocks.abs()
     wide = scaled.amax(1)
     absmax.view(-1).copy_(wide.clamp(max=LARGEST_ABSMAX[weight.dtype]))
     torch.mul(blocks, wide.clamp_(min=SMALLEST_ABSMAX).reciprocal_()[:, None], out=scaled)
-    # Through int16, as float32 to uint8 is several times slower.
+    # Converts through int16, because float32 to uint8 is several times slower.
     first, second = _nearest_levels(scaled).to(torch.int16).view(len(codes), -1, 2).unbind(-1)
     torch.add(second, first, alpha=16, out=codes)
 
 
 def _nearest_levels(scaled: Tensor) -> Tensor:
-    """Indices into LEVELS for numbers in [-1, 1], as float32: how many midpoints lie below each.
+    """Indices into LEVELS for numbers in [-1, 1], as float32: the number of midpoints below each.
 
-    Fifteen vectorized comparisons beat the binary search of torch.bucketize four times over. They write float32
+    Fifteen vectorized comparisons are four times as fast as the binary search of torch.bucketize. They write float32
     because comparisons that write bool are not vectorized.
     """
     counts, above = torch.zeros_like(scaled), torch.empty_like(scaled)
@@ -67,20 +67,20 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
 
 
 def _unpack_by_table(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """The same numbers with torch alone, for devices that bitsandbytes was not built for."""
+    """Computes the same numbers with torch alone, for devices that bitsandbytes was not built for."""
     pairs = _level_pairs(out.device)[codes.int()]
     torch.mul(pairs.view(-1, BLOCK), scales.view(-1, 1), out=out.view(-1, BLOCK))
 
 
 @cache
 def _level_pairs(device: torch.device) -> Tensor:
-    """Levels of both weights of every code: float32 [256, 2]."""
+    """The levels of both weights of every byte of codes: float32 [256, 2]."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
-def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The matrix itself; no factor is left out."""
+def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Writes the matrix into `out`; no scales are left to apply."""
     weight = out[: len(planes[0])]
     unpack(planes, weight, wide)
     return weight, None

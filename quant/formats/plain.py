@@ -1,4 +1,4 @@
-"""Format `none`: the matrix as it is. Planes: weight [N, K]."""
+"""Format `none`: the matrix without quantization. Planes: weight [N, K]."""
 
 from torch import Tensor
 
@@ -9,10 +9,10 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-    """Copies the matrix into `out` [n, K], converting where dtypes differ."""
+    """Copies the matrix into `out` [n, K] and converts it to the dtype of `out`."""
     out.copy_(planes[0])
 
 
-def factor(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The matrix itself; no factor is left out."""
+def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Copies the matrix into `out`; no scales are left to apply."""
     return out[: len(planes[0])].copy_(planes[0]), None

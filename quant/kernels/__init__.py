@@ -1,1 +1,1 @@
-"""Products with packed matrices in Triton. Import late: `grouped` and `launch` need Triton."""
+"""Triton kernels for matmuls with packed matrices. Import them lazily: `grouped`, `launch` and others need Triton."""

@@ -1,4 +1,4 @@
-"""Which activations kernels know, and how to tell that a model's is one of them. Free of Triton."""
+"""The activations that kernels support, and how a model's activation is recognised as one of them. Triton-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
 
 
-# What `activation.activate` computes.
+# The activations that `activation.activate` computes, by name.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "silu": lambda gate, up: silu(gate) * up,
@@ -27,15 +27,15 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
 
 
 def recognise(activate: Callable[[torch.Tensor], torch.Tensor]) -> Gate | None:
-    """The gate that computes what `activate` does with rows [n, 2 I], None if there is none.
+    """The gate that computes the same as `activate` on rows [n, 2 I]; None if there is none.
 
-    By what it does to numbers beyond every clamp, since a model's code does not say what it is.
+    Compares results for random numbers that exceed every clamp, since a model's code does not name its activation.
     """
     probe = 24 * torch.rand(16, 64, generator=torch.Generator().manual_seed(0)) - 12
     try:
         result = activate(probe)
     except RuntimeError:
-        # It has parameters, and on another device.
+        # It has parameters on another device.
         return None
     for name, activation in ACTIVATIONS.items():
         for alternating in (False, True):

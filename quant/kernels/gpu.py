@@ -1,4 +1,4 @@
-"""What kernels are chosen by: a GPU, and which families of Triton's kernels run there. Free of torch and of Triton."""
+"""What kernels are chosen by: a GPU, and which families of Triton kernels run on it. Torch-free and Triton-free."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
-# The oldest that Triton compiles for.
+# The oldest compute capability that Triton compiles for.
 OLDEST_CAPABILITY = (7, 5)
-# The oldest with tensor cores for bfloat16; before it they take float16.
+# The oldest compute capability with bfloat16 tensor cores; older ones support float16 only.
 BF16_CAPABILITY = (8, 0)
 
 
 class Lacks(NamedTuple):
-    """Why the kernels of each family cannot run, "" where they can: attention over the cache, storing keys and values
-    into it (`cache`), products of grouped experts.
+    """Why the kernels of each family cannot run, "" if they can.
 
-    A family that cannot run is computed by torch; the others stay in use.
+    The families are attention over the KV cache, storing keys and values in it (`cache`), and grouped products of
+    experts. torch computes a family whose kernels cannot run; the kernels of the others are used.
     """
 
     attention: str = ""
@@ -26,16 +26,17 @@ class Lacks(NamedTuple):
 
     @classmethod
     def everything(cls, reason: str) -> Lacks:
+        """No family can run, for one reason."""
         return cls(reason, reason, reason)
 
     @property
     def reasons(self) -> dict[str, str]:
-        """By family, of those that cannot run."""
+        """The reasons by family, for families that cannot run."""
         return {family: reason for family, reason in self._asdict().items() if reason}
 
 
 class Gpu(NamedTuple):
-    """`capability` as (8, 6), (0, 0) where nobody knows it; `processors` that run programs side by side."""
+    """A GPU: its compute capability such as (8, 6), or (0, 0) if unknown, and its number of multiprocessors."""
 
     capability: tuple[int, int]
     processors: int
@@ -43,21 +44,21 @@ class Gpu(NamedTuple):
 
     @property
     def computes_bf16(self) -> bool:
-        """Whether bfloat16 is as fast there as float16; taken to be where nothing is known."""
+        """Whether bfloat16 is as fast as float16; assumed to be if the capability is unknown."""
         return self.capability == (0, 0) or self.capability >= BF16_CAPABILITY
 
 
-# What kernels are cut for in Triton's interpreter, which runs one program at a time.
+# The GPU that kernels are tuned for in Triton's interpreter, which runs one program at a time.
 INTERPRETER = Gpu((8, 0), 1)
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors of the host: for tests, a thousand times slower."""
+    """Whether kernels run in Triton's interpreter, on tensors in host memory: for tests, a thousand times slower."""
     return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 
 def triton_lack(capability: tuple[int, int]) -> str:
-    """Why no kernel of Triton's can run, before any is tried; "" where they may."""
+    """Why no Triton kernel can run, before any is tried; "" if they may run."""
     if capability < OLDEST_CAPABILITY:
         least, found = dotted(OLDEST_CAPABILITY), dotted(capability)
         return f"Triton compiles for compute capability {least} and newer, this GPU has {found}"
@@ -67,22 +68,26 @@ def triton_lack(capability: tuple[int, int]) -> str:
 
 
 def lack_of(trial: Callable[[], str]) -> str:
-    """Why the kernels that `trial` runs cannot be used: the launch that it says gave wrong numbers, or its error."""
+    """Why the kernels that `trial` runs cannot be used; "" if they can.
+
+    `trial` returns the name of a launch that computed wrong numbers, or "", and raises what a launch raises.
+    """
     try:
         wrong = trial()
     except Exception as error:
-        # Of many kinds: no compiler, no headers, a driver or a GPU that this Triton does not know, a kernel that this
-        # Triton does not compile or this GPU has no room for.
+        # There are many kinds: no compiler, no headers, a driver or a GPU that this Triton does not know, a kernel that
+        # this Triton does not compile or that needs more shared memory than this GPU has.
         return f"Triton's kernels do not run here: {_brief(error)}"
     return wrong and f"Triton's kernels give wrong numbers here: {wrong}"
 
 
 def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as text, such as 8.6."""
     return ".".join(map(str, capability))
 
 
 def _brief(error: BaseException) -> str:
-    """Its type and first line; of the error beneath where Triton's compiler quotes the kernel around it."""
+    """The type and first line of an error, or of its cause if Triton's compiler quotes the kernel around it."""
     while error.__cause__ is not None:
         error = error.__cause__
     said = str(getattr(error, "error_message", None) or error).strip().splitlines()

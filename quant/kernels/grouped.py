@@ -1,4 +1,4 @@
-"""Rows of activations, grouped by matrix, times packed matrices: a Triton kernel that widens codes in registers."""
+"""A grouped matmul of activations with packed matrices: a Triton kernel that dequantizes codes in registers."""
 
 import triton
 import triton.language as tl
@@ -8,15 +8,15 @@ from .activation import activate
 
 @triton.jit
 def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
-    """Grid (tiles, runs of S.outputs outputs). tiles int32 [n, 3]: matrix, first and last + 1 row of out [P, outputs].
+    """Grid: (tiles, runs of S.outputs outputs). tiles int32 [n, 3]: matrix, first and last + 1 row of out [P, outputs].
 
-    Row p of out is row token_ids[p] of x, or row p where token_ids is None, times its matrix, plus bias, activated.
-    Programs of one matrix and run of outputs are neighbours: what they read twice is in the cache.
+    Row p of out is row token_ids[p] of x (row p if token_ids is None) times its matrix, plus bias, activated. Programs
+    of one matrix and one run of outputs are neighbours, so that weights which they read twice are in the cache.
     """
     fields = tiles + tl.program_id(0) * 3
     matrix, begin, end = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     if begin >= end:
-        # Of no rows: a warm-up, whose matrix is not there.
+        # A tile without rows is a warm-up launch, whose matrix does not exist.
         return
     rows = begin + tl.arange(0, S.rows)
     live = rows < end
@@ -38,7 +38,7 @@ def grouped_product(x, token_ids, out, packed, levels, tiles, S: tl.constexpr):
 
 @triton.jit
 def multiply(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
-    """x [S.rows, K] times rows `outputs` of the matrix: [S.rows, S.outputs] in float32."""
+    """x [S.rows, K] times the rows `outputs` of the matrix: float32 [S.rows, S.outputs]."""
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
     for start in range(0, S.num_columns, S.depth):
         inputs = load_inputs(x, sources, live, start, S)
@@ -49,7 +49,7 @@ def multiply(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.co
 
 @triton.jit
 def multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S: tl.constexpr):
-    """The activation of the two rows that make each output."""
+    """As `multiply`, for two rows of the matrix per output, to whose products the gated activation is applied."""
     gates = outputs * 2 if S.gate.alternating else outputs
     ups = gates + 1 if S.gate.alternating else gates + S.num_rows // 2
     sums = tl.full((S.rows, S.outputs), 0.0, tl.float32)
@@ -62,17 +62,17 @@ def multiply_gated(x, sources, live, packed, levels, matrix, outputs, inside, S:
         others = tl.dot(inputs, tl.trans(weights), others, input_precision="ieee")
     sums = finish(sums, packed, matrix, gates, inside, S)
     others = finish(others, packed, matrix, ups, inside, S)
-    # Triton 3.6 takes a bare string for no constant.
+    # Triton 3.6 does not accept an attribute that is a string as a constant.
     ACTIVATION: tl.constexpr = S.gate.activation
     return activate(sums, others, ACTIVATION)
 
 
 @triton.jit
 def start_of(stack, matrix):
-    """Where a matrix of a stack begins.
+    """The pointer to the first element of a matrix of a stack.
 
-    The product with a constant tells every Triton that this is a multiple of 16 bytes, so that loads are wide; a hint
-    (tl.multiple_of) is lost on some.
+    By the multiplication with a constant, every version of Triton knows that the offset is a multiple of 16 bytes, so
+    that loads are wide; some versions lose a hint (tl.multiple_of).
     """
     STEP: tl.constexpr = 128 // stack.base.dtype.element_ty.primitive_bitwidth
     return stack.base + tl.load(stack.shifts + matrix) * STEP
@@ -80,6 +80,7 @@ def start_of(stack, matrix):
 
 @triton.jit
 def load_inputs(x, sources, live, start, S: tl.constexpr):
+    """Activations [S.rows, S.depth] in S.dtype, from column `start` on."""
     columns = start + tl.arange(0, S.depth)
     mask = live[:, None] & (columns < S.num_columns)[None, :]
     return tl.load(x + sources[:, None] + columns[None, :], mask=mask, other=0).to(S.dtype)
@@ -87,13 +88,13 @@ def load_inputs(x, sources, live, start, S: tl.constexpr):
 
 @triton.jit
 def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr):
-    """Weights [S.outputs, S.depth] in S.dtype; int8 without its scales, which `finish` multiplies by."""
+    """Weights [S.outputs, S.depth] in S.dtype; those of int8 without their scales, which `finish` applies."""
     codes = start_of(packed.codes, matrix)
     if S.format == "nf4":
         WIDTH: tl.constexpr = S.num_columns // 2
         columns = start // 2 + tl.arange(0, S.depth // 2)
-        places = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        pairs = tl.load(codes + places, mask=inside[:, None], other=0)
+        offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        pairs = tl.load(codes + offsets, mask=inside[:, None], other=0)
         # The first of two weights is in the high bits.
         weights = tl.join(tl.load(levels + (pairs >> 4)), tl.load(levels + (pairs & 15)))
         weights = tl.reshape(weights, (S.outputs, S.depth))
@@ -102,15 +103,15 @@ def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr
         weights *= tl.load(absmax + blocks, mask=inside, other=0).to(tl.float32)[:, None]
     else:
         columns = start + tl.arange(0, S.depth)
-        places = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
+        offsets = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
         mask = inside[:, None] & (columns < S.num_columns)[None, :]
-        weights = tl.load(codes + places, mask=mask, other=0)
+        weights = tl.load(codes + offsets, mask=mask, other=0)
     return weights.to(S.dtype)
 
 
 @triton.jit
 def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
-    """Scales of int8's rows, and biases."""
+    """Applies the scales of int8's rows and adds biases."""
     if S.format == "int8":
         scales = start_of(packed.factors, matrix)
         sums *= tl.load(scales + outputs, mask=inside, other=0.0)[None, :]

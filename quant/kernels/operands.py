@@ -1,4 +1,4 @@
-"""What the grouped product is given. Free of Triton."""
+"""The operands of the grouped product. Triton-free."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 
 from .upload import upload
 
-# Every tensor of a stack begins at a multiple of so many bytes: what a GPU loads at once.
+# Every tensor of a stack begins at a multiple of this number of bytes, which a GPU loads at once.
 STEP_NBYTES = 16
 
 
 class Stack(NamedTuple):
-    """Tensors of one shape that lie anywhere on one device: the first, and how far from it each one begins.
+    """Tensors of one shape at any addresses on one device: the first, and the offset of each one from it.
 
-    `shifts` is int64 [n] on the device, in steps of STEP_NBYTES. A stack can name experts in an arena, in a ring and in
-    both.
+    `shifts` is int64 [n] on the device, in units of STEP_NBYTES. The tensors of a stack may be in different arenas.
     """
 
     base: torch.Tensor
@@ -25,14 +24,15 @@ class Stack(NamedTuple):
 
     @classmethod
     def all_of(cls, runs: Sequence[Sequence[torch.Tensor]]) -> list[Stack]:
-        """A stack for each run, runs of equal length, in one copy to the device. Raises ValueError for tensors that a
-        stack cannot name.
+        """A stack for each sequence of tensors, all of equal length, with one copy to the device.
+
+        Raises ValueError if a tensor does not begin at a multiple of STEP_NBYTES.
         """
         shifts = [_shifts(tensors) for tensors in runs]
-        # Each begins at a multiple of 16 bytes: kernels are compiled once for pointers that do, once for others.
+        # Each row begins at a multiple of 16 bytes: Triton compiles a kernel separately for pointers that do not.
         padded = torch.tensor([each + each[:1] * (len(each) % 2) for each in shifts])
-        placed = upload(padded, runs[0][0].device)
-        return [cls(tensors[0], row[: len(tensors)]) for tensors, row in zip(runs, placed, strict=True)]
+        uploaded = upload(padded, runs[0][0].device)
+        return [cls(tensors[0], row[: len(tensors)]) for tensors, row in zip(runs, uploaded, strict=True)]
 
 
 def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -40,7 +40,7 @@ def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
     apart = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
     if first.data_ptr() % STEP_NBYTES or any(nbytes % STEP_NBYTES for nbytes in apart):
         raise ValueError(
-            f"Tensors {apart} bytes from address {first.data_ptr():#x} were found; all have to begin at multiples of"
+            f"Tensors {apart} bytes from address {first.data_ptr():#x} were found; all must begin at multiples of"
             f" {STEP_NBYTES} bytes. Pack them with quant.tensor, or multiply by them one by one."
         )
     return [nbytes // STEP_NBYTES for nbytes in apart]
@@ -55,7 +55,7 @@ class Packed(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """How a matrix of 2 I rows makes I outputs: two of its rows, [gate; up] or alternating, and an activation of both.
+    """How a matrix of 2 I rows gives I outputs: an activation of pairs of rows, which are [gate; up] or alternate.
 
     `activation` is a name that `activation.activate` knows.
     """
@@ -65,10 +65,10 @@ class Gate(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the kernel is compiled for: a matrix [num_rows, num_columns] of `format`, cut into tiles.
+    """The constants that the kernel is compiled for: a matrix [num_rows, num_columns] of `format`, and tile sizes.
 
-    A program computes `rows` rows of x by `outputs` outputs, `depth` columns at a time; nf4 wants 64 of them, one
-    absmax.
+    A program computes `rows` rows of x by `outputs` outputs, `depth` columns at a time; nf4 requires 64 columns, which
+    share one absmax.
     """
 
     format: str

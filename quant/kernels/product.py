@@ -1,4 +1,4 @@
-"""Rows grouped by matrix times packed matrices, in one launch. Imports Triton."""
+"""The grouped product: rows that are grouped by matrix, times packed matrices, in one launch. Imports Triton."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from .tuning import FORMATS, tile_rows, tiles_for
 from .upload import upload
 
 
-class Rows(NamedTuple):
-    """Which rows of the output belong to which matrix: tiles int32 [n, 3] of (matrix, first row, last row + 1), none of
-    more than `height` rows.
+class RowTiles(NamedTuple):
+    """Which rows of the output belong to which matrix.
+
+    `tiles` is int32 [n, 3] of (matrix, first row, last row + 1), each of at most `height` rows.
     """
 
     tiles: torch.Tensor
     height: int
 
     @classmethod
-    def of(cls, spans: Sequence[slice], x: torch.Tensor, steady: bool = False) -> Rows:
-        """Matrix i owns the rows spans[i] of activations like x; `steady` cuts them alike however many there are."""
-        mean = 1 if steady else sum(span.stop - span.start for span in spans) / len(spans)
+    def of(cls, spans: Sequence[slice], x: torch.Tensor, deterministic: bool = False) -> RowTiles:
+        """Matrix i has the rows spans[i] of activations like x; if `deterministic`, `height` is independent of them."""
+        mean = 1 if deterministic else sum(span.stop - span.start for span in spans) / len(spans)
         height = tile_rows(mean, wide=x.dtype == torch.float32)
         tiles = [
             (matrix, first, min(first + height, span.stop))
@@ -39,19 +40,23 @@ class Rows(NamedTuple):
 
 
 class GroupedProduct:
-    """The kernel with the table of nf4's levels, on one device; `steady` makes a row's bits depend on it alone."""
+    """Launches the kernel on one device, where it keeps the table of nf4's levels.
 
-    def __init__(self, device: torch.device | str, steady: bool = False) -> None:
+    `deterministic` makes the bits of a row depend on that row alone.
+    """
+
+    def __init__(self, device: torch.device | str, deterministic: bool = False) -> None:
         self.levels = torch.tensor(LEVELS, device=device)
-        self.steady = steady
+        self.deterministic = deterministic
 
-    def rows(self, spans: Sequence[slice], x: torch.Tensor) -> Rows:
-        """For launches in which matrix i makes the rows spans[i] of the output from activations like x."""
-        return Rows.of(spans, x, self.steady)
+    def rows(self, spans: Sequence[slice], x: torch.Tensor) -> RowTiles:
+        """The rows for launches in which matrix i computes the rows spans[i] of the output from activations like x."""
+        return RowTiles.of(spans, x, self.deterministic)
 
     def takes(self, matrices: Sequence[PackedTensor]) -> bool:
-        """Whether there is a kernel for them: matrices of one layout, in a format that it reads, with rows in multiples
-        of 8, since biases that lie side by side have to begin at multiples of STEP_NBYTES.
+        """Whether the kernel supports them: matrices of one layout in a supported format, with N a multiple of 8.
+
+        The last is needed because adjacent biases must begin at multiples of STEP_NBYTES.
         """
         layout = matrices[0].layout
         known = layout.format in FORMATS and layout.shape[0] % 8 == 0
@@ -63,14 +68,14 @@ class GroupedProduct:
         out: torch.Tensor,
         matrices: Sequence[PackedTensor],
         biases: Sequence[torch.Tensor | None],
-        rows: Rows,
+        rows: RowTiles,
         token_ids: torch.Tensor | None = None,
         gate: Gate | None = None,
     ) -> Launch:
-        """out[p] = x[token_ids[p]] (x[p] without token_ids) times the matrix that owns row p, activated by `gate`.
+        """out[p] = x[token_ids[p]] (x[p] without token_ids) times the matrix of row p, activated by `gate`.
 
-        x [T, K], token_ids int64 [P], out [P, N] or [P, N/2] with a gate; matrices [N, K] of one layout; biases [N],
-        all or none.
+        x [T, K], token_ids int64 [P], out [P, N], or [P, N/2] with a gate; matrices [N, K] of one layout; biases [N],
+        for all matrices or for none.
         """
         layout = matrices[0].layout
         planes = list(zip(*(matrix.planes for matrix in matrices), strict=True))

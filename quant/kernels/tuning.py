@@ -1,7 +1,7 @@
-"""Tile sizes of the grouped product by GPU and format, frozen: nothing is searched while a job starts.
+"""Tile sizes of the grouped product by format and number of rows; they are constants, so a job does not autotune.
 
-Chosen by what compiles without spills (docs/kernels.md), not by time: no GPU has timed them yet, and
-`bench/kernels.py time` is how one would. Free of Triton.
+They were chosen because they compile without register spills (docs/kernels.md), not by timing: no GPU has timed them
+yet; `python -m bench.kernels` does. Triton-free.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """A program computes `rows` by `outputs`, `depth` columns at a time; `warps` and `stages` of its loads."""
+    """A program computes `rows` by `outputs`, `depth` columns at a time, with `warps` and pipeline `stages`."""
 
     rows: int
     outputs: int
@@ -20,33 +20,34 @@ class Tiles(NamedTuple):
 
 
 TILE_ROWS = (16, 32, 64)
-# By format and rows of a tile: few rows wait for codes, many for the tensor cores. Shared memory for more stages would
-# leave an SM too few warps. nf4's absmax covers 64 columns; with stages its every weight, looked up in the table of
-# levels, would go through shared memory by itself.
+# Tiles by format and rows: few rows are memory-bound, many are compute-bound. With more stages, an SM would have shared
+# memory for only a few warps. nf4's absmax covers 64 columns; with several stages, each of its weights, looked up in
+# the table of levels, would pass through shared memory separately.
 _TILES = {
     "none": {16: Tiles(16, 64, 64, 4, 2), 32: Tiles(32, 64, 64, 8, 2), 64: Tiles(64, 64, 64, 8, 2)},
     "int8": {16: Tiles(16, 64, 64, 4, 3), 32: Tiles(32, 64, 64, 4, 3), 64: Tiles(64, 64, 64, 8, 2)},
     "nf4": {16: Tiles(16, 64, 64, 8, 1), 32: Tiles(32, 64, 64, 8, 1), 64: Tiles(64, 32, 64, 4, 1)},
 }
-# float32 has no tensor cores without losing bits: products are multiply-adds, which small tiles keep in registers.
+# Tensor cores would lose bits of float32: products are multiply-adds, whose sums fit into registers with small tiles.
 _WIDE = Tiles(16, 32, 64, 4, 1)
-# Below sm80 tl.dot is a loop of multiply-adds: such GPUs widen whole matrices instead.
+# Below sm80 tl.dot is a loop of multiply-adds: on such GPUs, whole matrices are dequantized instead.
 DOT_CAPABILITY = (8, 0)
-# Weight formats that the kernel reads.
+# The weight formats that the kernel supports.
 FORMATS = tuple(_TILES)
 
 
 def supports(capability: tuple[int, int]) -> bool:
+    """Whether the kernel is used on GPUs of this compute capability."""
     return capability >= DOT_CAPABILITY
 
 
 def tile_rows(mean_rows: float, wide: bool) -> int:
-    """Rows of a tile for groups of so many rows on average; `wide` are float32 models."""
+    """The rows of a tile for groups of `mean_rows` rows on average; `wide` means float32 activations."""
     if wide:
         return _WIDE.rows
     return next((rows for rows in TILE_ROWS if mean_rows <= rows), TILE_ROWS[-1])
 
 
 def tiles_for(rows: int, format_name: str, wide: bool) -> Tiles:
-    """For tiles of one of TILE_ROWS, by the format of the matrices."""
+    """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a format."""
     return _WIDE if wide else _TILES[format_name][rows]

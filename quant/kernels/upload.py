@@ -1,4 +1,4 @@
-"""Small tensors on their way to a device, through one ring of page-locked memory."""
+"""Uploads small tensors to a device through one ring of page-locked memory."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import threading
 
 import torch
 
-# Page-locked once for the whole process: torch would otherwise page-lock anew for every size that comes up in passes,
-# which fails where weights have taken what may be locked.
+# Page-locked once per process: otherwise torch would page-lock memory for every new size that occurs in passes, which
+# fails if weights have used up the memory that may be locked.
 RING_NBYTES = 8 << 20
 _SEGMENTS = 4
 _ALIGNMENT = 64
 
 
 class UploadRing:
-    """`memory` is uint8 [n], page-locked; it is used in segments, one after the other.
+    """A ring of page-locked `memory`, uint8 [n], which is used in segments, one after the other.
 
-    A segment is used anew when the copies out of it are over: that waits for an event, which was recorded when the
-    others were full, so that there is hardly ever anything left to wait for. Copies go to the current stream of the
-    calling thread, which must be the same each time.
+    A segment is reused when the copies from it are done. The event for that was recorded before the other segments were
+    filled, so there is hardly ever anything to wait for. Copies run on the current stream of the calling thread, which
+    must be the same each time.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ class UploadRing:
         self._lock = threading.Lock()
 
     def upload(self, x: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """x on the device; None where a segment has no room for it."""
+        """x on the device; None if x is empty or larger than a segment."""
         x = x.contiguous()
         nbytes = x.numel() * x.element_size()
         if not 0 < nbytes <= self._nbytes:
@@ -59,9 +59,9 @@ _rings: dict[torch.device, UploadRing | None] = {}
 
 
 def open_ring(device: torch.device) -> int:
-    """Page-locks the device's ring where that was not tried yet; returns how many bytes it took to.
+    """Page-locks the device's ring unless that was tried already; returns the number of bytes locked by this call.
 
-    To be called before other memory is page-locked. Where the machine refuses, uploads wait for the device.
+    Call it before other memory is page-locked. If the machine refuses, uploads wait for the device.
     """
     if device in _rings or device.type == "cpu":
         return 0
@@ -75,15 +75,15 @@ def open_ring(device: torch.device) -> int:
 
 
 def close_rings() -> None:
-    """Gives all rings back; copies out of them must be over."""
+    """Frees all rings; copies from them must be done."""
     _rings.clear()
 
 
 def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x, made in host memory, on the device; the host does not wait for what the device still has to do.
+    """Copies x, which is in host memory, to the device without waiting for work that is queued on the device.
 
-    A copy out of memory that is not page-locked does: thousands of times a pass, and the device would run dry. So are
-    copied only tensors that the ring has no room for, and all of them where it could not be page-locked.
+    A copy from memory that is not page-locked does wait; with thousands of copies per pass, the device would idle.
+    Only tensors that are too large for the ring, or all of them if it could not be page-locked, are copied that way.
     """
     if device.type == "cpu":
         return x

@@ -1,4 +1,4 @@
-"""Launches of the grouped product that a job can ask for, to run before it begins. Imports Triton."""
+"""All launches of the grouped product that a job may need, to compile them before it begins. Imports Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..formats.format import Layout
 from ..tensor import PackedTensor, torch_dtype
 from .launch import Launch
 from .operands import Gate
-from .product import GroupedProduct, Rows
+from .product import GroupedProduct, RowTiles
 from .tuning import TILE_ROWS, tile_rows
 
 
@@ -23,8 +23,8 @@ def warm_up_launches(
 ) -> list[Launch]:
     """One launch for every kernel that products of activations of `dtype` with matrices of this layout may take.
 
-    `gathers` says that rows are named by token ids, as in the first of an expert's two products. The launches are of no
-    rows: they read no matrix and write nothing, so that a few bytes stand in for matrices, and cost microseconds once
+    `gathers` means that rows are given by token ids, as in the first of an expert's two products. The launches have no
+    rows: they read no matrix and write nothing, so a few bytes replace the matrices, and they take microseconds once
     they are compiled.
     """
     device = product.levels.device
@@ -37,5 +37,5 @@ def warm_up_launches(
     biases = [torch.empty(16, dtype=dtype, device=device) if bias else None]
     tiles = torch.zeros(1, 3, dtype=torch.int32, device=device)
     wide = dtype == torch.float32
-    heights = [tile_rows(1, wide)] if wide or product.steady else TILE_ROWS
-    return [product.launch(x, out, [matrix], biases, Rows(tiles, height), token_ids, gate) for height in heights]
+    heights = [tile_rows(1, wide)] if wide or product.deterministic else TILE_ROWS
+    return [product.launch(x, out, [matrix], biases, RowTiles(tiles, height), token_ids, gate) for height in heights]

@@ -1,8 +1,8 @@
-"""Vectors of the KV cache to codes and back, with torch on any device. `kv_format` says what the codes mean.
+"""Encodes vectors of the KV cache and decodes them, with torch on any device. `format` defines the codes.
 
-Scales and zeros are rounded to float16 before the codes are decided by them, so that decoding is exact about what was
-kept. Quotients are rounded by floor(x + 0.5), which every kernel language has. NaN, infinities
-and what exceeds float16's range (scales above 65504) decode as not finite: such a sequence ends as an error.
+Scales and zeros are rounded to float16 before the codes are computed from them, so decoding uses exactly the same
+scales. Quotients are rounded by floor(x + 0.5), which every kernel language has. NaN, infinities and values beyond
+float16's range (scales above 65504) decode as not finite; such a sequence ends with an error.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from ..tensor import torch_dtype
 from .format import VectorFormat
 
-# A subnormal float16 that still has seven bits; smaller scales would be rounded too coarsely to cover their range.
+# A subnormal float16 with seven bits of precision; smaller scales would be rounded too coarsely.
 SMALLEST_SCALE = 2.0**-17
 INT8_CODES = 127
 INT4_CODES = 15
 
 
 class Coded(NamedTuple):
-    """Vectors as a format keeps them: codes [..., D/packed], scales and zeros [..., groups] or None."""
+    """Encoded vectors: codes [..., D/packed], scales and zeros [..., groups] or None."""
 
     codes: Tensor
     scales: Tensor | None = None
@@ -30,7 +30,7 @@ class Coded(NamedTuple):
 
 
 def encode(x: Tensor, vectors: VectorFormat) -> Coded:
-    """x [..., D], any float dtype."""
+    """Encodes x [..., D] of any float dtype."""
     if not vectors.quantized:
         return Coded(x.to(torch_dtype(vectors.code)))
     return _encode_int4(x.float()) if vectors.has_zeros else _encode_int8(x.float())
@@ -43,7 +43,7 @@ def decode(coded: Coded, vectors: VectorFormat, dtype: torch.dtype) -> Tensor:
         return codes.to(dtype)
     if zeros is None:
         return (codes * scales.float()).to(dtype)
-    # Halves as an axis of their own: [..., 2, D/2].
+    # The halves have their own axis: [..., 2, D/2].
     halves = torch.stack([codes & INT4_CODES, codes >> 4], dim=-2)
     return torch.addcmul(zeros.float().unsqueeze(-1), halves, scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -1,6 +1,6 @@
-"""KV cache formats on paper: which planes a record has, where they lie, how many bytes they take. Torch-free.
+"""Layouts of KV cache formats: the planes of a record, their offsets and their bytes. Torch-free.
 
-The one definition that planner, codec and attention kernels share. A record is one block of N tokens in one layer with
+Planner, codec and attention kernels share this definition. A record is one block of N tokens in one layer with
 H KV heads of D elements, keys and values together; it is head-major, so that one head of one block is one run of bytes.
 
 | plane            | native           | int8             | int4               |
@@ -10,11 +10,11 @@ H KV heads of D elements, keys and values together; it is head-major, so that on
 | `zeros`          |                  |                  | fp16  [H, 2, N]    |
 
 int8: element = code * scale, code in -127 to 127.
-int4: element = code * scales[g] + zeros[g], code in 0 to 15. Elements 0 to D/2 are group 0, in the low bits of a byte,
-the others group 1, in the high bits: a kernel takes two half-width dots, and the groups need no interleaving.
+int4: element = code * scales[g] + zeros[g], code in 0 to 15. Elements 0 to D/2 are group 0, in the low bits of a byte;
+the others are group 1, in the high bits: a kernel computes two dots of half the width and does not interleave groups.
 
-A token's codes depend on that token alone (scales per token and head), so blocks can be appended to, shared, copied and
-moved without being coded again.
+A token's codes depend on that token alone (there are scales per token and head), so blocks can be appended to, shared,
+copied and moved without being encoded again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..formats.format import FormatError, Plane, end_of, lay_out
 
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
-    """How one vector (a head of a token, D elements) is stored: `packed` elements per code, `groups` of one scale."""
+    """How a vector (one head of one token, D elements) is stored: `packed` elements per code, `groups` scales."""
 
     name: str
     code: str
@@ -56,14 +56,14 @@ KV_FORMATS = ("bf16", "fp16", "fp32", "int8", "int8/int4", "int4")
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """Formats of keys and values."""
+    """The formats of keys and of values."""
 
     keys: VectorFormat
     values: VectorFormat
 
     @classmethod
     def parse(cls, name: str) -> KVFormat:
-        """`int8` for both, `int8/int4` for keys/values. Raises FormatError."""
+        """Parses `int8` (for both) or `int8/int4` (for keys/values). Raises FormatError."""
         if name not in KV_FORMATS:
             raise FormatError(f"KV format {name!r} is unknown; use one of {', '.join(KV_FORMATS)}.")
         keys, _, values = name.partition("/")
@@ -71,7 +71,7 @@ class KVFormat:
 
 
 class VectorPlanes(NamedTuple):
-    """Where the parts of keys, or of values, lie in a record; None for those that the format does not have."""
+    """The planes of keys, or of values, in a record; None for planes that the format does not have."""
 
     codes: Plane
     scales: Plane | None
@@ -80,7 +80,7 @@ class VectorPlanes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """The record of one block in one layer: offsets in bytes, every plane on a multiple of 64."""
+    """The layout of the record of one block in one layer: offsets in bytes, every plane at a multiple of 64."""
 
     format: KVFormat
     keys: VectorPlanes
@@ -89,7 +89,7 @@ class RecordLayout:
 
     @classmethod
     def of(cls, format: KVFormat, kv_heads: int, head_dim: int, block: int) -> RecordLayout:
-        """Raises FormatError for a head size that the format cannot hold."""
+        """The layout for blocks of `block` tokens. Raises FormatError if the format cannot hold the head size."""
         for vectors in (format.keys, format.values):
             if head_dim % vectors.packed:
                 raise FormatError(
@@ -114,7 +114,7 @@ class RecordLayout:
 def _tensors(
     vectors: VectorFormat, name: str, kv_heads: int, head_dim: int, block: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """dtype and shape of one plane, nothing where the format does not have it."""
+    """The dtype and shape of one plane; yields nothing if the format does not have it."""
     if name == "codes":
         yield vectors.code, (kv_heads, block, head_dim // vectors.packed)
     elif vectors.quantized and (name == "scales" or vectors.has_zeros):

@@ -1,8 +1,8 @@
-"""The frame that quantized keys are kept in: less a fixed offset per head, then rotated.
+"""The transform of keys before they are quantized: a fixed offset per head is subtracted, then keys are rotated.
 
-Both leave attention as it is: a rotation of queries and keys does not change their products, and an offset that is the
-same for all keys shifts all scores of a query alike, which softmax does not see. Rotating spreads outlier channels
-(QuaRot, arXiv 2404.00456), the offset takes away what biases of key projections add to every token.
+Neither changes attention: a rotation of both queries and keys does not change their products, and an offset that is the
+same for all keys shifts all scores of a query by the same amount, which softmax ignores. The rotation spreads outlier
+channels (QuaRot, arXiv 2404.00456); the offset removes what biases of key projections add to every token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def rotation(dim: int) -> Tensor:
-    """Orthonormal [dim, dim], float32. A power of two gives Sylvester's Hadamard matrix.
+    """An orthonormal matrix [dim, dim], float32. If `dim` is a power of two, it is Sylvester's Hadamard matrix.
 
     For other sizes (80, 96) it is the Kronecker product of the largest Hadamard matrix whose order divides `dim` and a
-    cosine transform of the odd rest, so that no part of the vector keeps its outliers to itself.
+    cosine transform of the odd rest, so that outliers are spread over the whole vector.
     """
     order = dim & -dim
     matrix = torch.ones(1, 1, dtype=torch.float64)
@@ -35,14 +35,15 @@ def _cosines(dim: int) -> Tensor:
     return matrix
 
 
-# Rows that are rotated together where bits must not depend on how many there are; padded with zeros.
+# The number of rows that are rotated together, padded with zeros, if bits must not depend on the number of rows.
 TILE = 256
 
 
 class KeyTransform:
-    """`offsets` [layers, H, D]: what is taken off every key of a layer and head; zeros where nothing was measured.
+    """Transforms keys and queries. `offsets` [layers, H, D] are subtracted from the keys of a layer and head.
 
-    `tiled` rotates TILE vectors at a time in one place, so that a vector's bits depend on that vector alone.
+    Offsets are zero if none were measured. `tiled` rotates TILE vectors at a time in one buffer, so that the bits of a
+    vector depend on that vector alone.
     """
 
     def __init__(self, offsets: Tensor, tiled: bool = False) -> None:
@@ -52,15 +53,15 @@ class KeyTransform:
         self._tile = self.rotation.new_zeros(2, TILE, dim) if tiled else None
 
     def keys(self, layer: int, k: Tensor) -> Tensor:
-        """k [T, H, D] as it is to be stored, float32."""
+        """k [T, H, D] transformed, float32: the keys to be stored."""
         return self._rotate(k.float() - self.offsets[layer])
 
     def queries(self, q: Tensor) -> Tensor:
-        """q [T, Hq, D] whose products with stored keys are those of q with k less its offset, float32."""
+        """q [T, Hq, D] rotated, float32: its products with stored keys equal those of q with (k - offset)."""
         return self._rotate(q.float())
 
     def shifts(self, layer: int, q: Tensor) -> Tensor:
-        """q · offset [T, Hq], float32: what scores lack; needed wherever they are more than softmax's input."""
+        """q · offset [T, Hq], float32, which is missing in scores; needed if scores are more than softmax's input."""
         offsets = self.offsets[layer]
         grouped = q.float().view(len(q), len(offsets), -1, q.shape[-1])
         return (grouped * offsets.unsqueeze(1)).sum(-1).flatten(1)

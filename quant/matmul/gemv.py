@@ -1,8 +1,8 @@
-"""Up to how many rows torch's kernels on codes are faster here than widening the matrix first: measured, not assumed.
+"""Measures up to how many rows torch's GEMV kernels on codes are faster than dequantizing the matrix first.
 
-A kernel that widens codes on its way takes time for every row; widening first takes its time once, then a product that
-for few rows is as good as free. Both times grow alike with the matrix, so one small matrix tells where they meet. That
-depends on the processor: matrix units speed up only one of the two.
+A kernel that dequantizes codes on the fly takes time for every row. Dequantizing first takes its time once, and the
+product after it is almost free for few rows. Both times are proportional to the size of the matrix, so a small matrix
+shows where they are equal. That depends on the processor: matrix units speed up only one of the two.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import torch
 from ..formats import int4
 from ..scratch import scratch_nbytes
 from ..tensor import dtype_name, pack
-from .matmul import Matmul
-from .workspace import Workspace
+from .matmul import Matmul, Workspace
 
 SHAPE = (512, 1024)
-# Enough that kernels are at the rate at which further rows cost.
+# Enough rows for the time per row to be constant.
 ROWS = 16
-# Kernels lose their use beyond a tile or two of matrix units on any machine; a disturbed measurement may say more.
+# Beyond a tile or two of matrix units the kernels are not faster on any machine; a disturbed measurement may say so.
 MOST_ROWS = 64
 REPEATS = 5
 
 
-def measure_few_rows(format_name: str) -> dict[str, int]:
-    """What Compute takes as `few_rows` for a model in this format, in about ten milliseconds of the calling thread."""
+def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
+    """The `gemv_max_rows` of Matmul for a model in this format; takes about ten milliseconds on the calling thread."""
     if format_name not in {"int8", "int4"} or (format_name == "int4" and not int4.has_kernel()):
         return {}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return {format_name: _meeting_point(format_name)}
+        return {format_name: _break_even_rows(format_name)}
     finally:
         torch.set_num_threads(num_threads)
 
 
 @torch.inference_mode()
-def _meeting_point(format_name: str) -> int:
+def _break_even_rows(format_name: str) -> int:
+    """The number of rows for which both take the same time, from 1 to MOST_ROWS."""
     packed = pack(torch.randn(SHAPE, dtype=torch.bfloat16), format_name)
     x = torch.randn(ROWS, SHAPE[1], dtype=torch.bfloat16)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
-    kernel = Matmul(workspace, few_rows={format_name: ROWS})
-    widening = Matmul(workspace, few_rows={})
-    seconds = [_best_seconds(partial(compute.linear, x, packed)) for compute in (kernel, widening)]
+    kernel = Matmul(workspace, gemv_max_rows={format_name: ROWS})
+    dequantizing = Matmul(workspace, gemv_max_rows={})
+    seconds = [_best_seconds(partial(compute.linear, x, packed)) for compute in (kernel, dequantizing)]
     return max(1, min(MOST_ROWS, int(ROWS * seconds[1] / seconds[0])))
 
 

@@ -1,4 +1,4 @@
-"""Threads that compute side by side, each with a share of torch's own threads. Knows no products."""
+"""A fork-join pool of threads that compute in parallel, each with a share of torch's threads. Knows no products."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from typing import Generic, TypeVar
 import torch
 
 Job = TypeVar("Job")
-Order = Callable[[], None]
+Task = Callable[[], None]
 
 
 class WorkerPool:
-    """Runs independent jobs on `size` threads, the calling one among them.
+    """Runs independent jobs on `size` threads, including the calling thread.
 
-    Torch splits one operation among its threads and waits for all of them after each. A small operation ends before
-    the last thread has woken up, and a product of a few rows spends more on meeting than on computing; whole jobs side
-    by side meet once. Torch releases Python's lock while it computes, so Python threads are enough.
+    Torch splits each operation among its threads and then waits for all of them. A small operation ends before the last
+    thread has woken up, and a product of a few rows takes longer to synchronize than to compute; whole jobs in parallel
+    synchronize once. Torch releases Python's lock while it computes, so Python threads are enough.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._orders: tuple[SimpleQueue[Order | None], ...] = tuple(SimpleQueue() for _ in range(size - 1))
-        self._reports: SimpleQueue[BaseException | None] = SimpleQueue()
-        for orders in self._orders:
-            Thread(target=_serve, args=(orders, self._reports), name="moedge-crew", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._orders)
+        self._tasks: tuple[SimpleQueue[Task | None], ...] = tuple(SimpleQueue() for _ in range(size - 1))
+        self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        for tasks in self._tasks:
+            Thread(target=_serve, args=(tasks, self._outcomes), name="moedge-worker", daemon=True).start()
+        weakref.finalize(self, _stop_workers, self._tasks)
 
-    def run(self, jobs: Iterable[Job], work: Callable[[Job, int], None], steady: bool = False) -> None:
-        """Calls work(job, member) for every job, first ones first; member counts the threads from 0, the caller's.
+    def run(self, jobs: Iterable[Job], work: Callable[[Job, int], None], deterministic: bool = False) -> None:
+        """Calls work(job, worker) for every job, in order; `worker` is the index of the thread, 0 for the caller's.
 
-        Jobs are taken one by one, by whichever thread is free, and `jobs` may wait for what others do meanwhile.
-        Each thread has torch's threads divided by those that have a job, where `jobs` says how many there are, else by
-        `size`; with `steady` one, so that a job meets the same kernels whatever the number of jobs and of threads.
-        Raises what a job raised, once all threads are idle.
+        Each thread that is free takes the next job; the iterator `jobs` may wait for jobs that are running. A thread
+        uses torch's number of threads, divided by the number of threads that have a job if `jobs` has a length, else by
+        `size`. With `deterministic` it uses one, so that a job is computed by the same kernels whatever the number of
+        jobs and threads. Raises what a job raised, once all threads are idle.
         """
         waiting = _Queue(jobs)
         if waiting.is_empty:
             return
         num_threads = torch.get_num_threads()
         active = min(self.size, len(jobs)) if isinstance(jobs, Sized) else self.size
-        share = 1 if steady else max(1, num_threads // active)
-        for member in range(1, active):
-            self._orders[member - 1].put(_Order(waiting, work, member, share))
+        share = 1 if deterministic else max(1, num_threads // active)
+        for worker in range(1, active):
+            self._tasks[worker - 1].put(_Task(waiting, work, worker, share))
         try:
-            _Order(waiting, work, 0, share)()
+            _Task(waiting, work, 0, share)()
         finally:
-            # Whatever happened here, nobody is left at work on the caller's tensors.
-            reports = [self._reports.get() for _ in range(1, active)]
+            # Whatever happened, no worker may still use the caller's tensors.
+            outcomes = [self._outcomes.get() for _ in range(1, active)]
             torch.set_num_threads(num_threads)
-        for report in reports:
-            if report is not None:
-                raise report
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """While inside, torch computes with `count` threads. Costs next to nothing: no thread starts or ends."""
+    """While entered, torch computes with `count` threads. This is cheap: no thread is started or ended."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -71,7 +71,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 class _Queue(Generic[Job]):
-    """Jobs that several threads take from one iterator."""
+    """An iterator of jobs that several threads take from."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
@@ -81,11 +81,11 @@ class _Queue(Generic[Job]):
 
     @property
     def is_empty(self) -> bool:
-        """Before any was taken."""
+        """Whether there is no job at all; ask before any is taken."""
         return not self._first
 
     def take(self) -> list[Job]:
-        """One job, or none where none is left."""
+        """A list with the next job, or an empty list if none is left."""
         with self._lock:
             if self._stopped:
                 return []
@@ -93,43 +93,43 @@ class _Queue(Generic[Job]):
             return first or list(islice(self._jobs, 1))
 
     def stop(self) -> None:
-        """Nobody takes another."""
+        """No thread gets another job."""
         self._stopped = True
 
 
-class _Order:
-    """A member's part of a run: jobs, until none waits."""
+class _Task:
+    """The part of one worker in a run: it takes jobs until none is left."""
 
-    def __init__(self, waiting: _Queue[Job], work: Callable[[Job, int], None], member: int, share: int) -> None:
+    def __init__(self, waiting: _Queue[Job], work: Callable[[Job, int], None], worker: int, share: int) -> None:
         self._waiting = waiting
         self._work = work
-        self._member = member
+        self._worker = worker
         self._share = share
 
     def __call__(self) -> None:
-        # Threads are counted per thread, and so is the mode in which the caller's tensors may be written.
+        # Each thread has its own number of torch threads and its own inference mode, which writing some tensors needs.
         torch.set_num_threads(self._share)
         with torch.inference_mode():
             try:
                 while taken := self._waiting.take():
-                    self._work(taken[0], self._member)
+                    self._work(taken[0], self._worker)
             except BaseException:
                 self._waiting.stop()
                 raise
 
 
-def _serve(orders: SimpleQueue[Order | None], reports: SimpleQueue[BaseException | None]) -> None:
-    while (order := orders.get()) is not None:
+def _serve(tasks: SimpleQueue[Task | None], outcomes: SimpleQueue[BaseException | None]) -> None:
+    while (task := tasks.get()) is not None:
         error: BaseException | None = None
         try:
-            order()
+            task()
         except BaseException as raised:
             error = raised
-        # An order holds the caller's tensors: it must not outlive its run.
-        del order
-        reports.put(error)
+        # A task refers to the caller's tensors: it must not outlive its run.
+        del task
+        outcomes.put(error)
 
 
-def _dismiss(orders: tuple[SimpleQueue[Order | None], ...]) -> None:
-    for queue in orders:
+def _stop_workers(tasks: tuple[SimpleQueue[Task | None], ...]) -> None:
+    for queue in tasks:
         queue.put(None)

@@ -1,1 +1,1 @@
-"""Attention over the paged cache, behind one protocol. Knows chunks and blocks, not models."""
+"""Attention over the paged KV cache, behind one protocol. Knows chunks and blocks, not models."""

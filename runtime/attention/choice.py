@@ -1,4 +1,4 @@
-"""Which attention backend computes a run: the first of the table that can, or the one that is asked for. Torch-free."""
+"""Chooses the attention backend of a run: the first of a table that can compute it, or the one named. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..settings.errors import SettingError
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a run asks of attention. `gpu` is the device's, None on the processor.
+    """What a run needs from attention. `gpu` describes the device; it is None on a CPU.
 
-    `interpreted`: Triton's kernels run on the processor, in its interpreter; only who asks for them gets them there.
+    `interpreted`: Triton's kernels run on the CPU, in Triton's interpreter; `auto` never chooses that.
     """
 
     head_dims: frozenset[int]
@@ -20,35 +20,37 @@ class AttentionNeeds:
     interpreted: bool = False
 
 
-# The most elements of a head that Triton's kernels are cut for.
+# The largest head dimension that Triton's kernels support.
 LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What a backend can do. All of them honour windows, chunks, softcap and sinks, and read every KV format."""
+    """What a backend can do. All backends honour windows, chunks, softcap and sinks, and read every KV format."""
 
     name: str
     triton: bool = False
     largest_head: int = 1 << 16
 
     def lack(self, needs: AttentionNeeds) -> str:
-        """The first thing that it cannot do, in words; "" where it can do all."""
+        """A sentence on the first need that the backend cannot meet; "" where it meets all."""
         if self.triton and needs.gpu is None and not needs.interpreted:
-            return "it runs on NVIDIA GPUs, and this run computes on the processor"
+            return "it runs on NVIDIA GPUs, and this run computes on the CPU"
         if self.triton and needs.gpu is not None and needs.gpu.lacks.attention:
             return needs.gpu.lacks.attention
         if max(needs.head_dims) > self.largest_head:
-            return f"it takes heads of at most {self.largest_head} elements, this model's have {max(needs.head_dims)}"
+            return (
+                f"it supports heads of at most {self.largest_head} elements, this model's have {max(needs.head_dims)}"
+            )
         return ""
 
 
-# Best first: auto takes the first that can.
+# In order of preference: `auto` takes the first that can compute the run.
 KINDS = (AttentionKind("triton", triton=True, largest_head=LARGEST_HEAD), AttentionKind("torch"))
 
 
 def choose_attention(wanted: str, needs: AttentionNeeds) -> str:
-    """The name of a backend; `wanted` is one, or auto. Raises SettingError with what the wanted one cannot do."""
+    """The name of the backend to use; `wanted` is a backend or "auto". Raises SettingError where it cannot be used."""
     kinds = [kind for kind in KINDS if wanted in ("auto", kind.name)]
     if not kinds:
         raise SettingError(f"--attention {wanted} is unknown; use auto, {', '.join(kind.name for kind in KINDS)}")
@@ -60,20 +62,20 @@ def choose_attention(wanted: str, needs: AttentionNeeds) -> str:
 
 
 def stores_by_kernel(wanted: str, taken: str, needs: AttentionNeeds) -> bool:
-    """Whether Triton's kernel writes keys and values into the cache; `taken` is the backend that `wanted` became.
+    """Whether Triton's kernel writes keys and values into the cache; `taken` is the backend chosen for `wanted`.
 
-    It serves both backends. Who asks for torch's gets nothing of Triton's.
+    The kernel serves both backends. `--attention torch` uses nothing of Triton's.
     """
     if wanted == "torch" or max(needs.head_dims) > LARGEST_HEAD:
         return False
     return taken == "triton" if needs.gpu is None else not needs.gpu.lacks.cache
 
 
-# Elements of keys (and of values) that one thread multiplies in one call: enough that calls cost little beside it.
-JOB_NUMEL = 1 << 20
-# So little is computed before another thread has woken up.
-LITTLE_NUMEL = 1 << 18
-# Bytes of what blocks contribute to their sequences, before it is summed up.
-PARTS_NBYTES = 32 << 20
-# Blocks of fewer tokens are gathered and joined to pieces of about as many: products of fewer cost as much.
+# Elements of keys (and of values) in a tile, which one thread multiplies in one call: enough to hide the call's cost.
+TILE_NUMEL = 1 << 20
+# One thread multiplies this many elements before a second one has woken up.
+SINGLE_THREAD_NUMEL = 1 << 18
+# Bytes of the partial results of a wave.
+PARTIALS_NBYTES = 32 << 20
+# Blocks of fewer tokens are gathered and joined to pieces of about this length: shorter products cost as much.
 PIECE_TOKENS = 32

@@ -1,9 +1,8 @@
-"""The new tokens of a pass over the cache, in the order of its pool: what a batch job spends most of its attention on.
+"""Decode attention in torch: split-KV, in the order of the pool (Flash-Decoding, Dao et al., 2023).
 
-Every piece of the pool meets the query of the sequence that it belongs to, all of a stretch in one batched product, in
-place; what the pieces of a sequence found is summed up afterwards (split keys as in Flash-Decoding, Dao et al., 2023).
-A piece's probabilities are relative to a power of two near its own largest one, so that the weights of the sum are
-exact in every dtype.
+One batched matmul multiplies a tile of KV pieces, in place where they are consecutive in the pool, with the queries of
+the sequences that own them. A second step reduces the partial results of each sequence. A piece's probabilities are
+relative to a power of two near its own largest one, so that the weights of the reduction are exact in every dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from ...quant.kv.codec import INT4_CODES, Coded
 from ...quant.kv.format import VectorFormat
 from ...quant.matmul.thread_pool import WorkerPool
-from .decode_plan import Decoding, Job, Sums, Sweep
+from .decode_plan import DecodePlan, Reduction, TileTask, Wave
 from .protocol import AttentionCall
 
 
@@ -30,41 +29,42 @@ class Stored(NamedTuple):
 
 
 class CodeScratch:
-    """One thread's room for the codes of a job's keys or values, gathered and widened; it only grows."""
+    """One thread's scratch for the codes of a tile's keys or values, gathered and widened; it only grows."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
         self.dtype = dtype
         self._codes, self._wide, self._dots = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(3))
 
-    def fetch(self, stored: Stored, job: Job) -> Coded:
-        """Codes [n, H, L, D/packed], scales and zeros [n, H, groups, L]: in place where they lie side by side."""
-        if job.stretch is not None:
+    def fetch(self, stored: Stored, task: TileTask) -> Coded:
+        """Codes [n, H, L, D/packed], scales and zeros [n, H, groups, L]; views of the pool where blocks are a range."""
+        if task.block_range is not None:
             codes, *others = stored.planes
-            here = (None if plane is None else plane[job.stretch] for plane in others)
-            return Coded(codes[job.stretch], *here)
+            factors = (None if plane is None else plane[task.block_range] for plane in others)
+            return Coded(codes[task.block_range], *factors)
         codes, *others = stored.planes
-        nbytes = codes[0].numel() * len(job.block_ids) * codes.itemsize
+        nbytes = codes[0].numel() * len(task.block_ids) * codes.itemsize
         if len(self._codes) < nbytes:
             self._codes = self._codes.new_empty(nbytes)
-        room = self._codes[:nbytes].view(codes.dtype).view(len(job.block_ids), *codes.shape[1:])
-        torch.index_select(codes, 0, job.block_ids, out=room)
-        count = len(job.owners)
-        factors = (None if plane is None else plane.index_select(0, job.block_ids) for plane in others)
-        return Coded(_join(room, count, 2), *(None if plane is None else _join(plane, count, 3) for plane in factors))
+        gathered = self._codes[:nbytes].view(codes.dtype).view(len(task.block_ids), *codes.shape[1:])
+        torch.index_select(codes, 0, task.block_ids, out=gathered)
+        count = len(task.owners)
+        factors = (None if plane is None else plane.index_select(0, task.block_ids) for plane in others)
+        joined = (None if plane is None else _join(plane, count, 3) for plane in factors)
+        return Coded(_join(gathered, count, 2), *joined)
 
-    def fetch_values(self, stored: Stored, job: Job) -> Coded:
-        """The same, zeros at positions that are not seen: what lies there may be NaN, and 0 * NaN is NaN."""
-        values = self.fetch(stored, job)
-        if job.hidden is None or job.blank is None:
+    def fetch_values(self, stored: Stored, task: TileTask) -> Coded:
+        """As `fetch`, with zeros at masked positions: their bytes may be NaN, and 0 * NaN is NaN."""
+        values = self.fetch(stored, task)
+        if task.hidden is None or task.blank is None:
             return values
         codes, *factors = values
         if codes.is_floating_point():
-            codes.view(-1, codes.shape[-1]).index_fill_(0, job.blank, 0)
-        hidden = job.hidden[:, None, None]
+            codes.view(-1, codes.shape[-1]).index_fill_(0, task.blank, 0)
+        hidden = task.hidden[:, None, None]
         return Coded(codes, *(None if plane is None else plane.masked_fill(hidden, 0) for plane in factors))
 
     def widen(self, codes: torch.Tensor, format: VectorFormat, part: int, dtype: torch.dtype) -> torch.Tensor:
-        """Part `part` of the elements [n * H, L, D/packed]; a packed code holds as many parts as elements."""
+        """Element number `part` of every code, [n * H, L, D/packed] in `dtype`; codes hold `format.packed` elements."""
         if codes.dtype == dtype:
             return codes.flatten(0, 1)
         if format.packed > 1:
@@ -75,7 +75,7 @@ class CodeScratch:
         return self._wide[:nbytes].view(dtype).view(codes.shape).copy_(codes).flatten(0, 1)
 
     def dots(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Room for products."""
+        """Uninitialized memory for products."""
         nbytes = math.prod(shape) * dtype.itemsize
         if len(self._dots) < nbytes:
             self._dots = self._dots.new_empty(nbytes)
@@ -83,15 +83,15 @@ class CodeScratch:
 
 
 def scores(q: torch.Tensor, keys: Coded, format: VectorFormat, scratch: CodeScratch) -> torch.Tensor:
-    """q [n, H, G, D], float32, times keys: [n, H, G, L] in float32."""
+    """Multiplies q [n, H, G, D] in float32 with keys: [n, H, G, L] in float32."""
     n, heads, group, _ = q.shape
     total = None
     for part, rows in enumerate(q.chunk(format.packed, -1)):
         wide = scratch.widen(keys.codes, format, part, q.dtype)
-        room = scratch.dots((n * heads, group, wide.shape[1]), q.dtype)
-        torch.bmm(rows.flatten(0, 1), wide.transpose(1, 2), out=room)
-        # A copy in any case: the room is used again.
-        dots = room.view(n, heads, group, -1).to(torch.float32, copy=True)
+        products = scratch.dots((n * heads, group, wide.shape[1]), q.dtype)
+        torch.bmm(rows.flatten(0, 1), wide.transpose(1, 2), out=products)
+        # Always a copy: the next part overwrites the scratch.
+        dots = products.view(n, heads, group, -1).to(torch.float32, copy=True)
         if keys.scales is not None:
             dots *= keys.scales[:, :, part : part + 1].float()
         if keys.zeros is not None:
@@ -102,20 +102,20 @@ def scores(q: torch.Tensor, keys: Coded, format: VectorFormat, scratch: CodeScra
 
 
 def weighted_sum(p: torch.Tensor, values: Coded, format: VectorFormat, scratch: CodeScratch, out: torch.Tensor) -> None:
-    """Fills out [n, H, G, D] with p [n, H, G, L], float32, times values."""
+    """Fills out [n, H, G, D] with the product of p [n, H, G, L] in float32 and values."""
     for part, target in enumerate(out.chunk(format.packed, -1)):
         wide = scratch.widen(values.codes, format, part, scratch.dtype)
         weights = p if values.scales is None else p * values.scales[:, :, part : part + 1].float()
-        room = scratch.dots((len(wide), *weights.shape[2:]), scratch.dtype).copy_(weights.flatten(0, 1))
+        factors = scratch.dots((len(wide), *weights.shape[2:]), scratch.dtype).copy_(weights.flatten(0, 1))
         if values.zeros is None:
-            torch.bmm(room, wide, out=target.flatten(0, 1))
+            torch.bmm(factors, wide, out=target.flatten(0, 1))
         else:
             shift = (p * values.zeros[:, :, part : part + 1].float()).sum(-1, keepdim=True)
-            torch.add(torch.bmm(room, wide).view(target.shape), shift, out=target)
+            torch.add(torch.bmm(factors, wide).view(target.shape), shift, out=target)
 
 
 def _join(plane: torch.Tensor, count: int, tokens: int) -> torch.Tensor:
-    """[count * m, H, ..., T, ...] with T blocks' tokens at axis `tokens`: m neighbours become one, [count, H, ...]."""
+    """Joins every m neighbours of [count * m, H, ..., T, ...] along the axis `tokens` of T tokens: [count, H, ...]."""
     if len(plane) == count:
         return plane
     apart = plane.view(count, -1, *plane.shape[1:]).movedim(1, tokens)
@@ -123,15 +123,15 @@ def _join(plane: torch.Tensor, count: int, tokens: int) -> torch.Tensor:
 
 
 LOG2E = math.log2(math.e)
-# Below every exponent, and finite: differences stay numbers.
+# Below every exponent, and finite: differences are not NaN.
 NOTHING = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One token's queries of each of S sequences, q [S, Hq, D], as they meet stored keys.
+    """The queries of one token of each of S sequences, q [S, Hq, D], in the basis of the stored keys.
 
-    `shift` [S, Hq], scaled, is what scores lack (`KeyFrame.shifts`); None where it does not matter. `sinks` [Hq].
+    `shift` [S, Hq], scaled, is added to the scores (`KeyTransform.shifts`); None where softmax cancels it.
     """
 
     call: AttentionCall
@@ -139,33 +139,37 @@ class Query:
     shift: torch.Tensor | None
 
     def folded(self, kv_heads: int) -> torch.Tensor:
-        """[S, H, G, D] in float32: products have the dtype of their factors, and scores must not be rounded."""
+        """The queries by KV head, [S, H, G, D].
+
+        In float32: products have the dtype of their factors, and scores must not be rounded.
+        """
         return self.q.float().view(len(self.q), kv_heads, -1, self.q.shape[-1])
 
-    def exponents(self, products: torch.Tensor, job: Job) -> torch.Tensor:
-        """log2 of what softmax sums, from products [n, H, G, L] of a job, which are overwritten."""
+    def exponents(self, products: torch.Tensor, task: TileTask) -> torch.Tensor:
+        """Turns the products [n, H, G, L] of a tile, in place, into log2 of the terms that softmax sums."""
         softcap = self.call.softcap
         factor = 1.0 if softcap is not None else LOG2E
         products *= self.call.scale * factor
         if self.shift is not None:
             shift = self.shift * factor
-            products += shift.index_select(0, job.owners).view(*products.shape[:3], 1)
+            products += shift.index_select(0, task.owners).view(*products.shape[:3], 1)
         if softcap is not None:
             products.div_(softcap).tanh_().mul_(softcap * LOG2E)
-        if job.hidden is not None:
-            products.masked_fill_(job.hidden[:, None, None], float("-inf"))
+        if task.hidden is not None:
+            products.masked_fill_(task.hidden[:, None, None], float("-inf"))
         return products
 
 
 class DecodeScratch:
-    """What the jobs of a sweep leave behind: by place and query head, it only grows."""
+    """Scratch of all workers and the partials of one wave; it only grows."""
 
-    def __init__(self, members: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.codes = [CodeScratch(dtype, device) for _ in range(members)]
+    def __init__(self, num_workers: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.codes = [CodeScratch(dtype, device) for _ in range(num_workers)]
         self._parts = torch.empty(0, dtype=dtype, device=device)
         self._exponents = torch.empty(0, device=device)
 
-    def found(self, count: int, kv_heads: int, group: int, dim: int) -> Found:
+    def partials(self, count: int, kv_heads: int, group: int, dim: int) -> Partials:
+        """Uninitialized partials of `count` rows."""
         shape = (count, kv_heads, group)
         numel = math.prod(shape)
         if len(self._parts) < numel * dim:
@@ -173,12 +177,15 @@ class DecodeScratch:
         if len(self._exponents) < 2 * numel:
             self._exponents = self._exponents.new_empty(2 * numel)
         exponents, totals = self._exponents[: 2 * numel].view(2, *shape)
-        return Found(self._parts[: numel * dim].view(*shape, dim), exponents, totals)
+        return Partials(self._parts[: numel * dim].view(*shape, dim), exponents, totals)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """By place: 2^exponents [P, H, G] times parts [P, H, G, D] are sums of p v, times totals [P, H, G] sums of p."""
+class Partials:
+    """Partial softmax sums of P pieces.
+
+    The sum of p * v is 2^exponents [P, H, G] * parts [P, H, G, D], the sum of p is 2^exponents * totals [P, H, G].
+    """
 
     parts: torch.Tensor
     exponents: torch.Tensor
@@ -186,41 +193,45 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
-    """The same by sequence: 2^exponents [S, Hq] times parts [S, Hq, D] and totals [S, Hq]; parts in float32."""
+class Reduced:
+    """Partials reduced to S sequences: exponents and totals [S, Hq], parts [S, Hq, D] in float32."""
 
     parts: torch.Tensor
     exponents: torch.Tensor
     totals: torch.Tensor
 
     @classmethod
-    def of(cls, found: Found, sums: Sums, num_sequences: int) -> Summed:
-        count, dim = len(found.parts), found.parts.shape[-1]
-        exponents = found.exponents.view(count, -1)
-        among = exponents.index_select(0, sums.places)
+    def of(cls, partials: Partials, reduction: Reduction, num_sequences: int) -> Reduced:
+        count, dim = len(partials.parts), partials.parts.shape[-1]
+        exponents = partials.exponents.view(count, -1)
+        among = exponents.index_select(0, reduction.rows)
         highest = among.new_full((num_sequences, among.shape[1]), NOTHING)
-        highest.scatter_reduce_(0, sums.owners.unsqueeze(1).expand_as(among), among, "amax")
-        weights = among.sub_(highest.index_select(0, sums.owners)).exp2_()
+        highest.scatter_reduce_(0, reduction.owners.unsqueeze(1).expand_as(among), among, "amax")
+        weights = among.sub_(highest.index_select(0, reduction.owners)).exp2_()
         totals = torch.zeros_like(highest)
-        totals.index_add_(0, sums.owners, found.totals.view(count, -1).index_select(0, sums.places).mul_(weights))
-        by_place = torch.empty_like(exponents).index_copy_(0, sums.places, weights)
-        lanes = sums.lanes
+        totals.index_add_(
+            0, reduction.owners, partials.totals.view(count, -1).index_select(0, reduction.rows).mul_(weights)
+        )
+        by_row = torch.empty_like(exponents).index_copy_(0, reduction.rows, weights)
+        head_rows = reduction.head_rows
         parts = F.embedding_bag(
-            lanes,
-            found.parts.view(-1, dim),
-            sums.bounds,
+            head_rows,
+            partials.parts.view(-1, dim),
+            reduction.offsets,
             mode="sum",
-            per_sample_weights=by_place.view(-1).index_select(0, lanes).to(found.parts.dtype),
+            per_sample_weights=by_row.view(-1).index_select(0, head_rows).to(partials.parts.dtype),
         )
         return cls(parts.view(num_sequences, -1, dim).float(), highest, totals)
 
-    def add(self, other: Summed) -> Summed:
+    def add(self, other: Reduced) -> Reduced:
+        """The reduction of two waves; overwrites the parts of the first."""
         highest = torch.maximum(self.exponents, other.exponents)
         mine, others = torch.exp2(self.exponents - highest), torch.exp2(other.exponents - highest)
         parts = self.parts.mul_(mine.unsqueeze(-1)).addcmul_(other.parts, others.unsqueeze(-1))
-        return Summed(parts, highest, self.totals * mine + other.totals * others)
+        return Reduced(parts, highest, self.totals * mine + other.totals * others)
 
-    def normal(self, sinks: torch.Tensor | None) -> torch.Tensor:
+    def normalize(self, sinks: torch.Tensor | None) -> torch.Tensor:
+        """The output of attention [S, Hq, D]; `sinks` [Hq] enter the softmax and contribute no value."""
         totals = self.totals
         if sinks is not None:
             totals = totals + torch.exp2(sinks.float() * LOG2E - self.exponents)
@@ -228,44 +239,44 @@ class Summed:
 
 
 class Decoder:
-    """Threads, and their memory."""
+    """Runs decode plans on a pool of threads, with scratch that it keeps from pass to pass."""
 
-    def __init__(self, crew: WorkerPool, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._crew = crew
-        self._scratch = DecodeScratch(crew.size, dtype, device)
+    def __init__(self, workers: WorkerPool, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._workers = workers
+        self._scratch = DecodeScratch(workers.size, dtype, device)
 
-    def decode(self, query: Query, keys: Stored, values: Stored, plan: Decoding) -> torch.Tensor:
-        """[S, Hq, D] in float32."""
+    def decode(self, query: Query, keys: Stored, values: Stored, plan: DecodePlan) -> torch.Tensor:
+        """Attention of S tokens over their cached keys and values: [S, Hq, D] in float32."""
         threads = torch.get_num_threads()
-        if plan.little:
+        if plan.single_threaded:
             torch.set_num_threads(1)
         try:
             return self._decode(query, (keys, values), plan)
         finally:
             torch.set_num_threads(threads)
 
-    def _decode(self, query: Query, stored: tuple[Stored, Stored], plan: Decoding) -> torch.Tensor:
+    def _decode(self, query: Query, stored: tuple[Stored, Stored], plan: DecodePlan) -> torch.Tensor:
         q = query.folded(stored[0].planes.codes.shape[1])
-        total: Summed | None = None
-        for sweep in plan.sweeps:
-            summed = Summed.of(self._sweep(query, q, stored, sweep), sweep.sums, len(q))
-            total = summed if total is None else total.add(summed)
+        total: Reduced | None = None
+        for wave in plan.waves:
+            reduced = Reduced.of(self._run_wave(query, q, stored, wave), wave.reduction, len(q))
+            total = reduced if total is None else total.add(reduced)
         assert total is not None
-        return total.normal(query.call.sinks)
+        return total.normalize(query.call.sinks)
 
-    def _sweep(self, query: Query, q: torch.Tensor, stored: tuple[Stored, Stored], sweep: Sweep) -> Found:
+    def _run_wave(self, query: Query, q: torch.Tensor, stored: tuple[Stored, Stored], wave: Wave) -> Partials:
         keys, values = stored
-        found = self._scratch.found(sweep.count, *q.shape[1:])
+        partials = self._scratch.partials(wave.num_rows, *q.shape[1:])
 
-        def work(job: Job, member: int) -> None:
-            places, scratch = slice(job.begin, job.end), self._scratch.codes[member]
-            products = scores(q.index_select(0, job.owners), scratch.fetch(keys, job), keys.format, scratch)
-            p = query.exponents(products, job)
+        def work(task: TileTask, worker: int) -> None:
+            rows, scratch = slice(task.begin, task.end), self._scratch.codes[worker]
+            products = scores(q.index_select(0, task.owners), scratch.fetch(keys, task), keys.format, scratch)
+            p = query.exponents(products, task)
             exponents = torch.amax(p, -1).ceil_()
             p.sub_(exponents.unsqueeze(-1)).exp2_()
-            found.exponents[places] = exponents
-            torch.sum(p, -1, out=found.totals[places])
-            weighted_sum(p, scratch.fetch_values(values, job), values.format, scratch, found.parts[places])
+            partials.exponents[rows] = exponents
+            torch.sum(p, -1, out=partials.totals[rows])
+            weighted_sum(p, scratch.fetch_values(values, task), values.format, scratch, partials.parts[rows])
 
-        self._crew.run(sweep.jobs, work)
-        return found
+        self._workers.run(wave.tasks, work)
+        return partials

@@ -1,4 +1,4 @@
-"""Attention of some query rows of one sequence over its keys and values, with every feature of AttentionCall."""
+"""Attention of some query rows of one sequence over its keys and values, with every feature of `AttentionCall`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend_rows(
     """q [n, Hq, D] over keys, values [Hkv, L, D]; mask [n, L] and shift [n, Hq] are added to the scores.
 
     Returns [n, Hq, D]. The query heads of one KV head become rows of one matrix: on a CPU this is 10 to 25 times faster
-    than repeating keys and values, or than leaving it to `enable_gqa`.
+    than repeating keys and values, and than `enable_gqa`.
     """
     num_rows, num_heads, head_dim = q.shape
     kv_heads = keys.shape[0]
@@ -42,9 +42,9 @@ def attend_rows(
 
 
 def attend_fresh(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A whole prompt over itself, without a past: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
+    """Causal attention of a whole prompt over itself: q [n, Hq, D], k, v [n, Hkv, D] -> [n, Hq, D].
 
-    Only for calls without window (or one that reaches back to the first token), softcap and sinks.
+    Only for calls without softcap and sinks, and without a window that ends before the first token.
     """
     q, k, v = (x.to(k.dtype).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
@@ -52,8 +52,8 @@ def attend_fresh(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch
 
 
 def visibility(call: AttentionCall, rows: range, keys: range, like: torch.Tensor) -> torch.Tensor | None:
-    """[len(rows), len(keys)] of 0 and -inf, to be added to scores; None where every row sees every key."""
-    if len(rows) == 1 and rows.stop == keys.stop and call.first_seen(rows.start) <= keys.start:
+    """Mask [len(rows), len(keys)] of 0 and -inf to add to the scores; None where every row attends to every key."""
+    if len(rows) == 1 and rows.stop == keys.stop and call.first_visible(rows.start) <= keys.start:
         return None
     row = torch.arange(rows.start, rows.stop, device=like.device).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop, device=like.device)
@@ -66,7 +66,7 @@ def visibility(call: AttentionCall, rows: range, keys: range, like: torch.Tensor
 
 
 class _Extra(NamedTuple):
-    """What scores [Hkv, m, L] get beside products: mask [m, L], shift and sinks [Hkv, m, 1]."""
+    """What is added to the products that scores [Hkv, m, L] begin as: mask [m, L], shift and sinks [Hkv, m, 1]."""
 
     mask: torch.Tensor | None
     shift: torch.Tensor | None
@@ -94,7 +94,10 @@ def _softmax_sum(
 
 
 class KeyMeans:
-    """For passes of one short chunk without a past; `means` [H, D] by layer are those of the last pass."""
+    """An attention backend that records the mean key of every layer, for passes of one short chunk without a past.
+
+    `means` [H, D] by layer are those of the last pass.
+    """
 
     def __init__(self) -> None:
         self.means: dict[int, torch.Tensor] = {}

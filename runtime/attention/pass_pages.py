@@ -1,4 +1,4 @@
-"""Where a pass's tokens lie in the cache, as tensors that kernels read: slots, block tables, tiles of rows."""
+"""Where the tokens of a pass are in the cache, as tensors that kernels read: slots, block tables, tiles of rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from ...quant.kernels.upload import upload
 from ..engine.batch import Batch, Chunk
 from ..kv.cache import KVCache
 from .kernels.operands import Pages
-from .protocol import AttentionCall, sees_itself_only
+from .protocol import AttentionCall, is_causal_prefill
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlaces:
-    """Of one layer group: slot of every token of the pass [T], also as block id and offset, and a block table for
-    every chunk."""
+class GroupSlots:
+    """The slots [T] of a pass in one layer group, also as block ids and offsets, and a block table per chunk."""
 
     slots: torch.Tensor
     block_ids: torch.Tensor
@@ -27,7 +26,7 @@ class GroupPlaces:
     tables: dict[Chunk, torch.Tensor]
 
     @classmethod
-    def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupPlaces:
+    def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupSlots:
         tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
         slots = slots_of(batch.chunks, list(tables.values()), block)
         return cls(
@@ -39,7 +38,7 @@ class GroupPlaces:
 
 
 def slots_of(chunks: Sequence[Chunk], tables: Sequence[torch.Tensor], block: int) -> torch.Tensor:
-    """Block id * block + offset of every token of the pass, int64 [T]; `tables` are the chunks' block tables."""
+    """The slots, block id * block + offset, of a pass: int64 [T]. `tables` are the chunks' block tables."""
     slots = []
     for chunk, table in zip(chunks, tables, strict=True):
         positions = torch.arange(chunk.past, chunk.past + chunk.count)
@@ -47,27 +46,28 @@ def slots_of(chunks: Sequence[Chunk], tables: Sequence[torch.Tensor], block: int
     return torch.cat(slots)
 
 
-class PassPlaces:
-    """The places of the pass that is running."""
+class PassSlots:
+    """The slots of the running pass, by layer group."""
 
     def __init__(self, cache: KVCache, device: torch.device | str) -> None:
         self._cache = cache
         self._device = device
         self._batch: Batch | None = None
-        self._groups: list[GroupPlaces] = []
+        self._groups: list[GroupSlots] = []
 
-    def of(self, batch: Batch, group: int) -> GroupPlaces:
+    def of(self, batch: Batch, group: int) -> GroupSlots:
         if self._batch is not batch:
             self._batch = batch
             self._groups = [
-                GroupPlaces.of(batch, index, self._cache.block, self._device) for index in range(len(self._cache.pools))
+                GroupSlots.of(batch, index, self._cache.block, self._device) for index in range(len(self._cache.pools))
             ]
         return self._groups[group]
 
 
 class Division(NamedTuple):
-    """The chunks of a pass, by place in the batch, by what computes them: prompts without a past, single tokens, and
-    the rest.
+    """The chunks of a pass, as indices in the batch, by what computes them.
+
+    `fresh` are prompts without a past, `decode` single tokens, `extend` the rest.
     """
 
     fresh: tuple[int, ...]
@@ -76,7 +76,10 @@ class Division(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """Rows of the pass that whole prompts have, one prompt behind the other: row numbers [n], bounds int32 [B + 1]."""
+    """The rows [n] of whole prompts in a pass, one prompt after the other.
+
+    Prompt i has rows bounds[i] to bounds[i + 1] of them, int32 [B + 1], which are counts[i].
+    """
 
     rows: torch.Tensor
     bounds: torch.Tensor
@@ -86,8 +89,8 @@ class Fresh(NamedTuple):
 class PassPages:
     """One layer group's part of a pass, made once and used by all its layers.
 
-    `slots` int64 [T]: block id * block + place of every token; `table` int32 [B, max blocks], padded with -1.
-    Chunks are named by their place in the batch, which is their row of the table.
+    `slots` int64 [T] is block id * block + offset of every token; `table` int32 [B, max blocks] is padded with -1.
+    A chunk's number is its index in the batch, which is its row of the table.
     """
 
     def __init__(self, batch: Batch, group: int, block: int, device: torch.device) -> None:
@@ -102,20 +105,20 @@ class PassPages:
         self._fresh: dict[object, Fresh] = {}
 
     def divide(self, call: AttentionCall, tiled: bool) -> Division:
-        """What of the pass is computed how for such a call; where `tiled`, everything as `extend`."""
+        """Which chunks are computed how for such a call; where `tiled`, all of them are `extend`."""
         kind = (call.window, call.chunk, call.is_plain)
         if kind not in self._divisions:
             parts: dict[str, list[int]] = {name: [] for name in Division._fields}
             for index, chunk in enumerate(self.chunks):
-                parts[_way(call, chunk, tiled)].append(index)
+                parts[_kind_of(call, chunk, tiled)].append(index)
             self._divisions[kind] = Division(*map(tuple, parts.values()))
         return self._divisions[kind]
 
     def tiled(self, chunks: tuple[int, ...], tokens: int) -> Pages:
         """Tiles of `tokens` rows that cover the chunks.
 
-        They start at multiples of `tokens` in the sequence, so that a row's place in its tile does not depend on the
-        chunk that it came in.
+        Tiles start at multiples of `tokens` in the sequence, so that a row's index in its tile does not depend on how
+        its prompt was cut into chunks.
         """
         key = (tokens, chunks)
         if key not in self._tiled:
@@ -124,6 +127,7 @@ class PassPages:
         return self._tiled[key]
 
     def fresh(self, chunks: tuple[int, ...]) -> Fresh:
+        """The rows of chunks that are whole prompts."""
         if chunks not in self._fresh:
             chosen = [self.chunks[index] for index in chunks]
             rows = chain.from_iterable(range(chunk.begin, chunk.end) for chunk in chosen)
@@ -134,7 +138,7 @@ class PassPages:
         return self._fresh[chunks]
 
     def longest(self, chunks: tuple[int, ...]) -> int:
-        """Tokens of the longest of their sequences."""
+        """The length in tokens of the chunks' longest sequence."""
         return max(self.chunks[index].past + self.chunks[index].count for index in chunks)
 
     def _tiles(self, index: int, tokens: int) -> list[tuple[int, int, int, int, int]]:
@@ -145,9 +149,9 @@ class PassPages:
         return [(row, chunk.begin - chunk.past, first, begin, end) for first in starts]
 
 
-def _way(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:
+def _kind_of(call: AttentionCall, chunk: Chunk, tiled: bool) -> str:
     if tiled:
         return "extend"
     if chunk.count == 1:
         return "decode"
-    return "fresh" if sees_itself_only(call, chunk) else "extend"
+    return "fresh" if is_causal_prefill(call, chunk) else "extend"

@@ -1,5 +1,5 @@
-"""Runs the attention kernels and the one that stores keys and values at tiny sizes, in every KV format, and compares
-them with what the formats define. Imports Triton.
+"""Runs the attention kernels and the kernel that stores keys and values at tiny sizes, in every KV format, and compares
+the results with the formats' definitions. Imports Triton.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .kernels.operands import Features, Side
 from .kernels.tuning import decode_cut, extend_cut, has_dot
 from .pass_pages import PassPages
 
-# Beside the native one. Keys and values of the same format first, then of different ones.
+# Formats beside the native one: first with keys and values in the same format, then in different ones.
 _QUANTIZED = ("int8", "int4", "int8/int4")
 _NATIVE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# What stored vectors may differ by, relative L2: a few codes on an edge may be rounded to the other side of it.
+# The relative L2 error allowed in stored vectors: a few codes near a rounding boundary may be rounded the other way.
 STORED_TOLERANCE = 0.02
 _KV_HEADS, _GROUP, _BLOCK = 2, 4, 32
-# Tokens of the two sequences, and how many of them an extend computes: the last ones, in two blocks.
+# The tokens of the two sequences, and how many of the last ones an extend computes: they lie in two blocks.
 _LENGTHS, _EXTENDED = (67, 7), 5
 _SPLITS = 2
-# Blocks of each, in no order.
+# The blocks of each sequence, in no order.
 _TABLES = ((4, 0, 2), (1,))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """A kernel (`decode`, `split`, `extend`) over keys and values of one format, with or without what calls add."""
+    """A kernel (`decode`, `split`, `extend`) over keys and values of one format."""
 
     kernel: str
     kv: str
@@ -50,7 +50,7 @@ class AttentionCase:
 
     @property
     def features(self) -> bool:
-        """Softcap, sinks and a shift of scores: kernels are compiled with them and without."""
+        """Whether the case has softcap, sinks and a shift of scores: kernels are compiled with them and without."""
         return self.kernel == "split"
 
     @property
@@ -63,40 +63,40 @@ def kv_formats(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def attention_cases(gpu: Gpu, dtype: torch.dtype, head_dims: frozenset[int]) -> Iterator[AttentionCase]:
-    """What runs on such a GPU: without tensor cores for it, torch computes what would be extend."""
+    """The cases that run on such a GPU: without usable tensor cores torch replaces the extend kernel."""
     kernels = ("decode", "split", "extend") if has_dot(gpu.capability) else ("decode", "split")
     for head_dim in sorted(head_dims):
         for kv in kv_formats(dtype):
             yield from (AttentionCase(kernel, kv, head_dim) for kernel in kernels)
 
 
-def try_attention(place: torch.device, gpu: Gpu, dtype: torch.dtype, head_dims: frozenset[int]) -> str:
-    """The first case that gives wrong numbers, "" where there is none. Raises what Triton and CUDA raise."""
+def try_attention(torch_device: torch.device, gpu: Gpu, dtype: torch.dtype, head_dims: frozenset[int]) -> str:
+    """The name of the first case with wrong results, "" where there is none. Raises what Triton and CUDA raise."""
     for case in attention_cases(gpu, dtype, head_dims):
-        # A comparison with NaN is false, so it is put the other way round.
-        if not attention_error(case, place, gpu, dtype) <= TOLERANCE[dtype]:
+        # Negated because every comparison with NaN is false.
+        if not attention_error(case, torch_device, gpu, dtype) <= TOLERANCE[dtype]:
             return case.name
     return ""
 
 
-def try_storing(place: torch.device, dtype: torch.dtype, head_dims: frozenset[int]) -> str:
-    """As `try_attention`, for the kernel that stores keys and values."""
+def try_storing(torch_device: torch.device, dtype: torch.dtype, head_dims: frozenset[int]) -> str:
+    """Does what `try_attention` does for the kernel that stores keys and values."""
     for head_dim in sorted(head_dims):
         for kv in kv_formats(dtype):
-            if not stored_error(kv, head_dim, place, dtype) <= (STORED_TOLERANCE if kv in _QUANTIZED else 0.0):
+            if not stored_error(kv, head_dim, torch_device, dtype) <= (STORED_TOLERANCE if kv in _QUANTIZED else 0.0):
                 return f"storing {kv} with heads of {head_dim}"
     return ""
 
 
 @torch.inference_mode()
-def stored_error(kv: str, head_dim: int, place: torch.device, dtype: torch.dtype) -> float:
-    """Relative L2 distance of all that a pool holds after the kernel from what the codec writes on the processor."""
-    mine, wanted = (_pool(kv, head_dim, where) for where in (place, torch.device("cpu")))
+def stored_error(kv: str, head_dim: int, torch_device: torch.device, dtype: torch.dtype) -> float:
+    """Relative L2 distance between a pool that the kernel wrote and one that the codec wrote on the CPU."""
+    mine, wanted = (_pool(kv, head_dim, device) for device in (torch_device, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     tokens = 21
     k, v = (torch.randn(tokens, _KV_HEADS, head_dim, generator=generator).to(dtype) for _ in range(2))
     slots = torch.randperm(len(wanted.memory) * _BLOCK, generator=generator)[:tokens]
-    store_launch(k.to(place), v.to(place), _cached(mine), slots.to(place)).run()
+    store_launch(k.to(torch_device), v.to(torch_device), _cached(mine), slots.to(torch_device)).run()
     _write_codes(wanted, slots, k, v)
     pairs = zip(_decoded(mine), _decoded(wanted), strict=True)
     distances = [float((found - meant).norm() / meant.norm()) for found, meant in pairs]
@@ -105,15 +105,15 @@ def stored_error(kv: str, head_dim: int, place: torch.device, dtype: torch.dtype
 
 
 @torch.inference_mode()
-def attention_error(case: AttentionCase, place: torch.device, gpu: Gpu, dtype: torch.dtype) -> float:
-    """Largest difference from float64 over the same codes, relative to the largest number; NaN for unwritten rows."""
+def attention_error(case: AttentionCase, torch_device: torch.device, gpu: Gpu, dtype: torch.dtype) -> float:
+    """The largest difference from float64 over the same codes, relative to the largest value; NaN for missing rows."""
     generator = torch.Generator().manual_seed(0)
     pool = _pool(case.kv, case.head_dim, torch.device("cpu"))
     shape = (len(pool.memory) * _BLOCK, _KV_HEADS, case.head_dim)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     _write_codes(pool, torch.arange(shape[0]), k, v)
-    there = _pool(case.kv, case.head_dim, place)
-    there.memory.bytes.copy_(pool.memory.bytes.to(place))
+    tested = _pool(case.kv, case.head_dim, torch_device)
+    tested.memory.bytes.copy_(pool.memory.bytes.to(torch_device))
     spans = _spans(case)
     heads = _KV_HEADS * _GROUP
     num_rows = sum(end - begin for begin, end in spans)
@@ -121,10 +121,15 @@ def attention_error(case: AttentionCase, place: torch.device, gpu: Gpu, dtype: t
     shift = torch.randn(num_rows, heads, generator=generator) if case.features else None
     sinks = torch.linspace(-2, 3, heads) if case.features else None
     features = Features(
-        case.head_dim**-0.5, case.window, None, 20.0 if case.features else None, _to(sinks, place), _to(shift, place)
+        case.head_dim**-0.5,
+        case.window,
+        None,
+        20.0 if case.features else None,
+        _to(sinks, torch_device),
+        _to(shift, torch_device),
     )
-    out = torch.full(q.shape, float("nan"), dtype=dtype, device=place)
-    _launch(case, q.to(place), out, there, features, gpu)
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=torch_device)
+    _launch(case, q.to(torch_device), out, tested, features, gpu)
     meant = _by_definition(q, pool, spans, features._replace(sinks=sinks, shift=shift))
     return float((out.cpu().double() - meant).abs().max() / meant.abs().max())
 
@@ -145,7 +150,7 @@ def _launch(
 
 
 def _by_definition(q: torch.Tensor, pool: KVPool, spans: list[tuple[int, int]], features: Features) -> torch.Tensor:
-    """[T, Hq, D] in float64, over keys and values as the pool holds them."""
+    """Attention [T, Hq, D] in float64 over the keys and values of the pool."""
     sides, parts, row = [side.double() for side in _decoded(pool)], [], 0
     for (begin, end), table in zip(spans, _TABLES, strict=True):
         rows = slice(row, row := row + end - begin)
@@ -171,13 +176,13 @@ def _by_definition(q: torch.Tensor, pool: KVPool, spans: list[tuple[int, int]], 
 
 
 def _spans(case: AttentionCase) -> list[tuple[int, int]]:
-    """Positions of each sequence that are computed: the last, or the last few."""
+    """The positions of each sequence that are computed: the last one, or the last few."""
     count = _EXTENDED if case.kernel == "extend" else 1
     return [(length - count, length) for length in _LENGTHS]
 
 
 def _batch(spans: list[tuple[int, int]]) -> Batch:
-    """The last tokens of two sequences, whose others are stored."""
+    """A pass of the last tokens of two sequences; their earlier tokens are stored."""
     chosen = []
     for (begin, end), blocks in zip(spans, _TABLES, strict=True):
         sequence = Sequence([0] * end, SamplingParams(1))
@@ -186,8 +191,8 @@ def _batch(spans: list[tuple[int, int]]) -> Batch:
     return pack(chosen)
 
 
-def _pool(kv: str, head_dim: int, place: torch.device) -> KVPool:
-    return KVPool(KVSpec(KVGroup((0,), _KV_HEADS, head_dim, None), kv, _BLOCK), 5, place)
+def _pool(kv: str, head_dim: int, torch_device: torch.device) -> KVPool:
+    return KVPool(KVSpec(KVGroup((0,), _KV_HEADS, head_dim, None), kv, _BLOCK), 5, torch_device)
 
 
 def _cached(pool: KVPool) -> Cached:
@@ -196,22 +201,22 @@ def _cached(pool: KVPool) -> Cached:
 
 
 def _write_codes(pool: KVPool, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """As they are: what a pool takes off quantized keys is not the kernels' matter."""
-    pool.frame = None
+    """Writes k and v unchanged: subtracting an offset from quantized keys is not the kernels' work."""
+    pool.key_transform = None
     pool.write(0, slots // _BLOCK, slots % _BLOCK, k, v)
 
 
 def _decoded(pool: KVPool) -> list[torch.Tensor]:
-    """Keys and values [blocks, H, block, D] in float32, on the processor."""
+    """Keys and values [blocks, H, block, D] in float32, on the CPU."""
     sides = []
     for coded, vectors in zip(pool.planes(0), pool.formats, strict=True):
         codes, *factors = (None if plane is None else plane.cpu() for plane in coded)
         assert codes is not None
-        # Scales and zeros are by head and group, then by token: [.., G, N] to [.., N, G].
+        # Scales and zeros are stored by group, then by token: [.., G, N] becomes [.., N, G].
         per_token = (None if plane is None else plane.transpose(2, 3) for plane in factors)
         sides.append(decode(type(coded)(codes, *per_token), vectors, torch.float32))
     return sides
 
 
-def _to(x: torch.Tensor | None, place: torch.device) -> torch.Tensor | None:
-    return None if x is None else x.to(place)
+def _to(x: torch.Tensor | None, torch_device: torch.device) -> torch.Tensor | None:
+    return None if x is None else x.to(torch_device)

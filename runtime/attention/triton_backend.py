@@ -1,4 +1,4 @@
-"""Attention with Triton kernels that read blocks where they lie, in the format they are kept in. Imports Triton."""
+"""Attention with Triton kernels that read blocks in place, in the format of the KV cache. Imports Triton."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .torch_backend import TorchAttention
 class TritonAttention:
     """Prompts without a past go to flash attention or SDPA, single tokens to split-KV decode, the rest to extend.
 
-    `tiled` sends every row through extend, which cuts rows and keys at multiples of their positions: a token's result
-    then has the same bits in whichever chunk or batch it was computed.
+    `tiled` sends every row through extend, whose tiles of rows and keys are aligned to positions in the sequence: the
+    bits of a token's result then depend neither on its chunk nor on the batch.
 
-    On GPUs before sm80, whose tensor cores Triton does not use, torch computes what goes to extend elsewhere.
+    On GPUs before sm80, whose tensor cores Triton does not use, torch replaces the extend kernel.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class TritonAttention:
         device: torch.device | str = "cpu",
         stores_by_kernel: bool = True,
     ) -> None:
-        """`stores_by_kernel`: else torch writes keys and values into the cache."""
+        """`stores_by_kernel`: a Triton kernel writes keys and values into the cache, not torch."""
         self.cache = cache
         self._stores_by_kernel = stores_by_kernel
         self.gpu = gpu
         self._tiled = tiled
-        self._older = None if has_dot(gpu.capability) else TorchAttention(cache, dtype, tiled, device)
+        self._torch_extend = None if has_dot(gpu.capability) else TorchAttention(cache, dtype, tiled, device)
         head_dims = {pool.spec.group.head_dim for pool in cache.pools}
         self._fresh = {size: FreshAttention.for_gpu(gpu.capability, dtype, size) for size in head_dims}
-        # What the model asked of each layer, and for one row [1, Hq, D] like its queries; known from its first pass on.
+        # Every layer's call, and a row of zeros [1, Hq, D] shaped as its queries; known after the first pass.
         self._asked: dict[int, tuple[AttentionCall, torch.Tensor]] = {}
         self._batch: Batch | None = None
         self._pages: dict[int, PassPages] = {}
@@ -55,43 +55,45 @@ class TritonAttention:
     def attend(
         self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        place = self.cache.places[call.layer]
-        pool, pages = self.cache.pools[place.group], self._pages_of(batch, place.group, q.device)
+        layer_index = self.cache.layer_indices[call.layer]
+        pool, pages = self.cache.pools[layer_index.group], self._pages_of(batch, layer_index.group, q.device)
         check_reach(call, pool.spec.group)
         if call.layer not in self._asked:
             self._asked[call.layer] = (call, torch.zeros(1, *q.shape[1:], dtype=q.dtype, device=q.device))
-        cached = _cached(pool, place.index)
-        # Before anything is read: a sequence may look back to what another one stores in this pass.
+        cached = _cached(pool, layer_index.index)
+        # Before anything is read: a sequence may attend to what another one stores in this pass.
         if self._stores_by_kernel:
-            store_by_kernel(pool, place.index, pages.slots, k, v)
+            store_by_kernel(pool, layer_index.index, pages.slots, k, v)
         else:
-            pool.write(place.index, pages.slots // self.cache.block, pages.slots % self.cache.block, k, v)
+            pool.write(layer_index.index, pages.slots // self.cache.block, pages.slots % self.cache.block, k, v)
         work = pages.divide(call, self._tiled)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        layer = _LayerPass(call, pool, place.index, pool.queries(q), _shift(pool, place.index, call, q), out, pages)
+        layer = _LayerPass(
+            call, pool, layer_index.index, pool.queries(q), _shift(pool, layer_index.index, call, q), out, pages
+        )
         if work.fresh:
             layer.fresh(work.fresh, self._fresh[q.shape[2]])
         if work.decode:
             layer.decode(cached, work.decode, self.gpu)
-        if work.extend and self._older is None:
+        if work.extend and self._torch_extend is None:
             layer.extend(cached, work.extend)
-        elif work.extend and self._older is not None:
+        elif work.extend and self._torch_extend is not None:
             for chunk in (batch.chunks[index] for index in work.extend):
                 rows = slice(chunk.begin, chunk.end)
-                self._older.attend_past(call, place, chunk, q[rows], out[rows])
+                self._torch_extend.attend_past(call, layer_index, chunk, q[rows], out[rows])
         return out
 
     def warm_up_launches(self) -> list[Launch]:
-        """Launches that compile every kernel which a job may ask for and compute nothing, to run before it begins.
+        """Launches that compile every kernel that a job may need and compute nothing, to run before it begins.
 
-        Of the layers that a pass has gone through: none before the first pass.
+        They cover the layers that a pass has gone through: none before the first pass.
         """
         samples = [self._sample(call, q) for call, q in self._asked.values()]
         return warm_up_launches(samples, self.gpu.capability, self._tiled)
 
     def _sample(self, call: AttentionCall, q: torch.Tensor) -> LayerSample:
-        place = self.cache.places[call.layer]
-        pool, index = self.cache.pools[place.group], place.index
+        layer_index = self.cache.layer_indices[call.layer]
+        pool, index = self.cache.pools[layer_index.group], layer_index.index
         kv = q.new_zeros(1, pool.spec.group.kv_heads, q.shape[2])
         features = _features(call, _shift(pool, index, call, q))
         cached, keys = _cached(pool, index), _stored_keys(pool, index, kv)
@@ -107,7 +109,7 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPass:
-    """One layer in a pass: q [T, Hq, D] as it meets stored keys, what scores lack then, and where the result goes."""
+    """One layer in a pass: q [T, Hq, D] in the basis of the stored keys, the `shift` of scores, and the output."""
 
     call: AttentionCall
     pool: KVPool
@@ -128,8 +130,8 @@ class _LayerPass:
         cut = decode_cut(gpu.capability, self.q.shape[2], group, self._wide, cached.kind)
         programs = len(chunks) * cached.kv_heads * -(-group // cut.heads)
         longest = self.pages.longest(chunks)
-        seen = min(longest, self.call.window or self.call.chunk or longest)
-        self._launch(cached, chunks, 1, cut, num_splits(programs, gpu.processors, seen, cut.keys))
+        visible = min(longest, self.call.window or self.call.chunk or longest)
+        self._launch(cached, chunks, 1, cut, num_splits(programs, gpu.processors, visible, cut.keys))
 
     def extend(self, cached: Cached, chunks: tuple[int, ...]) -> None:
         cut = extend_cut(self.q.shape[2], self.q.shape[1] // cached.kv_heads, self._wide)
@@ -146,7 +148,7 @@ class _LayerPass:
 
 
 def store_by_kernel(pool: KVPool, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """What `KVPool.write` does, to the bit, in one launch."""
+    """Does what `KVPool.write` does, bit for bit, in one launch."""
     store_launch(_stored_keys(pool, layer, k), v, _cached(pool, layer), slots).run()
 
 
@@ -156,8 +158,8 @@ def _cached(pool: KVPool, layer: int) -> Cached:
 
 
 def _stored_keys(pool: KVPool, layer: int, k: torch.Tensor) -> torch.Tensor:
-    """Keys [T, H, D] as they are to be stored."""
-    return k if pool.frame is None else pool.frame.keys(layer, k)
+    """Keys [T, H, D] in the basis in which the cache stores them."""
+    return k if pool.key_transform is None else pool.key_transform.keys(layer, k)
 
 
 def _features(call: AttentionCall, shift: torch.Tensor | None) -> Features:
@@ -165,5 +167,5 @@ def _features(call: AttentionCall, shift: torch.Tensor | None) -> Features:
 
 
 def _shift(pool: KVPool, layer: int, call: AttentionCall, q: torch.Tensor) -> torch.Tensor | None:
-    """What products lack because of the keys' offset, [T, Hq]: softmax does not see it, softcap and sinks do."""
-    return None if pool.frame is None or call.is_plain else pool.frame.shifts(layer, q)
+    """What the subtracted key offset takes from products, [T, Hq]; None where softmax cancels it."""
+    return None if pool.key_transform is None or call.is_plain else pool.key_transform.shifts(layer, q)

@@ -30,7 +30,7 @@ def _measure(folder: Path, hardware: Hardware) -> Machine:
 
 
 def _kernel_lacks() -> dict[str, str] | None:
-    """By family of kernels, what `try_kernels` says of this GPU; None where there is none."""
+    """Why each family of kernels does not run on this GPU ("" if it does); None without a GPU."""
     from ...offload.device import find_device
     from ..loading.kernel_trial import try_kernels, usual_needs
 

@@ -1,4 +1,4 @@
-"""What passes cost beside their products, measured by passes of the bundled little model: for the machine's profile.
+"""Fixed costs of passes beside matmuls, measured with the bundled small model for the machine profile.
 
 Its products are as good as nothing, so what is left is Python, torch's dispatch, threads that meet, and elementwise
 work: the same code as in any model.
@@ -50,7 +50,7 @@ class Timed:
 
 
 def measure_overheads() -> Overheads:
-    """About six seconds, on the processor, and on the disk of temporary files."""
+    """Measures for about six seconds on the CPU; uses the disk of temporary files."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
         most = max(count for count, _ in KINDS)
         settings = Settings(quant="none", tokens_per_pass=TOKENS, max_sequences=most)
@@ -64,7 +64,7 @@ def measure_overheads() -> Overheads:
 
 
 def streaming(shape: ModelShape, plan: Plan) -> Plan:
-    """The same with every expert streamed, through a ring that makes nobody wait."""
+    """The same with every expert streamed, through a ring so large that nothing waits."""
     shards = model_shards(shape, plan.quant, plan.dtype)
     ring = RING_EXPERTS * largest_expert(shards)
     return replace(plan, placement=Placement(len(shards.layers), (0,) * len(shards.layers), 0, ring))

@@ -17,10 +17,8 @@ from ...offload.machine.profile import LoadingRates
 from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import FORMATS
 from ...quant.kv.format import KV_FORMATS
-from ...quant.matmul.gemv import measure_few_rows
-from ...quant.matmul.matmul import Matmul
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.gemv import measure_gemv_max_rows
+from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack
 from ..attention.protocol import AttentionCall
@@ -49,7 +47,7 @@ _SECONDS = 0.05
 
 @torch.inference_mode()
 def pass_rates() -> dict[str, dict[int, float]]:
-    """FLOP/s on the processor by what is computed, then by rows: of an expert, or of one sequence's queries."""
+    """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
     rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in FORMATS}
     rates[WIDE] = _wide()
     rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
@@ -61,12 +59,13 @@ def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
     experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
     nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
     workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
-    compute = ParallelMatmul(workspaces[0], few_rows=measure_few_rows(format_name), helpers=workspaces[1:])
+    compute = ParallelMatmul(workspaces[0], gemv_max_rows=measure_gemv_max_rows(format_name), helpers=workspaces[1:])
     flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     rates = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows, EXPERT_SHAPE[1]).to(dtype)
-        rates[rows] = rows * flop / best_seconds(partial(compute.share, experts, partial(_multiply, x)), _SECONDS)
+        run = partial(compute.parallel_for, experts, partial(_multiply, x))
+        rates[rows] = rows * flop / best_seconds(run, _SECONDS)
     return rates
 
 
@@ -75,7 +74,7 @@ def _multiply(x: torch.Tensor, expert: PackedTensor, products: Matmul) -> None:
 
 
 def _wide() -> dict[int, float]:
-    """Products in float32, that weights in few bits are widened to when arithmetic is."""
+    """Rates of float32 matmuls: quantized weights are dequantized to float32 if that is the dtype."""
     weights = cycle([torch.randn(EXPERT_SHAPE) for _ in range(8)])
     flop = 2 * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
 
@@ -148,7 +147,7 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 # Rows of activations rounded to int8, which `--compute int8` multiplies; no format of its own.
 INTEGER = "int8xint8"
 SHAPE = (1536, 2048)
-# So many bytes of matrices take turns that none is still in a cache when it comes again, as none is in a model.
+# Matrices of this many bytes in all take turns, so that each is out of the caches when it is used again, as in a model.
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
 
@@ -173,8 +172,8 @@ def _case(integer: bool, format_name: str, device: str) -> Case:
     matrices = cycle(_matrices(format_name, device))
     first = next(matrices)
     nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
-    few_rows = measure_few_rows(format_name) if device == "cpu" else {}
-    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, few_rows=few_rows)
+    gemv_max_rows = measure_gemv_max_rows(format_name) if device == "cpu" else {}
+    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, gemv_max_rows=gemv_max_rows)
 
     def case(num_rows: int) -> Callable[[], None]:
         x = torch.randn(num_rows, SHAPE[1], device=device).bfloat16()

@@ -1,5 +1,5 @@
-"""What is well with this machine and its installation, what is not, and the line that mends it.
+"""Checks of this machine and its installation, each with a fix.
 
-Every check takes what it judges and returns findings; `examination` knows which there are. Measures through
-`machine_profile`; prints nothing.
+Every check takes what it judges and returns findings; `examination` lists the checks. `machine_profile` measures;
+nothing here prints.
 """

@@ -1,4 +1,4 @@
-"""Everything that `moedge doctor` looks at, in the order in which a person mends it."""
+"""Everything that `moedge doctor` checks, in the order in which a person fixes it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Examination:
         return sum(finding.verdict is verdict for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """A file of profiles with one in it, and beside it what was found and what is free now: docs/doctor.md."""
+        """A profile file with this machine, its findings and its free memory and disk now: docs/doctor.md."""
         return {
             "schema": SCHEMA,
             "machines": [] if self.machine is None else [self.machine.to_json()],
@@ -53,9 +53,9 @@ class Examination:
 
 
 def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lambda doing: None) -> Examination:
-    """Looks at this machine, and measures it anew unless `quick`, which imports no torch.
+    """Checks this machine, and measures it again unless `quick`, which imports no torch.
 
-    `stores` is the folder for packed weights; `say` hears what is being done.
+    `stores` is the folder for packed weights; `say` is called with each step.
     """
     torch, driver = find_torch(), find_driver()
     gpus = len(find_gpus()) if driver else 0
@@ -97,18 +97,18 @@ def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
 
     found = [check_bitsandbytes("cpu"), check_formats("cpu")]
     if gpu:
-        seen = check_gpu()
-        found.append(seen)
-        if seen.verdict is not Verdict.FAIL:
+        finding = check_gpu()
+        found.append(finding)
+        if finding.verdict is not Verdict.FAIL:
             found += [check_bitsandbytes("cuda"), check_formats("cuda")]
             found += check_kernels(device) if (device := find_device()) else []
     return found
 
 
 def _measure(stores: Path, say: Callable[[str], None]) -> tuple[Machine | None, list[Finding]]:
-    say("measuring disk, memory and arithmetic; 15 seconds or so")
+    say("measuring disk, memory and compute: about 15 seconds")
     try:
         return machine_profile(stores, again=True), []
     except OSError as error:
-        place = f" (as {os.environ.get('USER', 'this user')})"
-        return None, [fail("measuring", f"stopped: {error}{place}", "give --disk-dir FOLDER that can be written")]
+        user = os.environ.get("USER", "this user")
+        return None, [fail("measuring", f"stopped: {error} (as {user})", "give --disk-dir a writable folder")]

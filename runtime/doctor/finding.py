@@ -1,4 +1,4 @@
-"""One thing that was looked at, and what to do about it."""
+"""The result of one check, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """`WARN` costs speed or room, `FAIL` stands in the way of a run."""
+    """`WARN` costs speed or memory, `FAIL` prevents a run."""
 
     OK, WARN, FAIL = "ok", "warn", "fail"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`fix` is the exact line to type or the thing to change; empty where nothing is wrong."""
+    """`fix` is the command to type or the thing to change; empty if nothing is wrong."""
 
     name: str
     verdict: Verdict

@@ -15,10 +15,11 @@ from ...offload.budget import GIB, auto_host, gib
 from ...offload.machine.hardware import nearest_existing
 from ...offload.memory import MemoryGroup, host_available, host_total, memory_groups
 from ...offload.store.stores import stores
+from ..settings.errors import counted
 from .finding import Finding, fail, ok, warn
 
-# A process with torch, transformers and bitsandbytes, and a gigabyte to do something with.
-_LEAST_ROOM = 3 * GIB // 2
+# A process with torch, transformers and bitsandbytes, and a gigabyte for a model.
+_LEAST_MEMORY = 3 * GIB // 2
 # A store of a hundred layers is a hundred open files.
 _LEAST_FILES = 512
 
@@ -50,10 +51,10 @@ def check_memory(memory: HostMemoryFacts) -> Finding:
         f"--ram auto takes {gib(auto_host(memory.available))}"
     )
     found += f"; swap {gib(memory.swap)} is not used by plans" if memory.swap else ""
-    if memory.available < _LEAST_ROOM:
-        return fail("RAM", found, f"free some: {gib(_LEAST_ROOM)} are the least that any model takes" + _loosen(memory))
+    if memory.available < _LEAST_MEMORY:
+        return fail("RAM", found, f"free some: any model needs at least {gib(_LEAST_MEMORY)}" + _loosen(memory))
     if memory.total < memory.ram // 2:
-        return warn("RAM", found, "if that is not meant," + _loosen(memory).removeprefix(";"))
+        return warn("RAM", found, "if that is not intended," + _loosen(memory).removeprefix(";"))
     return ok("RAM", found)
 
 
@@ -61,7 +62,7 @@ def check_open_files(limit: int | None = None) -> Finding:
     """`limit` is what the process may open at once, asked of the kernel if not given."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if most < _LEAST_FILES:
-        return warn("open files", f"at most {most:,}, and a store is a file per layer", "ulimit -n 4096")
+        return warn("open files", f"at most {most:,}; prepared weights have one file per layer", "ulimit -n 4096")
     return ok("open files", f"at most {most:,}")
 
 
@@ -86,30 +87,32 @@ def _loosen(memory: HostMemoryFacts) -> str:
     return f"; raise the limit of {group.folder} (docker run --memory, systemd MemoryMax=)"
 
 
-# What `--disk auto` leaves alone (offload/store/stores.py), and what a small model's store takes.
-_LITTLE_ROOM = 20 * GIB
+# The space that `--disk auto` keeps free (offload/store/stores.py), and that a small model needs.
+_LITTLE_DISK = 20 * GIB
 
 
 def check_stores(root: Path) -> Finding:
-    """Where packed weights go, and what room there is for them."""
+    """The folder for prepared weights and its free space."""
     if not _writable(root):
         return fail("stores", f"{root} cannot be written", "give --disk-dir FOLDER, or set disk-dir in moedge.toml")
     found = stores(root)
-    taken = f"{len(found)} stores of {gib(sum(store.nbytes for store in found))}" if found else "no store yet"
+    taken = (
+        f"{counted(len(found), 'store')} of {gib(sum(store.nbytes for store in found))}" if found else "no store yet"
+    )
     free = free_nbytes(root)
     says = f"{root}: {taken}, {gib(free)} free"
-    if free < _LITTLE_ROOM:
+    if free < _LITTLE_DISK:
         return warn("stores", says, "moedge models prune --keep SIZE, or --disk-dir FOLDER on another disk")
     return ok("stores", says)
 
 
 def check_hub_cache(cache: Path, offline: bool) -> list[Finding]:
-    """Where checkpoints are downloaded to: room, and downloads that were cut off."""
+    """The folder for downloaded checkpoints: its free space, and unfinished downloads."""
     if not _writable(cache):
         return [fail("model cache", f"{cache} cannot be written", "export HF_HOME=FOLDER that you can write")]
     says = f"{cache}: {gib(free_nbytes(cache))} free" + (", HF_HUB_OFFLINE is set: nothing is downloaded" * offline)
-    if free_nbytes(cache) < _LITTLE_ROOM:
-        found = [warn("model cache", says, "export HF_HOME=FOLDER on a disk with more room")]
+    if free_nbytes(cache) < _LITTLE_DISK:
+        found = [warn("model cache", says, "export HF_HOME=FOLDER on a disk with more space")]
     else:
         found = [ok("model cache", says)]
     if cut := list(unfinished_downloads(cache)):
@@ -119,21 +122,25 @@ def check_hub_cache(cache: Path, offline: bool) -> list[Finding]:
 
 
 def unfinished_downloads(cache: Path) -> Iterable[str]:
-    """Ids of models of which the hub's cache holds files that were cut off."""
+    """Ids of models with unfinished files in the cache of the hub."""
     for folder in sorted(cache.glob("models--*")):
         if any(folder.glob("blobs/*.incomplete")):
             yield folder.name.removeprefix("models--").replace("--", "/")
 
 
 def check_state(path: Path) -> Finding:
-    """Whether what is measured can be kept in the file `path`."""
+    """Whether measurements can be saved to `path`."""
     if _writable(path.parent):
         return ok("state", f"profiles and the list of jobs are kept in {path.parent}")
-    return warn("state", f"{path.parent} cannot be written: nothing is remembered", "export XDG_STATE_HOME=FOLDER")
+    return warn(
+        "state",
+        f"{path.parent} cannot be written: measurements and jobs are not recorded",
+        "export XDG_STATE_HOME=FOLDER",
+    )
 
 
 def free_nbytes(folder: Path) -> int:
-    """Bytes that this user may still write there; the folder need not exist yet."""
+    """Bytes that this user may still write to a folder, which need not exist yet."""
     return shutil.disk_usage(nearest_existing(folder)).free
 
 

@@ -1,4 +1,4 @@
-"""Whether what computes does: bitsandbytes, the GPU and Triton are tried with small products, not only imported."""
+"""Tries bitsandbytes, the GPU and Triton with small products, instead of only importing them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,36 @@ from ...offload.errors import swallow_cuda_error
 from ...quant.formats import bitsandbytes_kernels
 from ...quant.formats.format import FORMATS
 from ...quant.kernels.gpu import triton_lack
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
 from ..loading.kernel_trial import try_kernels, usual_needs
 from ..plan.planner import dtype_notes
 from .finding import Finding, fail, ok, warn
 
-# Of a product of 64 rows in bfloat16 against float64, over the largest number in it; rounding alone is below 1 %.
+# The error of a bfloat16 product of 64 rows against float64, over its largest number; rounding alone is below 1 %.
 _TOLERANCE = 0.02
 
 
 def check_bitsandbytes(device: str) -> Finding:
-    """Its nf4 kernel, on "cpu" or "cuda", against the matrix that the codes mean."""
-    name, place = "bitsandbytes", "GPU" if device == "cuda" else "processor"
+    """Compares its nf4 kernel, on "cpu" or "cuda", with the dequantized matrix."""
+    name, unit = "bitsandbytes", "GPU" if device == "cuda" else "CPU"
     try:
         worst = product_error("nf4", device)
         serves = bitsandbytes_kernels.serves(device)
     except Exception as error:
-        return fail(
-            name, f"does not work on this {place}: {brief(error)}", "pip install --force-reinstall bitsandbytes"
-        )
-    found = f"{name} {version(name)}: nf4 on this {place}"
+        return fail(name, f"does not work on this {unit}: {brief(error)}", "pip install --force-reinstall bitsandbytes")
+    found = f"{name} {version(name)}: nf4 kernel on the {unit}"
     if worst > _TOLERANCE:
         return fail(name, f"{found} is wrong by {worst:.1%}", "pip install --upgrade bitsandbytes, or use --quant int4")
     if not serves:
         fix = "pip install --force-reinstall bitsandbytes, built for this CUDA version"
-        return warn(name, f"{found} is right, without its kernels: it was built without CUDA", fix)
-    return ok(name, f"{found} is right: a product of 64 x 64 by 64")
+        return warn(name, f"{found} OK but slow: bitsandbytes was built without CUDA", fix)
+    return ok(name, f"{found} OK (64x64 test)")
 
 
 def check_formats(device: str) -> Finding:
-    """The other weight formats, with the kernels that a run would take."""
+    """Tries the other weight formats with the kernels that a run would use."""
     try:
         errors = {name: product_error(name, device) for name in FORMATS if name != "nf4"}
     except Exception as error:
@@ -52,11 +49,11 @@ def check_formats(device: str) -> Finding:
     wrong = [name for name, worst in errors.items() if worst > _TOLERANCE]
     if wrong:
         return fail("formats", f"products of {', '.join(wrong)} are wrong here", f"avoid --quant {wrong[0]}; report it")
-    return ok("formats", f"products in {', '.join(errors)} are right")
+    return ok("formats", f"{', '.join(errors)} OK")
 
 
 def check_gpu() -> Finding:
-    """Torch's device computes; for machines whose driver shows a GPU."""
+    """Tries a product on the GPU; for machines whose driver shows one."""
     if not torch.cuda.is_available():
         return fail("GPU", "the driver shows a GPU and torch finds none", "see torch above; check `nvidia-smi`")
     try:
@@ -66,8 +63,8 @@ def check_gpu() -> Finding:
         return fail("GPU", f"a product failed: {brief(error)}", "check `nvidia-smi` and `dmesg`; restart the machine")
     major, minor = torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
-    name, room = torch.cuda.get_device_name(), f"{gib(free)} of {gib(total)} free"
-    says = f"{name}, compute capability {major}.{minor}, {room}"
+    name = torch.cuda.get_device_name()
+    says = f"{name}, compute capability {major}.{minor}, {gib(free)} of {gib(total)} free"
     if worst > _TOLERANCE:
         return fail("GPU", f"{says}: a product is wrong by {worst:.1%}", "the device is broken or overclocked")
     if free < total * 3 // 4:
@@ -76,27 +73,27 @@ def check_gpu() -> Finding:
 
 
 def check_kernels(device: Device) -> list[Finding]:
-    """Compiles and runs the kernels of every family on the GPU: what a run would find before its plan."""
+    """Compiles and runs the kernels of every family on the GPU: as a run does before its plan."""
     gpu = try_kernels(device, usual_needs(device))
     notes = dtype_notes("auto", "bf16", gpu)
-    found = [warn("arithmetic", note, "nothing to do; --dtype bf16 is kept where it is asked for") for note in notes]
+    found = [warn("dtype", note, "nothing to do; --dtype bf16 still works") for note in notes]
     reasons = gpu.lacks.reasons
     if lack := triton_lack(gpu.capability):
-        fix = "pip install triton" if "not installed" in lack else "a newer GPU; until then torch computes there"
-        return [*found, warn("kernels", f"torch computes in place of all of them. {lack}", fix)]
+        fix = "pip install triton" if "not installed" in lack else "a newer GPU; until then torch computes instead"
+        return [*found, warn("kernels", f"torch computes instead of all of them. {lack}", fix)]
     found += [
-        warn("kernels", f"torch computes in place of those for {family}, slower. {reason}", _fix(reason))
+        warn("kernels", f"torch computes instead of those for {family}, slower. {reason}", _fix(reason))
         for family, reason in reasons.items()
     ]
     if working := [family for family in gpu.lacks._fields if family not in reasons]:
-        told = f"Triton {version('triton')}: kernels for {', '.join(working)} were compiled and are right"
-        found.append(ok("kernels", told))
+        says = f"Triton {version('triton')}: kernels for {', '.join(working)} compiled and passed their tests"
+        found.append(ok("kernels", says))
     return found
 
 
 def _fix(reason: str) -> str:
     if "compiler" in reason.lower():
-        return "install a C compiler and Python's headers (apt install gcc libc6-dev python3-dev)"
+        return "install a C compiler and the headers of Python (apt install gcc libc6-dev python3-dev)"
     if "tensor cores" in reason:
         return "a newer GPU; nothing is wrong with this one"
     return "pip install --force-reinstall torch, with the Triton that belongs to it; if that does not help, report it"

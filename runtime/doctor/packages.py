@@ -1,4 +1,4 @@
-"""The installation: Python packages in the versions that moedge wants, and a torch that fits the driver. Torch-free."""
+"""Checks the installed packages against the requirements of moedge, and torch against the driver. Torch-free."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def check_packages(wanted: Iterable[str] | None = None, installed: Callable[[str
     python = f"Python {platform.python_version()}"
     if wrong:
         mended = " ".join(f"'{need}'" for need in wrong)
-        listed = "; ".join(f"{found}, wanted {need}" for need, found in wrong.items())
+        listed = "; ".join(f"{found}, moedge needs {need}" for need, found in wrong.items())
         return fail("packages", f"{python}; {listed}", f"pip install {mended}")
-    return ok("packages", f"{python}, moedge {installed('moedge')}, {len(needed)} packages as wanted")
+    return ok("packages", f"{python}, moedge {installed('moedge')}, {len(needed)} packages OK")
 
 
 def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> Finding:
-    """Whether torch was built for what the machine has; `gpus` is how many the driver shows."""
+    """Checks that torch was built for this machine; `gpus` is the number that the driver shows."""
     if torch is None:
         return fail("torch", "torch is not installed", "pip install torch")
     if driver is None or gpus == 0:
-        build = "CUDA " + _dotted(torch.cuda) if torch.cuda else "the processor"
+        build = "CUDA " + _dotted(torch.cuda) if torch.cuda else "the CPU"
         reason = "no NVIDIA driver" if driver is None else "the NVIDIA driver shows no GPU to this process"
         return ok("torch", f"torch {torch.version} for {build}; {reason}")
     served = f"driver {driver.release or 'of unknown release'} for CUDA up to {_dotted(driver.cuda)}"
@@ -70,7 +70,7 @@ def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> F
 
 
 def _found(need: Requirement, installed: Callable[[str], str]) -> str:
-    """What is wrong with an installed package, in words; empty where nothing is."""
+    """Describes the problem of an installed package; "" if there is none."""
     try:
         found = installed(need.name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What was measured of a machine, as findings: its disk, memory, link to the GPU and arithmetic. Torch-free."""
+"""Turns the measurements of a machine into findings: disk, memory, link to the GPU, compute. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from ...offload.budget import gib
 from ...offload.machine.profile import Disk, FlopRates, Link, Machine, PinLimit
 from ..plan.history import RunRecord
+from ..settings.errors import counted
 from .finding import Finding, ok, warn
 
 _GB = 1e9
@@ -23,21 +24,21 @@ def speed_findings(machine: Machine, torch: str) -> list[Finding]:
     """`torch` is the release that is installed now: rates belong to the one they were measured with."""
     found = [
         check_disk(machine.disk, machine.hardware.disk),
-        ok("memory", f"host memory is read at {_rate(machine.memory_bytes_s)}"),
+        ok("memory", f"host memory: {_rate(machine.memory_bytes_s)} read"),
     ]
     if machine.hardware.gpus:
         found += [check_link(machine.link), check_pin_limit(machine.pin)]
     if machine.device_memory_bytes_s is not None:
-        found.append(ok("GPU memory", f"{_rate(machine.device_memory_bytes_s)} within it"))
-    found += [ok(f"{place} rates", _rates(_products(rates))) for place, rates in _places(machine) if rates]
+        found.append(ok("GPU memory", f"{_rate(machine.device_memory_bytes_s)}"))
+    found += [ok(f"{unit} rates", _rates(_products(rates))) for unit, rates in _flop_rates(machine) if rates]
     return [*found, check_age(machine, torch)]
 
 
 def check_disk(disk: Disk | None, device: str) -> Finding:
     if disk is None:
-        return warn("disk", f"{device}: too full to be measured", "free 256 MiB there, or give --disk-dir FOLDER")
+        return warn("disk", f"{device}: too full to measure", "free 256 MiB there, or give --disk-dir FOLDER")
     best, scattered = disk.best, disk.best_random
-    cold = "" if disk.cold_bytes_s is None else f", {_rate(disk.cold_bytes_s)} of stores that are there"
+    cold = "" if disk.cold_bytes_s is None else f", {_rate(disk.cold_bytes_s)} of existing stores"
     says = (
         f"{device}: {_rate(best.bytes_s)} in order ({best.threads} x {best.block_nbytes >> 20} MiB), "
         f"{_rate(scattered.bytes_s)} at random{cold}" + ("" if disk.direct else "; without O_DIRECT, a cache may help")
@@ -63,7 +64,7 @@ def check_pin_limit(pin: PinLimit | None) -> Finding:
     if pin is None:
         return warn("pinning", "was not measured", "moedge doctor, once torch sees the GPU")
     if pin.refused and pin.nbytes < _LITTLE_PINNED:
-        says = f"{gib(pin.nbytes)} before refusal; plans use 80 % of it and copy the rest through a ring"
+        says = f"{gib(pin.nbytes)} can be pinned; plans use 80 % of it and copy the rest through a ring"
         return warn("pinning", says, "native Linux instead of WSL2, or docker run --ulimit memlock=-1")
     return ok("pinning", f"{gib(pin.nbytes)}" + (" before refusal" if pin.refused else " tried, no limit met"))
 
@@ -78,10 +79,10 @@ def check_age(machine: Machine, torch: str, now: datetime | None = None) -> Find
 
 
 def not_measured() -> Finding:
-    return warn("profile", "this machine, with this disk, was not measured yet", "moedge doctor")
+    return warn("profile", "this machine (with this disk) was not measured yet", "moedge doctor")
 
 
-def _places(machine: Machine) -> tuple[tuple[str, FlopRates], ...]:
+def _flop_rates(machine: Machine) -> tuple[tuple[str, FlopRates], ...]:
     return (("CPU", machine.flop_s), ("GPU", machine.device_flop_s))
 
 
@@ -134,14 +135,16 @@ def prediction_findings(runs: Sequence[RunRecord]) -> list[Finding]:
     newest = runs[0]
     errors = [run.predicted_tok_s / run.measured_tok_s - 1 for run in runs if run.measured_tok_s]
     says = (
-        f"of the last {len(runs)} runs: off by {', '.join(f'{error:+.0%}' for error in errors)}; "
+        f"last {counted(len(runs), 'run')}: off by {', '.join(f'{error:+.0%}' for error in errors)}; "
         f"the newest, {newest.model}: {newest.measured_tok_s:,.1f} tok/s, {newest.predicted_tok_s:,.1f} predicted, "
         f"peak {gib(newest.measured_peak_nbytes)} of {gib(newest.predicted_peak_nbytes)} planned"
     )
     if errors and abs(errors[0]) > _FAR_OFF:
         return [
             warn(
-                "predictions", says, "moedge doctor, on an idle machine; the next run of its kind learns from this one"
+                "predictions",
+                says,
+                "moedge doctor, on an idle machine; later runs of this model correct it",
             )
         ]
     return [ok("predictions", says)]

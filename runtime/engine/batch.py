@@ -1,4 +1,4 @@
-"""One pass's work: which tokens of which sequences, packed into one row."""
+"""The tokens of a pass, packed into one row."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def halves(batch: Batch) -> tuple[Batch, Batch]:
 
 
 def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
-    """Of each sequence so many tokens that are stored already, and so many that follow them."""
+    """Packs (sequence, number of tokens that are stored, number of tokens that follow them)."""
     chunks: list[Chunk] = []
     token_ids: list[int] = []
     positions: list[int] = []

@@ -18,7 +18,7 @@ from .sequence import Sequence
 
 
 class Model(Protocol):
-    """What the engine asks of a model."""
+    """The interface of a model to the engine."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs one pass; returns the logits [R, V] of the batch's `logit_rows`."""
@@ -36,7 +36,7 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.metrics = Metrics()
-        self.replay = SplitRetry(self._compute, free)
+        self.split_retry = SplitRetry(self._compute, free)
         self._masks = MaskThread()
 
     @property
@@ -49,7 +49,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One pass over the weights; returns the sequences that it finished."""
         batch = self.scheduler.schedule()
-        samples = self.replay.run(batch)
+        samples = self.split_retry.run(batch)
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples)
@@ -63,7 +63,7 @@ class Engine:
         return self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling], masks.result())
 
     def start_counting(self) -> None:
-        """What was counted so far does not belong to the job."""
+        """Resets the counters, so that they count the job only."""
         self.metrics, self.scheduler.counts = Metrics(), ScheduleCounts()
 
     def run(self) -> Iterator[Sequence]:

@@ -1,7 +1,7 @@
-"""Passes that memory gives out in: what a pass has taken is freed, and the same rows run again in smaller parts.
+"""Retries a pass that runs out of memory: frees what the pass took, and runs the same rows again in halves.
 
-A pass changes nothing but keys and values of its own tokens until it is committed, and writes all of these anew when it
-runs again; random numbers depend on seed and position. So the tokens are the same.
+Until it is committed, a pass changes nothing but the keys and values of its own tokens, and a retry writes all of these
+again; random numbers depend on seed and position. So the tokens are the same.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from ..sampling.params import TokenLogprob
 from ..settings.errors import MemoryGaveOut
 from .batch import Batch, halves
 
-# Of what an allocator says.
-_MOST_TOLD = 120
+# Most characters of an allocator's message that are shown.
+_MOST_SHOWN = 120
 
 
 def _refuse(cause: str, tokens: int) -> None:
-    raise MemoryGaveOut(f"memory gave out in a pass of {tokens:,} tokens ({cause})")
+    raise MemoryGaveOut(f"out of memory in a pass of {tokens:,} tokens ({cause})")
 
 
 class SplitRetry:
-    """`compute` runs a batch; `concede(cause, tokens)` gives something up for it, or raises MemoryGaveOut."""
+    """Runs a batch with `compute`, in halves where memory runs out.
+
+    `fall_back(cause, tokens)` applies a fallback for the next attempt, or raises MemoryGaveOut.
+    """
 
     def __init__(self, compute: Callable[[Batch], Sampled], free: Callable[[], None]) -> None:
         self._compute = compute
         self._free = free
-        self.concede: Callable[[str, int], None] = _refuse
+        self.fall_back: Callable[[str, int], None] = _refuse
 
     def run(self, batch: Batch) -> Sampled:
-        """Raises MemoryGaveOut where nothing is left to give up."""
+        """Raises MemoryGaveOut where no fallback is left."""
         waiting, done, failed = deque([batch]), [], None
         while waiting:
             part = waiting.popleft()
@@ -47,18 +50,18 @@ class SplitRetry:
             gc.collect()
             self._free()
             if part.num_tokens > 1:
-                self.concede(sampled, part.num_tokens)
+                self.fall_back(sampled, part.num_tokens)
                 waiting.extendleft(reversed(halves(part)))
                 continue
             # What was freed may be enough for a single token.
             if part is failed:
-                self.concede(sampled, 1)
+                self.fall_back(sampled, 1)
             failed = part
             waiting.appendleft(part)
         return done[0][1] if len(done) == 1 else _joined(done)
 
     def _attempt(self, part: Batch) -> Sampled | str:
-        """What was sampled, or why there was no memory for it."""
+        """The samples, or the message of the allocator."""
         try:
             return self._compute(part)
         except Exception as error:
@@ -68,15 +71,15 @@ class SplitRetry:
 
 
 def cause_of(error: BaseException) -> str:
-    """What an allocator said, in short."""
+    """The first line of an allocator's message."""
     lines = str(error).strip().splitlines()
-    return lines[0][:_MOST_TOLD] if lines else type(error).__name__
+    return lines[0][:_MOST_SHOWN] if lines else type(error).__name__
 
 
 def _joined(parts: list[tuple[Batch, Sampled]]) -> Sampled:
     logprobs: dict[int, TokenLogprob] = {}
     before = 0
     for part, sampled in parts:
-        logprobs |= {before + row: told for row, told in sampled.logprobs.items()}
+        logprobs |= {before + row: logprob for row, logprob in sampled.logprobs.items()}
         before += len(part.sampling)
     return Sampled(np.concatenate([sampled.token_ids for _, sampled in parts]), logprobs)

@@ -30,7 +30,7 @@ class PassLimits:
 
 @dataclass(slots=True)
 class ScheduleCounts:
-    """What memory made the scheduler do, and what sharing saved it."""
+    """How often memory ran out in the cache, and how much the prefix cache saved."""
 
     preemptions: int = 0
     # Of those, how many left their blocks in host memory.
@@ -56,8 +56,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def hungry(self) -> bool:
-        """Whether more sequences should be added, so that none of the live places stays empty."""
+    def has_capacity(self) -> bool:
+        """Whether the scheduler should get more sequences to fill its passes."""
         return len(self.waiting) < self.limits.live
 
     def add(self, sequence: Sequence) -> None:
@@ -75,7 +75,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: running.num_pending > 1):
             if sequence.status is SequenceStatus.RUNNING and draft.tokens_left:
                 self._continue(sequence, draft)
-        # Only now: until here a sequence that was chosen could still be preempted, and its blocks never be filled.
+        # Blocks are published only now: a chosen sequence could still be preempted before, and its blocks never filled.
         for sequence in draft.chosen:
             self.cache.publish(sequence.table, sequence.tokens)
         if self.counts.preemptions == preemptions:
@@ -100,6 +100,13 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if not sequence.finished]
         return finished
 
+    def abort(self) -> None:
+        """Drops every sequence, between two passes; their blocks are free again."""
+        for sequence in (*self.running, *self.waiting):
+            self.cache.release(sequence.table)
+        self.waiting.clear()
+        self.running.clear()
+
     def forget_parked(self) -> None:
         """Sequences that wait in host memory are computed again, and none is parked any more."""
         for sequence in self.waiting:
@@ -107,17 +114,17 @@ class Scheduler:
         self.cache.host = None
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
-        """Gives a running sequence its tokens of the pass, at the cost of the youngest where nothing else is left."""
-        if sequence.num_pending == 1 and self.cache.grow_in_place(sequence.table):
+        """Gives a running sequence its tokens of the pass; preempts the youngest sequences if no block is free."""
+        if sequence.num_pending == 1 and self.cache.grow_within_block(sequence.table):
             draft.choose(sequence, 1)
             return
-        while (room := self.cache.room(sequence.table)) < 1:
+        while (free_tokens := self.cache.headroom(sequence.table)) < 1:
             youngest = self.running[-1]
             self._preempt(youngest)
             draft.drop(youngest)
             if youngest is sequence:
                 return
-        count = min(sequence.num_pending, draft.tokens_left, room)
+        count = min(sequence.num_pending, draft.tokens_left, free_tokens)
         self.cache.grow(sequence.table, sequence.table.num_tokens + count)
         draft.choose(sequence, count)
 
@@ -131,7 +138,7 @@ class Scheduler:
         self.counts.preemptions += 1
 
     def _admit(self, draft: _Draft) -> None:
-        """Starts sequences in order of age, as long as there are tokens, places and blocks for the next one.
+        """Starts sequences in order of age while the pass has tokens and the cache has blocks for the next one.
 
         A block for each running sequence is left to grow into: without it, admitting one soon preempts another.
         """
@@ -146,7 +153,7 @@ class Scheduler:
             claimed += claim
             self.waiting.popleft()
             self._count_opened(sequence)
-            count = min(sequence.num_pending, draft.tokens_left, self.cache.room(table))
+            count = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
             self.cache.grow(table, table.num_tokens + count)
             self.cache.publish(table, sequence.tokens)
             sequence.status = SequenceStatus.RUNNING
@@ -161,17 +168,17 @@ class Scheduler:
             self.counts.prefix_hit_tokens += sequence.table.num_tokens
 
     def _limit_forks(self, draft: _Draft) -> None:
-        """Samples that would be more than a pass can hold wait: they find most of their prompt in the cache."""
-        places = self.limits.live - len(self.running)
+        """Queues the samples that a pass cannot hold: they find most of their prompt in the cache later."""
+        seats = self.limits.live - len(self.running)
         for sequence, count in draft.chosen.items():
             if sequence.forks and count == sequence.num_pending:
-                waiting = sequence.forks[max(places, 0) :]
-                sequence.forks = sequence.forks[: max(places, 0)]
-                places -= len(sequence.forks)
+                waiting = sequence.forks[max(seats, 0) :]
+                sequence.forks = sequence.forks[: max(seats, 0)]
+                seats -= len(sequence.forks)
                 self.waiting.extendleft(reversed(waiting))
 
     def _fork(self, sequence: Sequence) -> None:
-        """The samples of one prompt part here: each takes its first token from the same logits."""
+        """Splits off the samples of one prompt: each takes its first token from the same logits."""
         for fork in sequence.forks:
             fork.table = self.cache.fork(sequence.table)
             fork.status = SequenceStatus.RUNNING
@@ -181,7 +188,7 @@ class Scheduler:
 
 
 class _Draft:
-    """The pass being made: tokens of each chosen sequence, and how many are left to give."""
+    """The pass under construction: the tokens of each chosen sequence, and how many tokens are left."""
 
     def __init__(self, tokens_per_pass: int) -> None:
         self.tokens_left = tokens_per_pass

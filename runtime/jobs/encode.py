@@ -1,4 +1,4 @@
-"""From rows to token ids, and what a job adds up to: its tokens, its longest rows, and the order that is fastest.
+"""Tokenizes rows, and computes the size of a job: its tokens, its longest rows, and the fastest order.
 
 A row is tokenized once. It is measured before anything is loaded, because what is too long, and how much memory the
 KV cache takes, must be known by then; its token ids wait in a file until it runs (`TokenSpool`). Its line is parsed
@@ -117,7 +117,7 @@ class RowEncoder:
         self._grammars = Grammars(tokenizer, vocab)
 
     def encode(self, row: Row) -> Choices | RowFailure:
-        """What is to be generated for a row, or why nothing is."""
+        """The generations of a row, or the failure that prevents them."""
         try:
             self.grammar(row)
             ids_of_prompts = self._ids_of_prompts(row)
@@ -221,7 +221,7 @@ _MAX = (1 << 64) - 1
 
 
 class SpeedOrder:
-    """In which order rows run fastest: shared prefixes together, long rows before short ones. 40 bytes a row.
+    """The fastest order of rows: shared prefixes together, long rows before short ones. Takes 40 bytes per row.
 
     Rows with a common beginning run side by side, so that their common blocks are computed once while they are in the
     cache. Long rows run first, because the end of a job waits for its longest row: the shorter the last rows are, the

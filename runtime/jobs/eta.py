@@ -16,7 +16,7 @@ _NEWEST = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a run has before it: rows of the whole job and those that have answers, tokens to compute at most."""
+    """The remaining work of a run: rows of the job, answered rows, and the most tokens to compute."""
 
     rows: int
     done: int

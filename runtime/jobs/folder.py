@@ -30,7 +30,7 @@ class JobFolder:
     path: Path
 
     def alive(self, pid: int) -> Path:
-        """There while a process has rows in work; a process that ends in any way but a kill takes it away."""
+        """Exists while a process runs rows; every exit but a kill removes it."""
         return self.path / self.ALIVE.replace("*", str(pid))
 
     @property
@@ -48,12 +48,12 @@ class JobFolder:
 
     @property
     def trace(self) -> Path:
-        """Where the interpreter leaves a trace when a fatal signal ends it."""
+        """The file for the stacks after a fatal signal."""
         return self.path / "fatal"
 
     @property
     def stacks(self) -> Path:
-        """Where every thread was when a run stalled or its bytes stopped."""
+        """The file for the stacks of a run that stalled."""
         return self.path / "stacks"
 
     @property
@@ -62,7 +62,7 @@ class JobFolder:
         return self.path / "cancel"
 
     def unfinished(self, name: str) -> Path:
-        """Where an output file grows until it gets its name."""
+        """The temporary file of an output until its rename."""
         return self.path / f"{name}.tmp"
 
     @property
@@ -83,7 +83,7 @@ class JobFolder:
                 raise OutputRefused(f"{self.path} is a file, wanted a folder; choose another output name") from None
         except OSError as error:
             raise OutputRefused(
-                f"{self.path} cannot be made ({error.strerror}); choose another output name, or move away what is there"
+                f"{self.path} cannot be created ({error.strerror}); choose another output name, or move it away"
             ) from None
         if self.path.is_symlink():
             raise OutputRefused(f"{self.path} is a link; a job's folder must be its own. Choose another output name")
@@ -111,7 +111,7 @@ class JobLock:
         except OSError as error:
             self.close()
             raise OutputRefused(
-                f"{folder.lock} cannot be written ({error.strerror}); free some disk space or look after the disk"
+                f"{folder.lock} cannot be written ({error.strerror}); free some disk space or check the disk"
             ) from None
         except BaseException:
             self.close()
@@ -146,7 +146,7 @@ def _open_lock(folder: JobFolder) -> int | None:
 
 
 def is_locked(folder: JobFolder) -> bool:
-    """Whether a process works on the job right now."""
+    """Whether a process is running the job now."""
     try:
         descriptor = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -191,7 +191,7 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
             file.publish()
         elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
             raise InputChanged(
-                f"the rows from the pipe are not those that this job was started with; pipe the same ones in, use "
+                f"the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
                 f"`moedge jobs resume`, or move {folder.path} away to start over"
             )
     finally:

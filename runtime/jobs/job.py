@@ -126,14 +126,15 @@ class Measured:
     size: JobSize
     order: array[int]
 
-    def plan(self, given: PlanResult | None = None) -> Planned:
+    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became.
 
-        `given` is the plan of an engine that is loaded already. Raises DoesNotFit, SettingError, JobMismatch.
+        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
+        opened again. Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = open_memory(budgets, source.settle(settings), source.shape)
+        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
         chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
         memory.limit_pins(chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
@@ -219,7 +220,7 @@ class Running:
         return self._loaded.engine.engine.metrics
 
     def eta(self) -> Eta:
-        """To be updated after every pass."""
+        """The estimate of the remaining time; update it after every pass."""
         found, size, plan = self._checked.preflight, self._planned.measured.size, self._planned.plan
         done = self._checked.claim.num_done
         return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass))
@@ -238,7 +239,7 @@ class Running:
                     return
             session.journal.sync()
         if not session.finished:
-            self.stopped_because = f"--max-rows {self._checked.request.limits.max_rows:,} was reached"
+            self.stopped_because = f"--max-rows {self._checked.request.limits.max_rows:,} reached"
 
     def end(self, reason: str | None = None) -> Ended:
         """Publishes the output files, or, where the job stopped early, what is finished as the partial file."""
@@ -281,7 +282,7 @@ class Running:
 
 
 def _failures(claim: JobClaim, rows: Collection[int]) -> Iterator[RowFailure]:
-    """Of rows that cannot be run. Read in order once more, because only that shows which ids come twice."""
+    """Answers of rows that cannot run. The input is read again in order, because only that shows duplicate ids."""
     if rows:
         read = read_rows(claim.rows.path, claim.rows.defaults)
         yield from (row for row in read if isinstance(row, RowFailure) and row.index in rows)
@@ -289,7 +290,7 @@ def _failures(claim: JobClaim, rows: Collection[int]) -> Iterator[RowFailure]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a run left: `reason` is None where every row has its answer, and says why not otherwise.
+    """The result of a run: `reason` is None if every row has its answer, else it says why not.
 
     `over_budget` are the tiers of memory whose peak was above their budget.
     """

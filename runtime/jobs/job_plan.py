@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 # Shorter runs are mostly their beginning and their end.
 LEAST_SECONDS = 1.0
-# A job that a slow machine takes longer for than this waits until this machine is measured.
+# Jobs with a longer estimate at the default rates wait until this machine is measured.
 LONG_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The machine that a job is planned for; `profile` is None where it was never measured."""
+    """The machine that a job is planned for; `profile` is None if it was never measured."""
 
     hardware: Hardware
     profile: Machine | None
@@ -61,7 +61,7 @@ class _Machine:
 
     @classmethod
     def here(cls, budgets: Budgets) -> _Machine:
-        """This one, with the disk of its stores."""
+        """This machine, with the disk of its prepared weights."""
         hardware = find_hardware(budgets.disk_dir or default_root())
         return cls(hardware, load_machine(hardware, saved_path()))
 
@@ -84,13 +84,13 @@ class _Machine:
         return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
     def measured(self, budgets: Budgets) -> _Machine:
-        """Takes about twenty seconds."""
+        """Measures the machine, in about twenty seconds."""
         from ..calibration.machine_profile import machine_profile
 
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
     def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
-        """Its rates; those of a device where one computes."""
+        """The cost model from its rates; with the rates of `device` if there is one."""
         return CostModel(shape, rates_of(self.profile, device is not None), BESIDE_PASSES)
 
     def corrections(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> dict[str, float]:
@@ -233,7 +233,9 @@ def remember(
     try:
         keep(record)
     except OSError as error:
-        warnings.warn(f"{history_path()} cannot be written ({error}): the next plan learns nothing", stacklevel=2)
+        warnings.warn(
+            f"{history_path()} cannot be written ({error}): this run will not improve later predictions", stacklevel=2
+        )
 
 
 def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
@@ -245,7 +247,9 @@ def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
 def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobSize:
     """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
     if headers.folder is None:
-        raise ModelNotFound(f"{headers.name} is not here, and counting the tokens of {rows} takes its tokenizer")
+        raise ModelNotFound(
+            f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
+        )
     # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows
     from ..rows.row import Defaults

@@ -1,4 +1,4 @@
-"""Where a job writes, checked before it starts, and how: from its journal to files in the order of the input.
+"""Checks the output paths of a job before it starts, and writes its files from the journal in input order.
 
 What is there is never overwritten. The same journal gives the same bytes, so an export that was cut off is simply done
 again.
@@ -52,7 +52,7 @@ def claim_output(
     input_path: str | os.PathLike[str],
     model_path: str | os.PathLike[str] | None = None,
 ) -> OutputPaths:
-    """Raises `OutputRefused`, `OutputExists` if something is there that no job has begun. Writes nothing."""
+    """Raises `OutputRefused`, `OutputExists` if a file exists that no job wrote. Writes nothing."""
     try:
         return _claim(OutputPaths(Path(out)), input_path, model_path)
     except (OSError, ValueError) as error:
@@ -66,9 +66,9 @@ def _claim(
     if paths.out.is_dir():
         raise OutputRefused(f"{out} is a folder; give a file name in it, such as {paths.out / 'out.jsonl'}")
     if paths.out.suffix == ".gz":
-        raise OutputRefused(f"{out}: output is not compressed; leave .gz away")
+        raise OutputRefused(f"{out}: output is not compressed; drop .gz")
     if out.suffix == ".job":
-        raise OutputRefused(f"{out}: .job is what the folder of a job is called; choose another output name")
+        raise OutputRefused(f"{out}: .job names the folder of a job; choose another output name")
     _check_folder(out.parent, model_path)
     _check_names(paths)
     for path in (paths.out, paths.errors, paths.partial):
@@ -80,9 +80,9 @@ def _claim(
 
 
 def _check_names(paths: OutputPaths) -> None:
-    """All of them now: a name that is too long must not show when the work is done."""
+    """Checks all names now: a name that is too long must not fail at the end of the job."""
     if "\0" in paths.out.name:
-        raise OutputRefused(f"{paths.out.name!a} cannot be an output: it has a NUL in it; choose another name")
+        raise OutputRefused(f"{paths.out.name!a} cannot be an output: it contains a NUL; choose another name")
     limit = os.pathconf(paths.out.parent, "PC_NAME_MAX")
     for path in (paths.out, paths.errors, paths.partial):
         if len(os.fsencode(path.name)) > limit:
@@ -113,7 +113,7 @@ def read_answers(journal: Path, state: JobState) -> Iterable[Done]:
             file.seek(offset)
             done = decode_done(file.readline()[HEAD_NBYTES:-1])
             if done is None or done.row != row:
-                raise BadJournal(f"{journal} has no answer to row {row} at byte {offset}; it was changed meanwhile")
+                raise BadJournal(f"{journal} has no answer to row {row} at byte {offset}; the journal was changed")
             yield done
 
 
@@ -154,7 +154,7 @@ def export_partial(journal: Path, state: JobState, target: Path) -> None:
 
 
 def is_exported(state: JobState, paths: OutputPaths) -> bool:
-    """Whether the job's last words are where they were put, unchanged."""
+    """Whether the output files are unchanged since the job wrote them."""
     if not (state.finished and state.export_is_current):
         return False
     wanted = Exported(**_hashes(state.exported))

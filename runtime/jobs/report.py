@@ -1,11 +1,12 @@
-"""From a job's counters to its `RunSummary`."""
+"""Builds the `RunSummary` of a job from its counters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ...moe.forecast import ForecastCounts
+from ...moe.forecast import Forecast as ExpertForecast
+from ...moe.streaming_mode import RouterLatency
 from ..engine.metrics import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
 from ..plan.fallback import FallbackPolicy
@@ -19,7 +20,6 @@ from .summary import (
     KV,
     Experts,
     Forecast,
-    GivenUp,
     KVBytes,
     Latency,
     Memory,
@@ -56,26 +56,27 @@ def stalls(loaded: LoadedEngine) -> Stalls:
 def experts(loaded: LoadedEngine, total: int) -> Experts:
     """`total` experts has the model. What is not streamed has neither hits nor misses."""
     ours = loaded.streamed.experts
-    found = Experts(ours.num_held, total, 0, ours.popularity.union, ours.popularity.unions)
-    if (supply := ours.supply) is None:
+    found = Experts(ours.num_held, total, 0, ours.stats.popularity.union, ours.stats.popularity.unions)
+    if (cache := ours.cache) is None:
         return found
-    counts = supply.counts
+    counts = cache.counts
     found.fetched, found.unwanted, found.swaps = counts.fetched, counts.unwanted, counts.swaps
     found.hit_rate = counts.hits / counts.wanted if counts.wanted else None
     found.modes = {str(mode): count for mode, count in sorted(counts.turns.items())}
-    found.forecast = _forecast(supply.forecast.best, supply.forecast.counts, supply.seconds_each, supply.expert_nbytes)
+    found.forecast = _forecast(cache.order.forecast, cache.order.latency)
     return found
 
 
-def _forecast(best: str | None, counts: ForecastCounts, seconds_each: float, nbytes: int) -> Forecast:
-    if not counts.asked:
-        return Forecast(best)
+def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
+    counts = forecast.counts
+    if not counts.issued:
+        return Forecast(forecast.best)
     return Forecast(
-        best,
-        counts.right / counts.asked,
-        counts.right / counts.wanted if counts.wanted else None,
-        (counts.asked - counts.right) * nbytes,
-        counts.saved * seconds_each,
+        forecast.best,
+        counts.used / counts.issued,
+        counts.used / counts.misses if counts.misses else None,
+        (counts.issued - counts.used) * latency.nbytes,
+        counts.saved * latency.seconds_each,
     )
 
 
@@ -87,7 +88,7 @@ def summarise(
     seconds: Seconds,
     policy: FallbackPolicy,
 ) -> RunSummary:
-    """Of a run that ended with `policy.plan`."""
+    """The summary of a run that ended with `policy.plan`."""
     plan, metrics, shape, streamed = policy.plan, loaded.engine.metrics, source.shape, loaded.streamed
     return RunSummary(
         version=version("moedge"),
@@ -112,13 +113,13 @@ def summarise(
         memory=_memory(loaded.measure_peaks()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
-        given_up=[GivenUp(each.what, each.before, each.after, each.cause) for each in policy.made],
+        fallbacks=policy.applied,
         weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
     )
 
 
 def summarise_rows(counts: Counts) -> RunSummary:
-    """Of a job that had been finished before: nothing was measured."""
+    """The summary of a job that was already finished: without measurements."""
     return RunSummary(
         version=version("moedge"),
         command="batch",
@@ -141,7 +142,7 @@ def _predicted(planned: PlanResult) -> Predicted:
         generated_tok_s=predicted.generated_tok_s,
         passes=predicted.passes,
         sequences=predicted.sequences,
-        binds=predicted.bottleneck,
+        bottleneck=predicted.bottleneck,
         disk_to_host=round(predicted.disk_nbytes),
         host_to_device=round(predicted.link_nbytes),
         peak=planned.plan.used_nbytes,
@@ -149,7 +150,7 @@ def _predicted(planned: PlanResult) -> Predicted:
 
 
 def _utilisation(planned: PlanResult, from_disk: int, to_device: int, seconds: float | None) -> Utilisation:
-    """Of links that were measured; what arithmetic was done is not counted."""
+    """The utilisation of links with a measured rate; FLOP are not counted."""
     rates = planned.request.costs.rates
     if not seconds or not rates.measured:
         return Utilisation()

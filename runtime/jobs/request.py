@@ -1,4 +1,4 @@
-"""What the user asked for, in words that a journal can keep, and what of it the answers of a job depend on.
+"""The request of a user in a form that a journal stores, and the part of it that answers depend on.
 
 Budgets, tokens per pass, the number of sequences, and the folders of the model and of its store are not part of a job's
 identity: they change speed.
@@ -57,7 +57,7 @@ class BatchRequest:
     plan: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What the job is; budgets, limits and the streaming of experts belong to a run of it."""
+        """The identity of the job; budgets, limits and expert streaming belong to a single run."""
         return {
             "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
             "input": str(self.input if str(self.input) == "-" else self.input.resolve()),
@@ -150,7 +150,7 @@ def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity
 
 
 def resolved(plan: Plan) -> dict[str, Any]:
-    """What "auto" became, and what decides answers besides."""
+    """The choices of "auto", and everything else that answers depend on."""
     return {name: getattr(plan, name) for name in RESOLVED}
 
 
@@ -160,7 +160,7 @@ def settle(settings: Settings, opened: Mapping[str, Any]) -> Settings:
 
 
 def _requested(settings: Settings, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """What the settings come to for this job: "auto" is what it became then."""
+    """The settings of this job, with "auto" replaced by its choices."""
     values = {name: getattr(settings, name) for name in RESOLVED}
     return {name: recorded[name] if value == "auto" else value for name, value in values.items()}
 
@@ -185,7 +185,7 @@ KEY_OFFSETS = "key_offsets"
 
 
 def recall_offsets(folder: Path, recorded: str | None, shape: ModelShape) -> KeyOffsets | None:
-    """Those that the journal names; None where it names none, or where they are gone and have to be found again."""
+    """The offsets that the journal names; None if it names none, or if they are missing and must be measured again."""
     if recorded is None:
         return None
     try:
@@ -198,16 +198,16 @@ def recall_offsets(folder: Path, recorded: str | None, shape: ModelShape) -> Key
 def settle_offsets(
     folder: Path, recorded: str | None, offsets: KeyOffsets | None, accepted: Collection[str] = ()
 ) -> str | None:
-    """What to record; keeps the offsets. Raises JobMismatch where the job was started with others.
+    """The entry to record; saves the offsets. Raises JobMismatch if the job was started with others.
 
     They are measured on the device that computes: another device, or a store made elsewhere, may bring others.
     """
     found = None if offsets is None else offsets.digest
     if recorded not in (None, found) and KEY_OFFSETS not in accepted:
         raise JobMismatch(
-            f"{folder} was started with other key offsets, and its own copy of them is gone: {KEY_OFFSETS} {recorded} "
-            f"-> {found}. Resume it with the model, the store and the device that it was started with, or choose "
-            f"another -o. To continue anyway: --accept-drift {KEY_OFFSETS}"
+            f"{folder} was started with other key offsets, and its copy of them is missing: {KEY_OFFSETS} "
+            f"{recorded} -> {found}. Resume it with the model, the store and the device that it was started with, or "
+            f"choose another -o. To continue anyway: --accept-drift {KEY_OFFSETS}"
         )
     if offsets is not None and found != recorded:
         keep(folder, offsets)

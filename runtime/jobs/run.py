@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, Self
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
@@ -16,7 +16,7 @@ from ..rows.reader import RowFile
 from ..rows.row import Row
 from ..sampling.params import FinishReason
 from ..text.stream import TextStream
-from .encode import RowEncoder
+from .encode import Choices, RowEncoder
 from .journal.journal import Journal
 from .journal.record import Done
 from .journal.state import JobState
@@ -26,11 +26,11 @@ _ADMITTED_TOGETHER = 16
 
 
 class RowSource(Protocol):
-    """Where the rows of a job come from while it runs. It may get further rows meanwhile."""
+    """The source of rows of a running job. It may get more rows while the job runs."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further row will ever come. Until then `take` is called between passes."""
+        """Whether no more rows will come. Until then, `take` is called between passes."""
         ...
 
     def take(self, most: int, alone: bool) -> Items[Row | RowFailure]:
@@ -87,13 +87,32 @@ class FileRows:
 
 
 @dataclass(slots=True)
-class _OpenRow:
-    """A row whose choices are being generated; `num_open` of them are not finished."""
+class OpenRow:
+    """A row whose choices are being generated; `num_open` of them are not finished.
+
+    `first` are the sequences to add to an engine: the others are their forks.
+    """
 
     row: Row
     num_open: int
     sequences: list[Sequence] = field(default_factory=list)
     texts: list[TextStream] = field(default_factory=list)
+    first: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, row: Row, choices: Choices, encoder: RowEncoder, eos_ids: frozenset[int]) -> Self:
+        """The samples of one prompt are neighbours; all but the first leave it where the prompt ends."""
+        opened = cls(row, num_open=len(choices))
+        for token_ids, params in choices:
+            text = encoder.tokenizer.stream(params.stop)
+            sequence = Sequence(token_ids, params, eos_ids, text=text, grammar=encoder.grammar(row))
+            opened.sequences.append(sequence)
+            opened.texts.append(text)
+            if opened.first and opened.first[-1].prompt_ids == token_ids:
+                opened.first[-1].forks.append(sequence)
+            else:
+                opened.first.append(sequence)
+        return opened
 
 
 class RowRunner:
@@ -108,13 +127,13 @@ class RowRunner:
         self._journal = journal
         self._source = source
         self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
-        self._open: dict[Sequence, _OpenRow] = {}
+        self._open: dict[Sequence, OpenRow] = {}
 
     def passes(self) -> Iterator[None]:
         """One pass per iteration, until every row of the source has its answer."""
         engine, source = self._engine, self._source
         while not source.exhausted or engine.busy:
-            while engine.scheduler.hungry and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
+            while engine.scheduler.has_capacity and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
                 self._admit(rows)
             if engine.busy:
                 self._finish(engine.step())
@@ -134,21 +153,9 @@ class RowRunner:
             self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
-        opened = _OpenRow(row, num_open=len(choices))
-        # The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
-        first: list[Sequence] = []
-        for token_ids, params in choices:
-            text = self._encoder.tokenizer.stream(params.stop)
-            grammar = self._encoder.grammar(row)
-            sequence = Sequence(token_ids, params, self._eos_ids, text=text, grammar=grammar)
-            opened.sequences.append(sequence)
-            opened.texts.append(text)
-            self._open[sequence] = opened
-            if first and first[-1].prompt_ids == token_ids:
-                first[-1].forks.append(sequence)
-            else:
-                first.append(sequence)
-        for sequence in first:
+        opened = OpenRow.start(row, choices, self._encoder, self._eos_ids)
+        self._open |= dict.fromkeys(opened.sequences, opened)
+        for sequence in opened.first:
             self._engine.add(sequence)
 
     def _finish(self, sequences: Iterable[Sequence]) -> None:
@@ -163,7 +170,7 @@ class RowRunner:
         finally:
             self._journal.done(*done)
 
-    def _answered(self, opened: _OpenRow) -> Done:
+    def _answered(self, opened: OpenRow) -> Done:
         row = opened.row
         broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:

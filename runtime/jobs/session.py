@@ -89,7 +89,7 @@ def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
         if done.row >= len(rows):
             return f"it has {counted(len(rows), 'row')}, and row {done.row + 1:,} was answered"
         if done.input != rows.digest(done.row):
-            return f"line {rows.line_number(done.row)} is not what was answered"
+            return f"line {rows.line_number(done.row)} differs from the row that was answered"
     return "rows that have no answer yet were added, removed or edited"
 
 
@@ -124,7 +124,7 @@ class JobClaim:
 
     @property
     def job_id(self) -> str | None:
-        """Of the job that is resumed; None for a new one."""
+        """The id of the resumed job; None for a new one."""
         return None if self._journal is None else str(self._journal.state.opened["id"])
 
     @property
@@ -138,12 +138,12 @@ class JobClaim:
 
     @property
     def settings(self) -> Settings:
-        """As they were resolved when the job began; as asked for where it has not."""
+        """The settings as resolved at the start of the job; as requested for a new job."""
         settings = self.request.settings
         return settings if self._journal is None else settle(settings, self._journal.state.opened)
 
     def rows_to_run(self) -> Iterable[int]:
-        """In the order of the input; as many as this run may take."""
+        """Rows of this run in input order, limited by --max-rows."""
         if self._journal is None:
             rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
@@ -165,7 +165,7 @@ class JobClaim:
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:
-        """Of a job that exists; it needs no plan where no row is left to run."""
+        """Resumes an existing job; it needs no plan if no row is left to run."""
         assert self._journal is not None
         return JobSession(self, self._journal, self._retry)
 
@@ -271,7 +271,7 @@ class JobSession:
         return "it was cancelled"
 
     def finish(self) -> None:
-        """Publishes the answers. Raises InputChanged where the input is not what was answered."""
+        """Publishes the answers. Raises InputChanged where the input differs from the row that was answered."""
         state, paths = self.journal.state, self.claim.paths
         if not is_exported(state, paths):
             self.claim.rows.refuse_changed_meanwhile(self.folder, state)
@@ -296,5 +296,5 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ExportFailed(
             f"{path} could not be written ({error.strerror}); every answer is safe in the journal. Free some disk "
-            "space or look after the disk, then start the same command again"
+            "space or look after the disk, then run the same command again"
         ) from error

@@ -142,7 +142,7 @@ def register(job_id: str, folder: JobFolder) -> None:
 
 
 def jobs(here: Path | None = None) -> Iterator[JobFolder]:
-    """Jobs that were begun by this user, or lie in the folder `here`; links to jobs that are gone are removed."""
+    """Jobs that this user started, and jobs in the folder `here`; removes links to deleted jobs."""
     found: dict[Path, JobFolder] = {}
     for link in sorted(_root().glob("*")):
         folder = JobFolder(Path(os.path.realpath(link)))
@@ -158,7 +158,7 @@ def jobs(here: Path | None = None) -> Iterator[JobFolder]:
 
 
 def find_job(name: str) -> JobFolder:
-    """By its id or the beginning of it, by its folder, or by its output. Raises JobNotFound."""
+    """Finds a job by its id or a prefix of it, its folder, or its output. Raises JobNotFound."""
     for path in (Path(name), Path(name).with_suffix(_SUFFIX) if Path(name).name else Path(name)):
         if JobFolder(path).begun:
             return JobFolder(path.resolve())

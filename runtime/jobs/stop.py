@@ -1,6 +1,6 @@
 """When a job ends before its last row: limits of the user, passes that stall, and processes that crash.
 
-A fatal signal, an error that nobody foresaw, a library that calls exit() and the kernel's memory killer each leave a
+A fatal signal, an error that nobody foresaw, a library that calls exit() and the kernel's OOM killer each leave a
 trace, so rows that were in work are suspects. `kill -9` and a power cut leave none.
 """
 
@@ -34,22 +34,20 @@ def steady() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """As the user said them: a time of day, rows of this run, failed rows of the job as a number or a share of all."""
+    """Limits as given: a time of day, rows of this run, failed rows of the job as a number or a percentage."""
 
     until: str | None = None
     max_rows: int | None = None
     max_failures: str | None = None
 
     def seconds_until(self, now: datetime) -> float | None:
-        """From `now` to the next time that clocks show `until`. Raises BadLimit."""
+        """Seconds from `now` to the next `until`. Raises BadLimit."""
         if self.until is None:
             return None
         try:
             wanted = datetime.strptime(self.until, "%H:%M").time()
         except ValueError:
-            raise BadLimit(
-                f"--until {self.until} is not a time of day; give hours and minutes, such as 07:00"
-            ) from None
+            raise BadLimit(f"--until {self.until} is not a time of day; use HH:MM, such as 07:00") from None
         local = now.astimezone()
         # Of naive times, so that the day on which clocks change has its own length.
         days = (datetime.combine(local.date() + timedelta(days=day), wanted).astimezone() for day in range(3))
@@ -62,7 +60,7 @@ class Limits:
         text = self.max_failures.removesuffix("%")
         if not text.replace(".", "", 1).isdecimal() or ("." in text and text == self.max_failures):
             raise BadLimit(
-                f"--max-failures {self.max_failures} is neither a number of rows nor a percentage; give 10, or 5%"
+                f"--max-failures {self.max_failures} is neither a number of rows nor a percentage; use 10 or 5%"
             )
         return int(text) if text == self.max_failures else int(float(text) * num_rows / 100)
 
@@ -87,12 +85,12 @@ class StopRule:
         return None
 
 
-# How long the passes have to notice that their bytes will not come; after that nobody is left to end the process.
+# Seconds that the passes have to notice a failed read; after that, nothing else would end the process.
 GRACE_SECONDS = 0.8
 
 
 class Weights(Protocol):
-    """Where weights come from during passes."""
+    """The source of weights during passes."""
 
     @property
     def nbytes_moved(self) -> int:
@@ -133,10 +131,10 @@ class StallGuard:
         self._left.set()
         self._watchdog.__exit__(kind, error, None)
         if self.reason is not None:
-            raise Stalled(f"{self.reason}; {self._stacks} says where each thread was") from error
+            raise Stalled(f"{self.reason}; {self._stacks} shows the stack of each thread") from error
 
     def watched(self, passes: Iterator[None]) -> Iterator[None]:
-        """The passes; what breaks the stream of weights is kept with where all threads stood."""
+        """The passes; saves an error of the weight stream with the stacks of all threads."""
         try:
             yield from passes
         except StreamBroken as error:
@@ -160,7 +158,7 @@ class StallGuard:
             self._weights.fail(TimeoutError(reason))
         if not self._left.wait(GRACE_SECONDS):
             # The passes hang in a call that no exception reaches. What the journal has is on disk; leave.
-            print(f"moedge: {reason}; {self._stacks} says where each thread was", file=sys.__stderr__, flush=True)
+            print(f"moedge: {reason}; {self._stacks} shows the stack of each thread", file=sys.__stderr__, flush=True)
             self._end_process(ExitCode.STOPPED)
 
 
@@ -211,7 +209,7 @@ class CrashMarker:
         return self
 
     def keep(self, trace: str) -> None:
-        """An error that nobody foresaw ends the process as surely as a signal."""
+        """Keeps the marker with the trace of an unexpected error, which ends the process like a signal."""
         if self._file is not None:
             self._file.write(trace.encode(errors="replace"))
         self._kept = True

@@ -1,6 +1,6 @@
-"""What a run did, in numbers: the dataclasses of `--summary FILE`, which run.schema.json describes.
+"""The numbers of a run: the dataclasses of `--summary FILE`; `json_schema` generates their schema.
 
-Knows no clock and no engine. A key that nobody measured is null; no key is ever absent.
+Knows no clock and no engine. A value that was not measured is null; no key is ever absent.
 """
 
 from __future__ import annotations
@@ -9,59 +9,67 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
 
 from ...offload.atomic_file import own_name, write_atomically
+from ..plan.cost_model import Resource
+from ..plan.fallback import Fallback
 
-SCHEMA = "moedge.run/4"
+SCHEMA = "moedge.run/5"
+
+Count = Annotated[int, Ge(0)]
+Amount = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 @dataclass(slots=True)
 class Rows:
-    total: int
-    ok: int
-    failed: int
+    total: Count
+    ok: Count
+    failed: Count
 
 
 @dataclass(slots=True)
 class Tokens:
-    prompt: int
-    generated: int
+    prompt: Count
+    generated: Count
 
 
 @dataclass(slots=True)
 class Seconds:
-    load: float | None = None
-    generate: float | None = None
-    total: float | None = None
+    load: Amount | None = None
+    generate: Amount | None = None
+    total: Amount | None = None
 
 
 @dataclass(slots=True)
 class Throughput:
-    prompt_tok_s: float | None = None
-    generated_tok_s: float | None = None
+    prompt_tok_s: Amount | None = None
+    generated_tok_s: Amount | None = None
 
 
 @dataclass(slots=True)
 class Predicted:
-    """What the plan promised before the first pass, in the units of what was measured."""
+    """The estimate of the plan before the first pass, in the units of the measurements."""
 
-    generate_s: float | None = None
-    prompt_tok_s: float | None = None
-    generated_tok_s: float | None = None
-    passes: float | None = None
-    sequences: float | None = None
-    binds: str | None = None
-    disk_to_host: int | None = None
-    host_to_device: int | None = None
-    peak: int | None = None
+    generate_s: Amount | None = None
+    prompt_tok_s: Amount | None = None
+    generated_tok_s: Amount | None = None
+    passes: Amount | None = None
+    sequences: Amount | None = None
+    bottleneck: Resource | None = None
+    disk_to_host: Count | None = None
+    host_to_device: Count | None = None
+    peak: Count | None = None
 
 
 @dataclass(slots=True)
 class Percentiles:
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
+    p50: Amount | None = None
+    p95: Amount | None = None
+    p99: Amount | None = None
 
 
 @dataclass(slots=True)
@@ -75,44 +83,44 @@ class Latency:
 
 @dataclass(slots=True)
 class Passes:
-    count: int | None = None
-    tokens_mean: float | None = None
-    sequences_mean: float | None = None
+    count: Count | None = None
+    tokens_mean: Amount | None = None
+    sequences_mean: Amount | None = None
 
 
 @dataclass(slots=True)
 class Moved:
     """Bytes that crossed each link; per token that was generated, prompts' share included."""
 
-    disk_to_host: int | None = None
-    host_to_device: int | None = None
-    disk_per_token: float | None = None
-    device_per_token: float | None = None
+    disk_to_host: Count | None = None
+    host_to_device: Count | None = None
+    disk_per_token: Amount | None = None
+    device_per_token: Amount | None = None
 
 
 @dataclass(slots=True)
 class Stalls:
     """Seconds that compute waited for bytes, by the link that they came over last."""
 
-    disk: float | None = None
-    link: float | None = None
+    disk: Amount | None = None
+    link: Amount | None = None
 
 
 @dataclass(slots=True)
 class Utilisation:
     """Shares, 0 to 1, of what the machine was measured to do at best."""
 
-    compute: float | None = None
-    link: float | None = None
-    disk: float | None = None
+    compute: Share | None = None
+    link: Share | None = None
+    disk: Share | None = None
 
 
 @dataclass(slots=True)
 class TierMemory:
-    """Bytes granted and bytes seen at most."""
+    """Budget and measured peak, in bytes."""
 
-    budget: int | None = None
-    peak: int | None = None
+    budget: Count | None = None
+    peak: Count | None = None
 
 
 @dataclass(slots=True)
@@ -128,37 +136,37 @@ class Memory:
 class KVBytes:
     """Means over passes; the four after `allocated` add up to it. `scales` are part of `live`; `shared` was saved."""
 
-    allocated: int | None = None
-    live: int | None = None
-    waste: int | None = None
-    cached: int | None = None
-    idle: int | None = None
-    scales: int | None = None
-    shared: int | None = None
+    allocated: Count | None = None
+    live: Count | None = None
+    waste: Count | None = None
+    cached: Count | None = None
+    idle: Count | None = None
+    scales: Count | None = None
+    shared: Count | None = None
 
 
 @dataclass(slots=True)
 class KV:
     format: str | None = None
-    block: int | None = None
-    blocks: int | None = None
-    bytes_per_token: float | None = None
+    block: Count | None = None
+    blocks: Count | None = None
+    bytes_per_token: Amount | None = None
     bytes: KVBytes = field(default_factory=KVBytes)
-    waste: float | None = None
-    prefix_hit_tokens: int | None = None
-    preemptions: int | None = None
-    parked: int | None = None
-    recomputed_tokens: int | None = None
+    waste: Share | None = None
+    prefix_hit_tokens: Count | None = None
+    preemptions: Count | None = None
+    parked: Count | None = None
+    recomputed_tokens: Count | None = None
 
 
 @dataclass(slots=True)
 class Forecast:
-    """Experts read before their router had spoken: `precision` of them were wanted, `recall` of what was missing."""
+    """Prefetches of experts: `precision` is the share of them that was used, `recall` that of needed experts."""
 
     by: str | None = None
-    precision: float | None = None
-    recall: float | None = None
-    wasted_bytes: int | None = None
+    precision: Share | None = None
+    recall: Share | None = None
+    wasted_bytes: Count | None = None
     saved_s: float | None = None
 
 
@@ -166,34 +174,24 @@ class Forecast:
 class Experts:
     """`union_by_layer` is by layer with experts; `modes` counts layers of passes by how they were streamed."""
 
-    held: int | None = None
-    total: int | None = None
-    fetched: int | None = None
-    union: float | None = None
-    union_by_layer: Sequence[float] | None = None
-    hit_rate: float | None = None
-    unwanted: int | None = None
-    swaps: int | None = None
-    modes: Mapping[str, int] | None = None
+    held: Count | None = None
+    total: Count | None = None
+    fetched: Count | None = None
+    union: Share | None = None
+    union_by_layer: Sequence[Share] | None = None
+    hit_rate: Share | None = None
+    unwanted: Count | None = None
+    swaps: Count | None = None
+    modes: Mapping[str, Count] | None = None
     forecast: Forecast = field(default_factory=Forecast)
 
 
 @dataclass(slots=True)
 class Weights:
-    """Bytes by format: what the settings asked for, and what really became packed."""
+    """Bytes by format: as requested by the settings, and as actually quantized."""
 
-    requested: Mapping[str, int] | None = None
-    packed: Mapping[str, int] | None = None
-
-
-@dataclass(slots=True)
-class GivenUp:
-    """Of `what` there were `before`, and `after` when memory had given out, of which an allocator said `cause`."""
-
-    what: str
-    before: int
-    after: int
-    cause: str
+    requested: Mapping[str, Count] | None = None
+    packed: Mapping[str, Count] | None = None
 
 
 @dataclass(slots=True)
@@ -216,7 +214,7 @@ class RunSummary:
     kv: KV = field(default_factory=KV)
     experts: Experts = field(default_factory=Experts)
     weights: Weights = field(default_factory=Weights)
-    given_up: list[GivenUp] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)
@@ -225,3 +223,20 @@ class RunSummary:
         """Replaces what is there; NaN and infinities are refused with `ValueError`."""
         text = json.dumps(self.as_dict(), indent=2, allow_nan=False)
         write_atomically(path, text.encode() + b"\n", own_name(path))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of `RunSummary.as_dict`: requires every key and allows no other."""
+    from pydantic import TypeAdapter
+
+    found = TypeAdapter(RunSummary).json_schema()
+    found["properties"]["schema"] = {"const": SCHEMA}
+    for each in (found, *found["$defs"].values()):
+        each |= {"required": list(each["properties"]), "additionalProperties": False}
+        for value in each["properties"].values():
+            value.pop("default", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:{SCHEMA}", **found}
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2))

@@ -1,4 +1,4 @@
-"""Which blocks of a layer group are held, by how many, and what the others still hold. Integers only: no bytes."""
+"""Allocates the blocks of a layer group: which are in use, how often, and what the others hold. Knows no bytes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from array import array
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
-# In a block table: the layer no longer looks back this far, its block was given back.
+# An entry of a block table: the layer no longer looks back this far, and its block was given back.
 NO_BLOCK = -1
 
 
 class BlockAllocator:
     """A block is live (referenced), cached (unreferenced, its content findable by its hash) or free.
 
-    Which block comes next is a function of the calls before: freed ones, last first, then cached ones, the one that
-    was released first. All is O(1) a block.
+    Which block is taken next depends on earlier calls alone: free blocks first, the last freed before others, then
+    cached blocks, the first released before others. Every operation takes O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # What references there are; less `num_live`, blocks that sharing saves.
+        # Minus `num_live`, this is the number of blocks that sharing saves.
         self.num_references = 0
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -37,7 +37,7 @@ class BlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can hand out."""
+        """The number of blocks that `take` can return."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -48,21 +48,23 @@ class BlockAllocator:
         return self._references[block_id]
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks of nobody, referenced once each. Raises ValueError, nothing taken, when fewer are available:
-        callers count first, because a change is all-or-nothing over several groups.
+        """Takes `count` unreferenced blocks and references each once.
+
+        Raises ValueError, and takes nothing, when fewer are available: callers count first, because a change is
+        all-or-nothing over several groups.
         """
         if count > self.num_available:
             raise ValueError(f"{count} blocks were wanted and {self.num_available} are available")
         return [self._take() for _ in range(count)]
 
     def share(self, block_id: int) -> None:
-        """One reference more to a live or cached block."""
+        """Adds a reference to a live or cached block."""
         self._cached.pop(block_id, None)
         self._references[block_id] += 1
         self.num_references += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One reference less to each. Raises ValueError where there is none: its bytes would be handed out twice."""
+        """Drops a reference to each block. Raises ValueError where there is none: its bytes would be used twice."""
         for block_id in block_ids:
             if self._references[block_id] < 1:
                 raise ValueError(f"block {block_id} was given back, but nobody holds it")
@@ -72,7 +74,7 @@ class BlockAllocator:
                 self._retire(block_id)
 
     def publish(self, block_id: int, content: bytes) -> None:
-        """Makes a live block findable by the hash of its content; where two blocks hold the same, the first is."""
+        """Makes a live block findable by the hash of its content; of two blocks with the same content, the first is."""
         if self._hash_of.get(block_id, content) != content:
             raise ValueError(f"block {block_id} was published with other content before")
         if content not in self._block_of:
@@ -80,7 +82,7 @@ class BlockAllocator:
             self._hash_of[block_id] = content
 
     def find(self, content: bytes) -> int | None:
-        """A live or cached block of this content."""
+        """A live or cached block with this content, None where there is none."""
         return self._block_of.get(content)
 
     def _take(self) -> int:
@@ -108,12 +110,12 @@ TokenSource = Callable[[int, int], list[int]]
 
 
 def root_hash(*settings: object) -> bytes:
-    """The hash before the first block: model, formats, precision, whatever changes what is computed."""
+    """The hash before the first block, of everything that keys and values depend on: model, formats, precision."""
     return blake2b(repr(settings).encode(), digest_size=HASH_NBYTES, person=b"moedge.kv").digest()
 
 
 def extend_chain(hashes: list[bytes], root: bytes, tokens: TokenSource, block: int, num_blocks: int) -> None:
-    """Appends the hashes of full blocks until there are `num_blocks`."""
+    """Appends the hashes of full blocks to `hashes` until there are `num_blocks`."""
     for index in range(len(hashes), num_blocks):
         ids = array("q", tokens(index * block, (index + 1) * block))
         before = hashes[-1] if hashes else root

@@ -1,4 +1,4 @@
-"""The KV cache of a model: block tables grow, share, fork, wait in host memory and shrink, over all layer groups."""
+"""The KV cache of a model over all layer groups: block tables grow, share, fork, are parked and are freed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .usage import BlockTable, Usage, measure
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where a model layer's records are: its group, and its place among the group's layers."""
+class LayerIndex:
+    """Where a model layer's records are: its group, and its index among the group's layers."""
 
     group: int
     index: int
 
 
 class KVCache:
-    """Every change is all-or-nothing over all layer groups.
+    """A paged cache with one pool of blocks per layer group; every change is all-or-nothing over all groups.
 
     `root` is the hash of all settings that keys and values depend on; `sharing` lets tables find each other's blocks.
-    `host_slots` are given per group where preempted sequences may be parked.
+    `host_slots`, by group, are host memory in which preempted sequences may be parked.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class KVCache:
         self.groups = tuple(GroupCache(pool) for pool in pools)
         self.host = HostTier(self.groups, host_slots) if host_slots else None
         self.sharing = sharing
-        self.places = {
-            layer: LayerPlace(group, index)
+        self.layer_indices = {
+            layer: LayerIndex(group, index)
             for group, pool in enumerate(pools)
             for index, layer in enumerate(pool.spec.group.layers)
         }
@@ -63,14 +63,14 @@ class KVCache:
         return sum(pool.nbytes for pool in self.pools)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` could ever be stored, were it alone."""
+        """Whether a sequence of `num_tokens` fits into the empty cache."""
         return all(group.fits(num_tokens) for group in self.groups)
 
     def open(self, table: BlockTable, tokens: TokenSource, num_tokens: int, spare: int) -> bool:
-        """Starts a sequence of `num_tokens`: with what it has parked, or what others have stored of its beginning.
+        """Starts a sequence of `num_tokens` with its parked blocks, or with stored blocks of the same beginning.
 
-        `table.num_tokens` then says how much is there. False, and no change, unless the rest fits too and `spare`
-        blocks of each group stay available.
+        `table.num_tokens` is then the number of tokens whose keys and values are there. Returns False, and changes
+        nothing, unless the rest fits too and `spare` blocks of each group stay available.
         """
         if table.parked:
             nothing: list[list[int]] = [[] for _ in self.groups]
@@ -87,9 +87,9 @@ class KVCache:
         return True
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` in all; False, and no change, when blocks are short.
+        """Grows the table to slots for `num_tokens` in all; False, and no change, when too few blocks are available.
 
-        A block that others hold too is copied before it is written to.
+        A block that other tables hold too is copied before it is written to.
         """
         if not table.blocks:
             table.blocks = [[] for _ in self.groups]
@@ -104,25 +104,25 @@ class KVCache:
         table.num_grown = max(num_tokens, table.num_grown)
         return True
 
-    def grow_in_place(self, table: BlockTable) -> bool:
-        """Grows by one token where that takes no block, as most tokens do; False, and no change, elsewhere."""
+    def grow_within_block(self, table: BlockTable) -> bool:
+        """Grows by one token if that takes no block, as most tokens do not; else returns False and changes nothing."""
         stored = table.num_tokens
         for group, blocks in zip(self.groups, table.blocks, strict=True):
-            if not group.has_place(blocks, stored):
+            if not group.has_slot(blocks, stored):
                 return False
         table.num_grown = max(stored + 1, table.num_grown)
         return True
 
-    def room(self, table: BlockTable) -> int:
-        """How many tokens more the table can grow by now."""
+    def headroom(self, table: BlockTable) -> int:
+        """The number of tokens that the table can grow by now."""
         return min(
-            group.room(blocks, table.num_tokens) for group, blocks in zip(self.groups, table.blocks, strict=True)
+            group.headroom(blocks, table.num_tokens) for group, blocks in zip(self.groups, table.blocks, strict=True)
         )
 
     def publish(self, table: BlockTable, tokens: TokenSource) -> None:
-        """Lets others find the table's full blocks, those of the pass that is about to run included.
+        """Lets other tables find this table's full blocks, also those that the next pass fills.
 
-        A pass stores all its keys and values of a layer before it reads any, so that a sequence may look back to what
+        A pass stores all its keys and values of a layer before it reads any, so that a sequence may attend to what
         another one stores in the same pass.
         """
         num_blocks = table.num_grown // self.block if self.sharing else 0
@@ -135,13 +135,13 @@ class KVCache:
         table.num_published = num_blocks
 
     def store(self, table: BlockTable, count: int) -> None:
-        """`count` more tokens have their keys and values stored; what lies behind all windows now is freed."""
+        """Records that `count` more tokens have their keys and values stored; frees blocks behind all windows."""
         table.num_tokens += count
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             group.trim(blocks, table.num_tokens)
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table of the same blocks; whoever writes to a shared one first copies it."""
+        """A second table of the same blocks; a shared block is copied before it is written to."""
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             group.share(blocks)
         return BlockTable(
@@ -153,7 +153,7 @@ class KVCache:
         )
 
     def set_aside(self, table: BlockTable) -> bool:
-        """Takes all blocks from a table; whether its content is parked in host memory."""
+        """Takes all blocks from a table; returns whether its content is parked in host memory."""
         table.num_grown = table.num_tokens
         if self.host is not None and table.num_tokens and self.host.park(table):
             return True
@@ -161,25 +161,27 @@ class KVCache:
         return False
 
     def release(self, table: BlockTable) -> None:
-        """Gives back every block of the table, which is then as new but for its hashes."""
+        """Gives back every block of the table, parked ones too; the table is then as new except for its hashes."""
+        if table.parked and self.host is not None:
+            self.host.release(table)
         for group, blocks in zip(self.groups, table.blocks, strict=False):
             group.release(blocks)
         table.clear()
 
     def drop_parked(self, table: BlockTable) -> None:
-        """What a table has parked is lost."""
+        """Forgets the parked blocks of a table; its sequence starts from the beginning."""
         if table.parked:
             table.parked = []
             table.clear()
 
     def usage(self, tables: Iterable[BlockTable]) -> Usage:
-        """What the bytes are used for while a pass runs; `tables` are all that hold blocks."""
+        """What the bytes are used for while a pass runs; `tables` are all tables that hold blocks."""
         return measure(self.groups, tables)
 
     def _find(self, table: BlockTable, tokens: TokenSource, num_tokens: int) -> list[list[int]]:
-        """Blocks with the longest beginning of the sequence that all groups still have, a list per group.
+        """Blocks with the longest beginning of the sequence that all groups still have, one list per group.
 
-        Never its last token: what follows it has to be computed.
+        Its last token is never included: the logits after it have to be computed.
         """
         num_blocks = (num_tokens - 1) // self.block if self.sharing else 0
         self._hash(table, tokens, num_blocks)

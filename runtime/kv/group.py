@@ -1,4 +1,4 @@
-"""The blocks of one layer group: what a table's list of them takes to grow, to be shared, and to be left behind."""
+"""The blocks of one layer group: how a table's list of them grows, is shared and is trimmed."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ class GroupCache:
         self.spec = pool.spec
         self.allocator = BlockAllocator(len(pool.memory))
         self.block_nbytes = pool.spec.block_nbytes
-        self.scale_share = pool.spec.scale_share
+        self.scale_fraction = pool.spec.scale_fraction
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` could be stored, were it alone: behind a window, only what it sees."""
+        """Whether a sequence of `num_tokens` fits into the empty group; with a window, only what it reaches counts."""
         return self.spec.least_blocks(num_tokens) <= self.allocator.num_blocks
 
     def missing(self, blocks: list[int], num_tokens: int, stored: int) -> int:
-        """Blocks that growing to `num_tokens` takes, a copy of a shared last one included."""
+        """The number of blocks that growing to `num_tokens` takes, including a copy of a shared last block."""
         return max(0, self.spec.blocks_for(num_tokens) - len(blocks)) + self._shares_tail(blocks, stored)
 
     def grow(self, blocks: list[int], num_tokens: int, stored: int) -> None:
-        """Adds room for tokens `stored` to `num_tokens`; the caller knows that enough blocks are available."""
+        """Adds slots for tokens `stored` to `num_tokens`; the caller has checked that enough blocks are available."""
         if self._shares_tail(blocks, stored):
             self._copy_tail(blocks, stored)
         blocks += self.allocator.take(max(0, self.spec.blocks_for(num_tokens) - len(blocks)))
 
-    def has_place(self, blocks: list[int], stored: int) -> bool:
-        """Whether the next token has its place in a block that is begun and nobody else's."""
-        place, begun = divmod(stored, self.spec.block)
-        return begun > 0 and place < len(blocks) and self.allocator.references(blocks[place]) == 1
+    def has_slot(self, blocks: list[int], stored: int) -> bool:
+        """Whether the next token's slot is in a block that has been begun and that no other table holds."""
+        index, offset = divmod(stored, self.spec.block)
+        return offset > 0 and index < len(blocks) and self.allocator.references(blocks[index]) == 1
 
-    def room(self, blocks: list[int], stored: int) -> int:
-        """How many tokens more than `stored` could be grown to now."""
+    def headroom(self, blocks: list[int], stored: int) -> int:
+        """The number of tokens beyond `stored` that the list can grow by now."""
         spare = self.allocator.num_available - self._shares_tail(blocks, stored)
         return (len(blocks) + spare) * self.spec.block - stored if spare >= 0 else 0
 
     def trim(self, blocks: list[int], num_tokens: int) -> None:
-        """Gives back the blocks that no token from position `num_tokens` on looks back to."""
+        """Gives back the blocks that no token from position `num_tokens` on attends to."""
         last = index = min(self.spec.first_block(num_tokens), len(blocks))
         while index > 0 and blocks[index - 1] != NO_BLOCK:
             index -= 1
@@ -51,7 +51,7 @@ class GroupCache:
         blocks[index:last] = [NO_BLOCK] * (last - index)
 
     def release(self, blocks: list[int]) -> None:
-        """Last block first: where blocks are cached, the beginning of a text is what others share, and goes last."""
+        """Gives back blocks, the last first: cached beginnings, which other sequences may share, are evicted last."""
         self.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)
 
     def share(self, blocks: list[int]) -> None:
@@ -60,7 +60,7 @@ class GroupCache:
                 self.allocator.share(block_id)
 
     def usable(self, hashes: Items[bytes]) -> list[bool]:
-        """For k = 0 to len(hashes): whether all that a token after k blocks looks back to can be found."""
+        """For k = 0 to len(hashes): whether all blocks that a token after k blocks attends to can be found."""
         usable, run = [True], 0
         for count, content in enumerate(hashes, 1):
             run = run + 1 if self.allocator.find(content) is not None else 0
@@ -68,16 +68,16 @@ class GroupCache:
         return usable
 
     def found(self, hashes: Items[bytes]) -> list[int]:
-        """The list of blocks with these contents, NO_BLOCK behind the window; `usable` said that they are there."""
+        """The list of blocks with these contents, NO_BLOCK behind the window; `usable` confirmed that they exist."""
         first = self.spec.first_block(len(hashes) * self.spec.block)
         blocks = [self.allocator.find(content) for content in hashes[first:]]
         return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in blocks]
 
     def admits(self, found: list[int], stored: int, num_tokens: int, spare: int) -> bool:
-        """Whether a sequence can be started, `stored` tokens of it in `found`, so that `spare` blocks stay available.
+        """Whether a sequence with `stored` tokens in blocks `found` can start while `spare` blocks stay available.
 
-        Room for all its tokens and the next one: admitting less would only preempt it soon. Behind a window blocks
-        come back while it is computed, so that room for one more token is enough.
+        It needs blocks for all its tokens and the next one: with fewer it would soon be preempted. With a window its
+        blocks are given back while it is computed, and blocks for one more token are enough.
         """
         wanted = num_tokens if self.spec.group.window is None else stored
         taken = self.spec.blocks_for(wanted + 1) - self.spec.first_block(stored)
@@ -89,11 +89,11 @@ class GroupCache:
             self.allocator.publish(blocks[index], content)
 
     def _shares_tail(self, blocks: list[int], stored: int) -> bool:
-        """Whether the block that the next token goes to holds tokens already, and somebody else's too."""
+        """Whether the block of the next token already holds tokens and other tables hold it too."""
         return stored % self.spec.block > 0 and self.allocator.references(blocks[stored // self.spec.block]) > 1
 
     def _copy_tail(self, blocks: list[int], stored: int) -> None:
-        """Copy-on-write: others keep the old block as it is."""
+        """Copy-on-write: other tables keep the old block unchanged."""
         index = stored // self.spec.block
         (own,) = self.allocator.take(1)
         self.pool.memory.copy(blocks[index], own)

@@ -1,4 +1,4 @@
-"""The host tier: whole blocks of preempted sequences wait here instead of being computed again."""
+"""The host tier of the KV cache: parks whole blocks of preempted sequences instead of computing them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .usage import BlockTable
 
 
 class HostSlots:
-    """Blocks of host memory, uint8 [block_nbytes] each, as `BlockMemory` is used here."""
+    """Blocks of host memory, uint8 [block_nbytes] each, with the methods of `BlockMemory` that parking uses."""
 
     def __init__(self, slots: Items[torch.Tensor]) -> None:
         self._slots = slots
@@ -35,8 +35,8 @@ class HostSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Blocks of one layer group: which are taken, and the bytes of each, uint8 [block_nbytes]."""
+class _TierBlocks:
+    """The blocks of one layer group in one tier: their allocator and their bytes, uint8 [block_nbytes] each."""
 
     allocator: BlockAllocator
     memory: BlockMemory | HostSlots
@@ -45,41 +45,47 @@ class _Place:
 class HostTier:
     """`slots[g]` are blocks of memory for layer group g, uint8 [block_nbytes] each, pinned where there is a device.
 
-    A block crosses the link with one copy, all layers of its group together. Copies go to the stream that computes: it
-    writes a block before it is copied out and reads it after it was copied in, so that order alone makes them safe.
-    They cost it little: a sequence's blocks cross the link in a thousandth of the time that a pass's weights take.
+    A block crosses the link in one copy, with all layers of its group. Copies run on the stream that computes: it
+    writes a block before it is copied out and reads it after it was copied in, so that stream order makes them safe.
+    They delay it little: a sequence's blocks cross the link in a thousandth of the time that a pass's weights take.
     """
 
     def __init__(self, groups: Items[GroupCache], slots: Items[Items[torch.Tensor]]) -> None:
-        self._cache = [_Place(group.allocator, group.pool.memory) for group in groups]
-        self._host = [_Place(BlockAllocator(len(memory)), HostSlots(memory)) for memory in slots]
+        self._cache = [_TierBlocks(group.allocator, group.pool.memory) for group in groups]
+        self._host = [_TierBlocks(BlockAllocator(len(memory)), HostSlots(memory)) for memory in slots]
         self._block = groups[0].spec.block
 
     @property
     def allocators(self) -> tuple[BlockAllocator, ...]:
-        return tuple(place.allocator for place in self._host)
+        return tuple(tier.allocator for tier in self._host)
 
     def park(self, table: BlockTable) -> bool:
-        """Moves what the table has stored out of the cache; False, and no change, where the host has no room."""
+        """Moves stored blocks to the host; returns False, and changes nothing, where too few slots are free."""
         num_blocks = -(-table.num_tokens // self._block)
         stored = [blocks[:num_blocks] for blocks in table.blocks]
         moved = _move_all(stored, self._contents(table), self._cache, self._host)
         if moved is None:
             return False
-        for place, blocks in zip(self._cache, table.blocks, strict=True):
-            _release(place, blocks)
+        for tier, blocks in zip(self._cache, table.blocks, strict=True):
+            _release(tier, blocks)
         table.parked, table.blocks = moved, []
         return True
 
     def unpark(self, table: BlockTable) -> bool:
-        """Moves it back into the cache; False, and no change, where that has no room."""
+        """Moves them back into the cache; returns False, and changes nothing, where too few blocks are available."""
         moved = _move_all(table.parked, self._contents(table), self._host, self._cache)
         if moved is None:
             return False
-        for place, slots in zip(self._host, table.parked, strict=True):
-            _release(place, slots)
+        for tier, slots in zip(self._host, table.parked, strict=True):
+            _release(tier, slots)
         table.blocks, table.parked = moved, []
         return True
+
+    def release(self, table: BlockTable) -> None:
+        """What the table has parked is given up, and its blocks of host memory are free."""
+        for slots, parked in zip(self._host, table.parked, strict=True):
+            _release(slots, parked)
+        table.parked = []
 
     def _contents(self, table: BlockTable) -> list[bytes]:
         """Hashes of the blocks that are full of stored tokens."""
@@ -87,18 +93,18 @@ class HostTier:
 
 
 def _move_all(
-    lists: list[list[int]], contents: list[bytes], sources: list[_Place], targets: list[_Place]
+    lists: list[list[int]], contents: list[bytes], sources: list[_TierBlocks], targets: list[_TierBlocks]
 ) -> list[list[int]] | None:
     found = [_find(blocks, contents, target) for blocks, target in zip(lists, targets, strict=True)]
     for blocks, there, target in zip(lists, found, targets, strict=True):
         if _num_taken(blocks, there, target) > target.allocator.num_available:
             return None
-    places = zip(lists, found, sources, targets, strict=True)
-    return [_move(blocks, there, contents, source, target) for blocks, there, source, target in places]
+    groups = zip(lists, found, sources, targets, strict=True)
+    return [_move(blocks, there, contents, source, target) for blocks, there, source, target in groups]
 
 
-def _find(blocks: list[int], contents: list[bytes], target: _Place) -> list[int]:
-    """Blocks of the target that hold the same already, NO_BLOCK for the others."""
+def _find(blocks: list[int], contents: list[bytes], target: _TierBlocks) -> list[int]:
+    """Blocks of the target that already hold the same content, NO_BLOCK for the others."""
     found = [NO_BLOCK] * len(blocks)
     for index, (block_id, content) in enumerate(zip(blocks, contents, strict=False)):
         there = target.allocator.find(content)
@@ -107,15 +113,17 @@ def _find(blocks: list[int], contents: list[bytes], target: _Place) -> list[int]
     return found
 
 
-def _num_taken(blocks: list[int], found: list[int], target: _Place) -> int:
-    """Available blocks that the move needs: fresh ones, and found ones that nobody references yet."""
+def _num_taken(blocks: list[int], found: list[int], target: _TierBlocks) -> int:
+    """The number of available blocks that the move takes: new ones, and found ones without a reference."""
     wanted = (there for block_id, there in zip(blocks, found, strict=True) if block_id != NO_BLOCK)
     return sum(1 for there in wanted if there == NO_BLOCK or not target.allocator.references(there))
 
 
-def _move(blocks: list[int], found: list[int], contents: list[bytes], source: _Place, target: _Place) -> list[int]:
+def _move(
+    blocks: list[int], found: list[int], contents: list[bytes], source: _TierBlocks, target: _TierBlocks
+) -> list[int]:
     moved = list(found)
-    # Before any is taken: taking evicts blocks that nobody references.
+    # Before any block is taken: taking evicts blocks without references.
     for there in found:
         if there != NO_BLOCK:
             target.allocator.share(there)
@@ -129,15 +137,15 @@ def _move(blocks: list[int], found: list[int], contents: list[bytes], source: _P
     return moved
 
 
-def _release(place: _Place, blocks: list[int]) -> None:
-    place.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)
+def _release(tier: _TierBlocks, blocks: list[int]) -> None:
+    tier.allocator.release(block_id for block_id in reversed(blocks) if block_id != NO_BLOCK)
 
 
 class ParkingMemory:
-    """`slots[g][i]` is uint8 [block_nbytes] of layer group g.
+    """Allocates host memory for parking; `slots[g][i]` is uint8 [block_nbytes] of layer group g.
 
-    In pieces of whole blocks, each page-locked at once or not at all: one copy may not read from two registrations.
-    What the machine does not page-lock serves too; copies then wait for the device.
+    Each allocation holds whole blocks and is page-locked as a whole or not at all: one copy may not read from two
+    registrations. Memory that the machine refuses to page-lock is used too; its copies wait for the device.
     """
 
     def __init__(self, specs: Iterable[KVSpec], counts: Iterable[int], device: Device | None) -> None:
@@ -150,7 +158,7 @@ class ParkingMemory:
         ]
 
     def close(self) -> None:
-        """Waits for copies that are under way; the memory is gone once nobody has a slot."""
+        """Waits for running copies and drops the memory, which is freed with its last slot."""
         if self._device is not None and self._pinned:
             self._device.synchronize()
         while self._pinned:

@@ -1,4 +1,4 @@
-"""The bytes of the blocks of one layer group, and what they mean in the format that they are kept in."""
+"""The bytes of the blocks of one layer group, and how to read and write them in their KV format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .spec import KVSpec
 class BlockMemory:
     """`bytes` uint8 [layers * num_blocks * record_nbytes]: by layer, by plane, by block.
 
-    A plane of one layer is contiguous over all blocks: a batched product takes it as it is, without a copy. In return
-    a block is one run of bytes per layer and plane; `get` and `put` make it one for the way to and from host memory.
+    A plane of one layer is contiguous over all blocks, so that a batched product needs no copy. A block therefore is
+    one run of bytes per layer and plane; `get` and `put` join these for copies to and from host memory.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class BlockMemory:
         return self._num_blocks
 
     def plane(self, layer: int, plane: Plane) -> torch.Tensor:
-        """[num_blocks, *plane.shape] of one layer, a contiguous view."""
+        """A contiguous view [num_blocks, *plane.shape] of one layer."""
         part = self._part(plane)[layer].flatten()
         return part.view(torch_dtype(plane.dtype)).view(self._num_blocks, *plane.shape)
 
     def get(self, block_id: int) -> torch.Tensor:
-        """All that a block holds in all layers, one new run of bytes; `put` takes it."""
+        """A copy of a block in all layers as one run of bytes, which `put` accepts."""
         return torch.cat([part[:, block_id].flatten() for part in self._parts])
 
     def put(self, block_id: int, content: torch.Tensor) -> None:
-        """`content` may be longer: a slot of host memory is."""
+        """Fills a block with what `get` returned; `content` may be longer, as slots of host memory are."""
         content = content.to(self.bytes.device, non_blocking=True)
         begin = 0
         for part in self._parts:
@@ -56,20 +56,20 @@ class BlockMemory:
             part[:, target].copy_(part[:, source])
 
     def _part(self, plane: Plane) -> torch.Tensor:
-        """[layers, num_blocks, plane.nbytes]. Planes begin at multiples of 64 in a record, so that this does too."""
+        """[layers, num_blocks, plane.nbytes]. It begins at a multiple of 64, because planes do so in a record."""
         begin = plane.offset * self._num_blocks
         part = self._by_layer[:, begin : begin + plane.nbytes * self._num_blocks]
         return part.view(-1, self._num_blocks, plane.nbytes)
 
 
-# Blocks that are decoded at a time: bounds the float32 copies.
+# Blocks that are decoded at a time: this bounds the float32 copies.
 GATHER_BLOCKS = 32
 
 
 class KVPool:
-    """`memory` holds what `spec.layout` says of every block and layer; H KV heads of D elements, T tokens.
+    """The blocks of one layer group, laid out in `memory` as `spec.layout` says; H KV heads of D elements, T tokens.
 
-    Quantized keys are kept in `frame`; it is None where keys are kept as they are.
+    `key_transform` is applied to keys before they are quantized; it is None where keys are not quantized.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class KVPool:
         key_offsets: torch.Tensor | None = None,
         tiled: bool = False,
     ) -> None:
-        """`key_offsets` [layers, H, D] and `tiled` are for quantized keys (`KeyFrame`); None takes nothing off."""
+        """`key_offsets` [layers, H, D] and `tiled` are for quantized keys (`KeyTransform`); None subtracts nothing."""
         self.spec = spec
         layout, group = spec.layout, spec.group
         self._formats = (layout.format.keys, layout.format.values)
@@ -88,11 +88,11 @@ class KVPool:
         planes = [plane for side in sides for plane in side if plane is not None]
         self.memory = BlockMemory(planes, layout.nbytes, len(group.layers), num_blocks, device)
         self._views = [tuple(_views(self.memory, layer, side) for side in sides) for layer in range(len(group.layers))]
-        self.frame: KeyTransform | None = None
+        self.key_transform: KeyTransform | None = None
         if layout.format.keys.quantized:
             if key_offsets is None:
                 key_offsets = torch.zeros(len(group.layers), group.kv_heads, group.head_dim)
-            self.frame = KeyTransform(key_offsets.to(device), tiled)
+            self.key_transform = KeyTransform(key_offsets.to(device), tiled)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +100,7 @@ class KVPool:
 
     @property
     def formats(self) -> tuple[VectorFormat, VectorFormat]:
-        """Of keys and values."""
+        """The formats of keys and of values."""
         return self._formats
 
     @property
@@ -108,29 +108,29 @@ class KVPool:
         return any(vectors.quantized for vectors in self._formats)
 
     def planes(self, layer: int) -> tuple[Coded, Coded]:
-        """Keys and values of the group's `layer`-th layer, views of `memory`.
+        """Keys and values of the group's `layer`-th layer, as contiguous views of `memory`.
 
-        Contiguous: codes are [num_blocks, H, block, D/packed], scales and zeros [num_blocks, H, groups, block] or None.
+        Their codes are [num_blocks, H, block, D/packed], scales and zeros [num_blocks, H, groups, block] or None.
         """
         keys, values = self._views[layer]
         return keys, values
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """q [T, Hq, D] as it meets the keys that are stored: float32 for quantized ones, else q itself."""
-        return q if self.frame is None else self.frame.queries(q)
+        """q [T, Hq, D] in the basis of the stored keys: float32 for quantized keys, else q itself."""
+        return q if self.key_transform is None else self.key_transform.queries(q)
 
     def as_stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [T, H, D] as the cache will return them: attention over a prompt's own tokens uses these."""
-        framed = k if self.frame is None else self.frame.keys(layer, k)
+        """Keys and values [T, H, D] as the cache returns them: attention over a prompt's own tokens uses these."""
+        transformed = k if self.key_transform is None else self.key_transform.keys(layer, k)
         keys, values = self._formats
-        return decode(encode(framed, keys), keys, k.dtype), decode(encode(v, values), values, v.dtype)
+        return decode(encode(transformed, keys), keys, k.dtype), decode(encode(v, values), values, v.dtype)
 
     def write(
         self, layer: int, block_ids: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Stores k, v [T, H, D] of the group's `layer`-th layer at token `offsets` [T] of `block_ids` [T]."""
-        framed = k if self.frame is None else self.frame.keys(layer, k)
-        for x, vectors, views in zip((framed, v), self._formats, self._views[layer], strict=True):
+        transformed = k if self.key_transform is None else self.key_transform.keys(layer, k)
+        for x, vectors, views in zip((transformed, v), self._formats, self._views[layer], strict=True):
             coded = encode(x, vectors)
             views.codes[block_ids, :, offsets] = coded.codes
             for view, values in ((views.scales, coded.scales), (views.zeros, coded.zeros)):
@@ -145,9 +145,9 @@ class KVPool:
 
 
 def take_blocks(plane: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Fills out [H, B, ...] with some blocks of a plane [num_blocks, H, ...], both contiguous from there on.
+    """Fills out [H, B, ...] with blocks of a plane [num_blocks, H, ...]; each block's head is contiguous in both.
 
-    Head by head, since then torch copies whole runs; over all heads at once it takes 30 to 100 times as long.
+    It copies head by head, because torch then copies whole runs; all heads at once take 30 to 100 times as long.
     """
     for head in range(plane.shape[1]):
         torch.index_select(plane[:, head], 0, block_ids, out=out[head])
@@ -155,14 +155,14 @@ def take_blocks(plane: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor)
 
 
 def _gather(views: Coded, vectors: VectorFormat, block_ids: torch.Tensor, target: torch.Tensor) -> None:
-    """target [H, B, block, D]."""
+    """Fills target [H, B, block, D] with decoded blocks."""
     if not vectors.quantized and target.dtype == views.codes.dtype:
         take_blocks(views.codes, block_ids, target)
         return
     for start in range(0, len(block_ids), GATHER_BLOCKS):
         run = block_ids[start : start + GATHER_BLOCKS]
         codes, scales, zeros = (
-            None if plane is None else take_blocks(plane, run, _room_for(plane, len(run))) for plane in views
+            None if plane is None else take_blocks(plane, run, _empty_blocks(plane, len(run))) for plane in views
         )
         assert codes is not None
         per_token = (None if plane is None else plane.transpose(2, 3) for plane in (scales, zeros))
@@ -170,7 +170,7 @@ def _gather(views: Coded, vectors: VectorFormat, block_ids: torch.Tensor, target
         target[:, start : start + GATHER_BLOCKS].copy_(decoded)
 
 
-def _room_for(plane: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _empty_blocks(plane: torch.Tensor, num_blocks: int) -> torch.Tensor:
     _, heads, *rest = plane.shape
     return plane.new_empty(heads, num_blocks, *rest)
 

@@ -1,4 +1,4 @@
-"""How one layer group's keys and values lie in memory. Torch-free, so that a planner can size caches."""
+"""The memory layout of one layer group's keys and values. Torch-free, so that a planner can size caches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KVSpec:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block in all layers of the group, which lie side by side: one copy moves it."""
+        """Bytes of one block in all layers of the group."""
         return len(self.group.layers) * self.record_nbytes
 
     @property
@@ -41,8 +41,8 @@ class KVSpec:
         return self.block_nbytes / self.block
 
     @property
-    def scale_share(self) -> float:
-        """The part of a record that is scales and zeros."""
+    def scale_fraction(self) -> float:
+        """The fraction of a record that is scales and zeros."""
         sides = (self.layout.keys, self.layout.values)
         planes = (plane for side in sides for plane in (side.scales, side.zeros))
         return sum(plane.nbytes for plane in planes if plane is not None) / self.layout.nbytes
@@ -51,11 +51,11 @@ class KVSpec:
         return -(-num_tokens // self.block)
 
     def first_block(self, position: int) -> int:
-        """The first block that the token at `position` looks back to."""
-        return self.group.first_seen(position) // self.block
+        """The first block that the token at `position` attends to."""
+        return self.group.first_visible(position) // self.block
 
     def least_blocks(self, num_tokens: int) -> int:
-        """Blocks without which a sequence of `num_tokens` cannot be stored, however small its chunks are."""
+        """The least number of blocks that a sequence of `num_tokens` needs, however small its chunks are."""
         window = self.group.window
         whole = self.blocks_for(num_tokens)
         return whole if window is None else min(whole, self.blocks_for(window - 1) + 1)

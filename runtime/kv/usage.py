@@ -1,4 +1,4 @@
-"""What the cache's bytes are used for at one moment. A shared block counts once."""
+"""Block tables, and what the bytes of the cache are used for at one moment. A shared block counts once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .group import GroupCache
 
 @dataclass(slots=True)
 class BlockTable:
-    """A list of blocks per layer group: entry i holds tokens i * block and on; NO_BLOCK where it was given back.
+    """A list of blocks per layer group: entry i holds tokens from i * block on; NO_BLOCK where it was given back.
 
-    `num_tokens` are stored, `num_grown` have room: the difference is what the pass stores. `hashes` are those of the
-    full blocks as far as anybody asked, of which `num_published` can be found by others. `parked` are blocks of the
-    host tier; a table has either those or `blocks`.
+    `num_tokens` are stored and `num_grown` have slots: the pass stores the difference. `hashes` are those of the full
+    blocks, as far as they were needed; others can find `num_published` of these blocks. `parked` are blocks of the host
+    tier; a table has either those or `blocks`.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -25,19 +25,19 @@ class BlockTable:
     parked: list[list[int]] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Forgets the blocks; the hashes stay, because the sequence's tokens do."""
+        """Forgets the blocks; the hashes stay valid, because the sequence's tokens do not change."""
         self.blocks = []
         self.num_tokens = self.num_grown = self.num_published = 0
 
 
 @dataclass(slots=True)
 class Usage:
-    """Bytes: the first four add up to the allocation. Usages of several passes can be added.
+    """Bytes by use: the first four add up to the allocation. Usages of several passes can be added.
 
-    `scales` is the part of `live` that is scales and zeros.
-    `waste` are places in live blocks that hold no token, or one that no later token looks back to. `cached` blocks
-    belong to nobody and can still be found, `idle` ones hold nothing. `shared` is what tables would hold beside
-    `live` and `waste` if they shared no block.
+    `live` holds tokens. `waste` are slots of live blocks without a token, or with one that no later token attends to.
+    `cached` blocks belong to no table and can still be found; `idle` blocks hold nothing. `scales` is the part of
+    `live` that is scales and zeros. `shared` is what tables would hold beyond `live` and `waste` if they shared no
+    block.
     """
 
     live: int = 0
@@ -61,11 +61,11 @@ class Usage:
 
 
 def measure(groups: Iterable[GroupCache], tables: Iterable[BlockTable]) -> Usage:
-    """While a pass runs, its tokens counted as stored; `tables` are all that hold blocks."""
+    """The usage while a pass runs, whose tokens count as stored; `tables` are all tables that hold blocks."""
     usage, tables = Usage(), list(tables)
     for index, group in enumerate(groups):
         allocator, nbytes = group.allocator, group.block_nbytes
-        waste = _empty_places(group, index, tables) * nbytes // group.spec.block
+        waste = _empty_slots(group, index, tables) * nbytes // group.spec.block
         live = allocator.num_live * nbytes - waste
         usage.add(
             Usage(
@@ -73,25 +73,25 @@ def measure(groups: Iterable[GroupCache], tables: Iterable[BlockTable]) -> Usage
                 waste=waste,
                 cached=allocator.num_cached * nbytes,
                 idle=allocator.num_free * nbytes,
-                scales=round(live * group.scale_share),
+                scales=round(live * group.scale_fraction),
                 shared=(allocator.num_references - allocator.num_live) * nbytes,
             )
         )
     return usage
 
 
-def _empty_places(group: GroupCache, index: int, tables: list[BlockTable]) -> int:
-    """Only the last block of a table can have empty places, only the first one places behind its window."""
+def _empty_slots(group: GroupCache, index: int, tables: list[BlockTable]) -> int:
+    """Slots that count as waste: unfilled ones in a table's last block, and those behind the window in its first."""
     block, unfilled, behind = group.spec.block, dict[int, int](), dict[int, list[int]]()
     for table in tables:
         if not table.blocks or not (blocks := table.blocks[index]):
             continue
         unfilled[blocks[-1]] = len(blocks) * block - table.num_grown
         first = group.spec.first_block(table.num_tokens)
-        if first < len(blocks) and (places := group.spec.group.first_seen(table.num_tokens) - first * block):
-            behind.setdefault(blocks[first], []).append(places)
-    # A block that somebody else holds too, further from its window's edge, is needed whole.
-    unseen = sum(
-        min(places) for block_id, places in behind.items() if len(places) == group.allocator.references(block_id)
+        if first < len(blocks) and (slots := group.spec.group.first_visible(table.num_tokens) - first * block):
+            behind.setdefault(blocks[first], []).append(slots)
+    # A block that another table holds too, farther from the edge of its window, is needed whole.
+    unreachable = sum(
+        min(slots) for block_id, slots in behind.items() if len(slots) == group.allocator.references(block_id)
     )
-    return sum(unfilled.values()) + unseen
+    return sum(unfilled.values()) + unreachable

@@ -1,1 +1,1 @@
-"""From a checkpoint or a store and a plan to an engine in memory."""
+"""Builds an engine in memory from a checkpoint or a store and a plan."""

@@ -1,7 +1,6 @@
-"""From a model source and a plan to an engine that is ready for its first pass: loaded, with less where memory runs
-out, and rehearsed.
+"""Loads an engine that is ready for its first pass from a model source and a plan, with fallbacks when memory runs out.
 
-The loader records in the `MemoryLedger` of the plan what it allocates.
+The loader records in the plan's `MemoryLedger` what it allocates.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from .warm_up import warm_up_experts
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """The engine, what its weights are packed as, where they come from, and the device that computes, if one does.
+    """An engine with its model, its weights and the device that computes, which is None on a CPU.
 
     `ledger` has the bytes that were planned and allocated for every arena.
     """
@@ -69,7 +68,7 @@ class LoadedEngine:
     key_offsets: KeyOffsets | None = None
 
     def measure_peaks(self) -> MemoryLedger:
-        """The ledger, with the peaks of this process so far."""
+        """Records the peaks of this process so far in the ledger, and returns it."""
         self.ledger.measure(None if self.device is None else self.device.peak)
         return self.ledger
 
@@ -81,7 +80,7 @@ class LoadedEngine:
 
 
 class Loading:
-    """What every way of loading starts from: a model without weights, and memory for them where the plan wants it.
+    """An engine that is being loaded: a model without weights, and memory for them where the plan wants it.
 
     `device` is the one that the plan was made for.
     """
@@ -89,11 +88,11 @@ class Loading:
     def __init__(self, source: ModelSource, plan: Plan, device: Device | None = None) -> None:
         self.source = source
         self.plan = plan
-        self.torch_device = device.place if device else torch.device("cpu")
+        self.torch_device = device.torch_device if device else torch.device("cpu")
         self.shards = model_shards(source.shape, plan.quant, plan.dtype)
         if device is not None:
-            # Before anything else is page-locked: passes need it thousands of times, wherever weights lie.
-            device.pins.taken += open_ring(device.place)
+            # Before anything else is page-locked: every plan uses it thousands of times.
+            device.pins.taken += open_ring(device.torch_device)
         self.compute = make_compute(source.shape, plan, self.torch_device)
         self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
@@ -104,7 +103,7 @@ class Loading:
         self.ledger.record(self._computing, WEIGHTS, self.memory.held_nbytes)
 
     def install_layers(self) -> list[LayerAssembly]:
-        """Packed modules in all layers, which nothing has been loaded for."""
+        """Installs packed modules without bytes in all layers."""
         pairs = zip(self.model.get_decoder().layers, self.shards.layers, strict=True)
         layers = [LayerAssembly(layer, shards, self.compute) for layer, shards in pairs]
         for layer in layers:
@@ -118,18 +117,18 @@ class Loading:
         experts: ExpertOptions = DEFAULTS,
         key_offsets: KeyOffsets | None = None,
     ) -> LoadedEngine:
-        """The engine, once `memory` and the small parameters are filled; the rest streams from `store`."""
+        """Builds the engine, after `memory` and the small parameters are filled; the rest streams from `store`."""
         self.memory.seal()
         device = self.memory.device
         if device is not None:
-            move_resident(self.model, device.place)
+            move_resident(self.model, device.torch_device)
         with ExitStack() as opened:
             streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
             opened.callback(streamed.close)
             self.ledger.record(self._computing, RINGS, streamed.ring_nbytes)
             install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
             if self.compute.deterministic:
-                # Routers are transformers' own: tiles keep a row's scores from depending on how many rows there are.
+                # Routers are transformers' own: with tiles a row's scores do not depend on the number of rows.
                 for layer in layers:
                     layer.tile_routers()
             if self.torch_device.type == "cpu":
@@ -155,7 +154,7 @@ class Loading:
         return LoadedEngine(engine, packed, self.shards, streamed, parking, self.ledger, device, offsets)
 
     def _record_staging(self, parking: ParkingMemory) -> None:
-        """What the host holds for a device."""
+        """Records the host memory that serves a device."""
         if self.plan.staging is not None:
             self.ledger.record("host", STAGED, self.memory.slab.nbytes)
             self.ledger.record("host", PARKED, sum(slot.numel() for group in parking.slots for slot in group))
@@ -169,10 +168,10 @@ def load_engine(
     experts: ExpertOptions = DEFAULTS,
     key_offsets: KeyOffsets | None = None,
 ) -> LoadedEngine:
-    """Weights come from `store` where there is one, else from the source's checkpoint, all into memory.
+    """Loads the engine of a plan: weights from `store` if one is given, else all from the source's checkpoint.
 
-    `key_offsets` are subtracted from keys that are quantized; where none are given they are the store's, or measured
-    now.
+    `key_offsets` are subtracted from quantized keys; if none are given, those of the store are used, or they are
+    measured now.
     """
     keep_memory() if _keeps_memory(plan) else return_memory()
     loading = Loading(source, plan, device)
@@ -188,7 +187,7 @@ def load_engine(
 def _key_offsets(
     model: ModelRunner, source: ModelSource, plan: Plan, store: Path | None, given: KeyOffsets | None
 ) -> KeyOffsets | None:
-    """None where keys are kept as they are."""
+    """The key offsets to use; None where keys are not quantized."""
     if not KVFormat.parse(plan.kv).keys.quantized:
         return None
     offsets = given or (None if store is None else kept(store, source.shape))
@@ -207,7 +206,7 @@ def _cache(
         KVPool(spec, count, torch_device, None if offsets is None else offsets.of(spec.group), plan.deterministic)
         for spec, count in zip(specs, plan.kv_blocks, strict=True)
     ]
-    # One cache serves one model: beside tokens, only what its settings say makes keys and values differ.
+    # One cache serves one model: keys and values depend on tokens and on these settings alone.
     formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
     settings = (shape, *formats, plan.deterministic, offsets and offsets.digest)
     return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
@@ -215,7 +214,7 @@ def _cache(
 
 def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
     plan = loading.plan
-    # What a pass will compute with is not in use yet; a device's plan has bytes for loading.
+    # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
     with Checkpoint(loading.source.folder) as checkpoint:
         window = min(free // (WINDOW_COPIES + 1), WINDOW_NBYTES)
@@ -225,31 +224,31 @@ def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
 
 
 def _keeps_memory(plan: Plan) -> bool:
-    """Whether enough bytes are free for a heap that keeps the buffers of a pass for the next one."""
+    """Whether enough bytes are free for the heap to keep the buffers of a pass for the next one."""
     return plan.free_nbytes >= KEPT_NBYTES
 
 
 def load_with_fallback(load: Callable[[Plan], LoadedEngine], policy: FallbackPolicy) -> LoadedEngine:
-    """The engine of the first plan that memory suffices for; in passes it takes further steps of the policy.
+    """Loads the first plan of the policy that fits into memory; passes that run out of memory take its next steps.
 
-    `load` leaves nothing allocated where it fails. Raises MemoryGaveOut where nothing is left to give up.
+    `load` leaves nothing allocated when it fails. Raises MemoryGaveOut when no fallback is left.
     """
     while isinstance(loaded := _attempt(load, policy.plan), str):
-        # Here, behind the handler: the error's frames held what was loaded.
+        # Outside the handler: the error's frames held what was loaded.
         gc.collect()
         policy.before_passes(loaded)
     engine = loaded
 
-    def concede(cause: str, tokens: int) -> None:
+    def fall_back(cause: str, tokens: int) -> None:
         policy.in_pass(cause, tokens)
         _apply(policy.plan, engine)
 
-    loaded.engine.replay.concede = concede
+    loaded.engine.split_retry.fall_back = fall_back
     return loaded
 
 
 def _attempt(load: Callable[[Plan], LoadedEngine], plan: Plan) -> LoadedEngine | str:
-    """The engine, or why there was no memory for it."""
+    """The engine, or the error message if memory ran out."""
     try:
         return load(plan)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Which of Triton's kernels run on a GPU and compute what they should: all of them are tried, at tiny sizes.
+"""Tries all Triton kernels at tiny sizes: which of them run on a GPU and compute correct results.
 
-By family, so that one that does not compile, does not start or computes wrong numbers leaves the others in use.
+They are tried by family: where one does not compile, does not start or is wrong, the others stay in use.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _NO_TENSOR_CORES = "Triton uses tensor cores from compute capability {} on, this
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """What kernels are tried for: the arithmetic of a run, and the sizes of its heads."""
+    """What kernels are tried with: the dtype of a run and its head dimensions."""
 
     dtype: str
     head_dims: frozenset[int] = frozenset({128})
 
 
 def usual_needs(device: Device) -> KernelNeeds:
-    """What most models take there."""
+    """The needs of most models on this device."""
     return KernelNeeds(choose_dtype("auto", "bf16", Gpu(device.capability, device.processors)))
 
 
 def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
-    """Compiles and runs them, which takes some seconds where Triton has not kept them from the last time."""
+    """Compiles and runs the kernels, which takes seconds unless Triton has cached them."""
     gpu = Gpu(device.capability, device.processors)
     if lack := triton_lack(gpu.capability):
         return gpu._replace(lacks=Lacks.everything(lack))
     # Imports Triton.
-    trials = _trials(device.place, gpu, needs)
+    trials = _trials(device.torch_device, gpu, needs)
     lacks = {}
     for family, trial in trials.items():
         if family == "experts" and not tuning.supports(gpu.capability):
@@ -47,29 +47,29 @@ def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
             continue
         lacks[family] = lack_of(trial)
         if lacks[family]:
-            # Else the next thing that asks CUDA for something hears of it.
+            # Else the next CUDA call would report it.
             device.clear_error()
     return gpu._replace(lacks=Lacks(**lacks))
 
 
-def _trials(place: torch.device, gpu: Gpu, needs: KernelNeeds) -> dict[str, Callable[[], str]]:
-    """By family of `Lacks`. What fails while it is imported fails in its trial."""
+def _trials(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> dict[str, Callable[[], str]]:
+    """The trials by family of `Lacks`. Modules are imported in the trials, which catch their errors."""
     dtype = TORCH_DTYPES[needs.dtype]
     heads = frozenset(head for head in needs.head_dims if head <= LARGEST_HEAD)
 
     def attention() -> str:
         from ..attention.trial import try_attention
 
-        return try_attention(place, gpu, dtype, heads)
+        return try_attention(torch_device, gpu, dtype, heads)
 
     def cache() -> str:
         from ..attention.trial import try_storing
 
-        return try_storing(place, dtype, heads)
+        return try_storing(torch_device, dtype, heads)
 
     def experts() -> str:
         from ...quant.kernels.trial import try_products
 
-        return try_products(place, dtype)
+        return try_products(torch_device, dtype)
 
     return {"attention": attention, "cache": cache, "experts": experts}

@@ -1,4 +1,4 @@
-"""What budgets come to on this machine: host memory, and a device's where there is one, as they are found."""
+"""Resolves budgets on this machine: host memory, and a device's memory where one is found."""
 
 from __future__ import annotations
 
@@ -23,49 +23,48 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_libraries(device: Device) -> None:
-    """Makes cuBLAS's handle and workspace, one product in each dtype and one attention in each.
+    """Computes one product and one attention in each dtype, which load cuBLAS with its workspace and kernels.
 
-    The driver gives all of it memory that torch's allocator knows nothing of: used for the first time in a pass, it
-    would come out of what a plan has given away.
+    They take memory that torch's allocator does not know: if a pass loaded them, it would exceed the plan.
     """
     for dtype in _DTYPES:
         try:
-            _multiply(device.place, dtype)
-            _attend(device.place, dtype)
+            _multiply(device.torch_device, dtype)
+            _attend(device.torch_device, dtype)
         except RuntimeError as error:
-            # What a GPU has no kernel for fails where it is wanted, with words of its own.
+            # A missing kernel raises its own error where it is needed.
             if is_out_of_memory(error):
                 raise
     device.synchronize()
 
 
-def _multiply(place: torch.device, dtype: torch.dtype) -> None:
-    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=place)
+def _multiply(torch_device: torch.device, dtype: torch.dtype) -> None:
+    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype, device=torch_device)
     torch.mm(matrix, matrix)
 
 
-def _attend(place: torch.device, dtype: torch.dtype) -> None:
-    heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=place)
+def _attend(torch_device: torch.device, dtype: torch.dtype) -> None:
+    heads = torch.ones(1, 2, _SIZE, _SIZE, dtype=dtype, device=torch_device)
     functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """What budgets come to on this machine, and the device that computes; `device` is None on the CPU."""
+    """The budgets in bytes on this machine, and the device that computes; `device` is None on a CPU."""
 
     budget: MemoryBudget
     device: Device | None = None
 
     def limit_pins(self, machine: Machine | None) -> None:
-        """Leaves a fifth of what `machine` was found to page-lock to others."""
+        """Limits page-locked memory to the part of what `machine` allows that leaves a fifth to others."""
         if self.device is not None and machine is not None and machine.pin is not None:
             self.device.pins.most = machine.pin.usable
 
 
 def open_memory(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> MachineMemory:
-    """Looks for a device, unless the budgets forbid it, and tries the kernels that a run of the model would take there.
+    """Looks for a device, unless the budgets forbid it, and tries the kernels that a run of the model would use there.
 
-    Torch's allocator is limited to the budget. Raises SettingError, BadSize.
+    Limits torch's allocator to the budget. Raises SettingError, BadSize.
     """
     host, disk = budgets.host_nbytes(), budgets.disk_nbytes()
     device = find_device() if budgets.wants_device else None
@@ -76,19 +75,19 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
-    # What these two load, compile and run is part of what the process and the context take from here on.
+    # What these two load and compile counts as memory of the process and of the CUDA context from now on.
     load_libraries(device)
     gpu = try_kernels(device, _needs(device, settings, shape))
     process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
     context = device.context_nbytes
-    # What libraries will take is not the allocator's to give.
+    # The allocator must leave what libraries will take.
     device.limit(max(0, nbytes - context - LIBRARIES_NBYTES))
     granted = DeviceBudget(nbytes, context + LIBRARIES_NBYTES, process, gpu)
     return MachineMemory(MemoryBudget(host, granted, disk), device)
 
 
 def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) -> KernelNeeds:
-    """Where no model is known yet, what most models take."""
+    """The needs of the model; where none is known yet, those of most models."""
     if settings is None or shape is None:
         return usual_needs(device)
     dtype = choose_dtype(settings.dtype, shape.dtype, Gpu(device.capability, device.processors))

@@ -1,4 +1,4 @@
-"""Makes the store of a checkpoint, or finds the one that was made before."""
+"""Prepares the store of a checkpoint, or finds the one that was prepared before."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.store.stores import default_root, disk_budget, store_folder
 from ...offload.store.writer import StoreWriter
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload
@@ -22,29 +21,29 @@ from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
-from ..source.stored_model import StoreSink, write_resident
+from ..source.stored_model import write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
-from ..weights.preparation import Preparation, window_nbytes
+from ..weights.preparation import Preparation, StoreSink, window_nbytes
 from .engine_loader import load_engine
 
 
 def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
-    """Weight format and arithmetic of a store; "auto" is the checkpoint's own. Raises SettingError for a store."""
+    """The weight format and dtype of a store; "auto" means the checkpoint's own. Raises SettingError for a store."""
     if source.store is not None:
         raise SettingError(f"{source.store} is a store already; give the checkpoint that it was made from")
     return "none" if quant == "auto" else quant, source.shape.dtype if dtype == "auto" else dtype
 
 
-def place_for(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
-    """Where the store of this checkpoint in this format lies, or would."""
+def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
+    """The path of the store of this checkpoint in this format, whether it exists or not."""
     return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
 
 
 def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> None:
     """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
 
-    `repair` reads a finished store too, and makes its damaged files anew. Raises DoesNotFit where the memory is too
-    little for the largest part that is converted whole, OutOfBudget where the store does not fit the disk.
+    `repair` also reads a finished store and writes its damaged files again. Raises DoesNotFit if the memory is too
+    little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk.
     """
     _pack(source, target, quant, dtype, budgets, repair)
     _keep_key_offsets(source, target, quant, dtype, budgets)
@@ -67,13 +66,13 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
 
 
 def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:
-    """Measures them by a pass over the finished store, once, and so that the bits are the same in every budget.
+    """Measures the key offsets once, by a pass over the finished store, with the same bits in every budget.
 
-    Where host memory allows no pass at all, jobs with quantized keys measure them when they load.
+    If host memory is too little for any pass, jobs with quantized keys measure them when they load.
     """
     if (target / FILE).exists():
         return
-    # Keys are kept in the precision of arithmetic: quantized ones could not be measured.
+    # Keys are cached in the dtype of the run: quantized keys could not be measured.
     settings = Settings(
         dtype=dtype, quant=quant, kv=dtype, tokens_per_pass=MAX_TOKENS, max_sequences=1, deterministic=True
     )
@@ -83,15 +82,15 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
         plan = make_plan(source.shape, settings, MemoryBudget(min(least, budgets.host_nbytes())), job)
         with closing(load_engine(source, plan, target)) as loaded:
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
-        # An engine is a circle of modules: its memory is wanted for the one that is loaded next.
+        # An engine is a cycle of modules: collect it before the next one is loaded.
         del loaded
         gc.collect()
 
 
 def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> Path | None:
-    """The store that a plan reads its weights from, made now where it is missing; None where none is needed."""
+    """The store that a plan streams from, prepared now if it is missing; None where none is needed."""
     if source.store is not None or not plan.streams:
         return source.store
-    target = place_for(source, plan.quant, plan.dtype, budgets.disk_dir)
+    target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir)
     prepare(source, target, plan.quant, plan.dtype, budgets)
     return target

@@ -1,5 +1,6 @@
-"""The worst pass a job can ask for, run once after loading: a budget that is too small, or arithmetic that overflows,
-shows before the first row.
+"""Runs a job's largest pass once after loading.
+
+Too small a budget, or arithmetic that overflows, then shows before the first row.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from ..sampling.params import SamplingParams
 from ..settings.errors import SettingError
 from .engine_loader import LoadedEngine
 
-# Tokens that are drawn at a time.
+# Random tokens that are generated at a time.
 _DRAWN = 4096
 
 
 def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
-    """Fills one pass with as many prompt tokens and sampled rows as the plan allows; where kernels compute attention,
-    the longest prompt of one pass follows, and a pass that decodes over it, in which they split its keys.
+    """Runs one pass with as many prompt tokens and sampled rows as the plan allows; the engine is as new afterwards.
 
-    `tokens` are taken from `prompt_tokens`. Raises DoesNotFit where the process has taken more than its budgets,
-    SettingError where numbers overflow in fp16; the engine is as new afterwards.
+    Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
+    so splits its keys. `tokens` come from `prompt_tokens`. Raises DoesNotFit if the process has exceeded its budgets,
+    SettingError if values overflow in fp16.
     """
     engine = loaded.engine
     live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
@@ -33,7 +34,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
         1, min(plan.tokens_per_pass // live, workload.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1)
     )
     cache = engine.scheduler.cache
-    # Else sequences that repeat each other would share their prompt, and the pass would not be the worst.
+    # Else sequences with the same beginning would share blocks, and the pass would not be the largest.
     cache.sharing = False
     failed = _run(loaded, live, length, 1, tokens)
     longest = min(plan.tokens_per_pass, workload.longest - 2, plan.kv_tokens - 2)
@@ -54,7 +55,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
 
 
 def _compile_attention(loaded: LoadedEngine) -> None:
-    """Launches every kernel that attention may ask for in the job, for all layers that were rehearsed."""
+    """Launches every kernel that attention may need in the job, for all layers that were rehearsed."""
     # Imports Triton.
     from ..attention.triton_backend import TritonAttention
 
@@ -65,9 +66,9 @@ def _compile_attention(loaded: LoadedEngine) -> None:
 
 
 def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:
-    """Token ids without end that routers send to as many experts as they do a job's: a text's, then any.
+    """Yields token ids without end: those of `text`, in which overflow would show, then random ones.
 
-    The text is what overflow would show in; what is drawn from the whole vocabulary reaches experts that it does not.
+    Random tokens of the whole vocabulary reach the experts that the text does not.
     """
     yield from text
     generator = torch.Generator().manual_seed(0)
@@ -76,9 +77,9 @@ def prompt_tokens(text: Items[int], vocab: int) -> Iterator[int]:
 
 
 def _run(loaded: LoadedEngine, live: int, length: int, generated: int, tokens: Iterator[int]) -> int:
-    """Runs `live` sequences to their end; how many got logits that are not finite."""
+    """Runs `live` sequences to their end; returns the number that got logits that are not finite."""
     for _ in range(live):
-        # Sampled, not greedy: that is the larger scratch.
+        # Sampled, not greedy: sampling needs the larger scratch.
         params = SamplingParams(generated, temperature=1.0, ignore_eos=True)
         loaded.engine.add(Sequence(list(islice(tokens, length)), params))
     return sum(sequence.finish_reason == "error" for sequence in loaded.engine.run())

@@ -1,7 +1,7 @@
-"""Launches the kernels of a device once after loading, in every variant that a job can ask for.
+"""Launches the expert kernels of a device once after loading, in every variant that a job can need.
 
-Triton compiles a kernel when it is first launched, which takes from a third of a second to more than one: better before
-the first row than in the middle of a pass.
+Triton compiles a kernel when it is first launched, which takes from a third of a second to more than one: it is better
+done before the first row than during a pass.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ...moe.expert import Arrived, ExpertWeights
+from ...moe.expert import ExpertWeights, ResidentExpert
 from ...moe.groups import group_by_expert
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...quant.kernels.tuning import TILE_ROWS
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ..model.assembly import LayerAssembly
 from ..model.experts_seam import PackedExperts
 
@@ -24,9 +24,9 @@ from ..model.experts_seam import PackedExperts
 def warm_up_experts(
     layers: Sequence[LayerAssembly], compute: ParallelMatmul, dtype: torch.dtype, device: Device
 ) -> None:
-    """Both launches of experts, in every size of tiles, for layers whose experts differ.
+    """Launches both expert kernels with every tile size, once for each kind of layer.
 
-    With weights of no meaning in memory that is free now. Where there is too little of it, the first passes compile.
+    Their weights are zeros in memory that is free now. If it is too little, the first passes compile the kernels.
     """
     if compute.grouped is None:
         return
@@ -36,7 +36,7 @@ def warm_up_experts(
         if shard is None:
             continue
         packed: PackedExperts = layer.experts.packed
-        kind = (tuple(placed.layout for placed in shard.matrices), packed.body.gate, layer.experts.has_bias)
+        kind = (tuple(matrix.layout for matrix in shard.matrices), packed.body.gate, layer.experts.has_bias)
         if kind in warmed:
             continue
         warmed.add(kind)
@@ -51,15 +51,15 @@ def warm_up_experts(
 def _compute_one(layer: LayerAssembly, packed: PackedExperts, compute: ParallelMatmul, dtype: torch.dtype) -> None:
     shard = layer.shards.expert
     assert shard is not None
-    place = compute.device
-    weights = bind_somewhere(layer, shard.nbytes, place)
+    torch_device = compute.device
+    weights = bind_zeros(layer, shard.nbytes, torch_device)
     for num_rows in TILE_ROWS:
-        hidden = torch.zeros(num_rows, weights.up.shape[1], dtype=dtype, device=place)
-        groups = group_by_expert(torch.zeros(num_rows, 1, dtype=torch.long, device=place), 1)
-        rows = torch.empty(groups.num_rows, hidden.shape[1], dtype=dtype, device=place)
-        packed.body.forward_together(hidden, rows, groups, [Arrived(0, weights)], compute)
+        hidden = torch.zeros(num_rows, weights.up.shape[1], dtype=dtype, device=torch_device)
+        groups = group_by_expert(torch.zeros(num_rows, 1, dtype=torch.long, device=torch_device), 1)
+        rows = torch.empty(groups.num_rows, hidden.shape[1], dtype=dtype, device=torch_device)
+        packed.body.forward_together(hidden, rows, groups, [ResidentExpert(0, weights)], compute)
 
 
-def bind_somewhere(layer: LayerAssembly, nbytes: int, place: torch.device) -> ExpertWeights:
-    """An expert of the layer over memory that is nobody's."""
-    return layer.bind_expert(0, torch.zeros(nbytes, dtype=torch.uint8, device=place))
+def bind_zeros(layer: LayerAssembly, nbytes: int, torch_device: torch.device) -> ExpertWeights:
+    """An expert of the layer with new weights that are zero."""
+    return layer.bind_expert(0, torch.zeros(nbytes, dtype=torch.uint8, device=torch_device))

@@ -1,1 +1,1 @@
-"""transformers' model definitions, driven through three seams: attention, experts, weights. See docs/design.md."""
+"""transformers' model definitions, with four seams: attention, experts, weights and norms (docs/internals.md)."""

@@ -1,4 +1,4 @@
-"""Puts packed modules where a layer's own stood, and binds them to the bytes of shards."""
+"""Replaces a layer's linears and experts by packed modules, and binds them to the bytes of shards."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from ...moe.expert import ExpertSource, ExpertWeights
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import PackedTensor
 from ..settings.errors import UnsupportedModel
 from ..shape.read import is_router
-from ..shape.shards import LayerShards, PlacedMatrix, ShardLayout
+from ..shape.shards import LayerShards, ShardLayout, ShardMatrix
 from .experts_seam import PackedExperts, expert_body
 from .weights_seam import PackedLinear, TiledRows
 
 
 class LayerAssembly:
-    """One layer: its linears and experts by the names of its shards. `install` once, `bind_dense` for every arrival."""
+    """One layer with its linears and experts. Call `install` once, and `bind_dense` whenever its shard arrives."""
 
     def __init__(self, layer: nn.Module, shards: LayerShards, compute: ParallelMatmul) -> None:
         self.shards = shards
@@ -30,43 +30,43 @@ class LayerAssembly:
             if type(module) is nn.Linear and not is_router(f"{name}.weight")
         }
         self.experts: Any = next((module for module in layer.modules() if hasattr(module, "is_transposed")), None)
-        self._packed: list[tuple[PackedLinear, PlacedMatrix]] = []
+        self._packed: list[tuple[PackedLinear, ShardMatrix]] = []
         self._check()
 
     @property
     def up_name(self) -> str:
-        """The parameter that holds the experts' first matrices."""
+        """The name of the parameter with the experts' first matrices."""
         return "gate_up_proj" if self.experts.has_gate else "up_proj"
 
     @property
     def router(self) -> torch.Tensor | None:
-        """The matrix [E, D] that scores the layer's experts; None where it is not plain."""
+        """The matrix [E, D] that scores the layer's experts; None where the router has another form."""
         count = self.shards.num_experts
         named = self._layer.named_parameters()
         return next((one for name, one in named if is_router(name) and one.dim() == 2 and len(one) == count), None)
 
     def install(self) -> None:
         """Replaces linears and expert parameters by packed modules without bytes; biases stay."""
-        for placed in self.shards.dense.matrices:
-            linear = PackedLinear(self.linears[placed.name].bias, self._compute)
-            self._layer.set_submodule(placed.name, linear)
-            self._packed.append((linear, placed))
+        for matrix in self.shards.dense.matrices:
+            linear = PackedLinear(self.linears[matrix.name].bias, self._compute)
+            self._layer.set_submodule(matrix.name, linear)
+            self._packed.append((linear, matrix))
         self.linears.clear()
         if self.experts is not None:
             delattr(self.experts, self.up_name)
             del self.experts.down_proj
 
     def bind_dense(self, shard: torch.Tensor) -> None:
-        """Lets the linears read `shard`, the uint8 bytes of the dense shard."""
-        for linear, placed in self._packed:
-            linear.packed = PackedTensor.bind(placed.layout, shard[placed.offset : placed.end])
+        """Binds the linears to `shard`, the uint8 bytes of the dense shard."""
+        for linear, matrix in self._packed:
+            linear.packed = PackedTensor.bind(matrix.layout, shard[matrix.offset : matrix.end])
 
     def bind_expert(self, index: int, shard: torch.Tensor) -> ExpertWeights:
-        """Expert `index` over `shard`, the uint8 bytes of its shard."""
+        """Expert `index`, bound to `shard`, the uint8 bytes of its shard."""
         assert self.shards.expert is not None
         up, down = (
-            PackedTensor.bind(placed.layout, shard[placed.offset : placed.end])
-            for placed in self.shards.expert.matrices
+            PackedTensor.bind(matrix.layout, shard[matrix.offset : matrix.end])
+            for matrix in self.shards.expert.matrices
         )
         if not self.experts.has_bias:
             return ExpertWeights(up, down)
@@ -74,18 +74,18 @@ class LayerAssembly:
         return ExpertWeights(up, down, up_bias.detach(), self.experts.down_proj_bias[index].detach())
 
     def tile_routers(self) -> None:
-        """Lets routers see a fixed number of rows at a time."""
+        """Makes routers compute a fixed number of rows at a time."""
         for name, module in list(self._layer.named_modules()):
             if is_router(f"{name}.weight") and isinstance(getattr(module, "weight", None), nn.Parameter):
                 self._layer.set_submodule(name, TiledRows(module))
 
     def set_experts(self, source: ExpertSource) -> None:
-        """Where the layer's experts come from during passes."""
+        """Sets where the layer's experts come from during passes."""
         self.experts.packed = PackedExperts(source, expert_body(self.experts), self._compute)
 
     def _check(self) -> None:
-        """The shards were read from headers; the module is transformers' own. Both must mean the same model."""
-        wanted = {placed.name: placed.layout.shape for placed in self.shards.dense.matrices}
+        """Raises UnsupportedModel unless the shards, which were read from headers, and transformers' module agree."""
+        wanted = {matrix.name: matrix.layout.shape for matrix in self.shards.dense.matrices}
         found = {name: tuple(linear.weight.shape) for name, linear in self.linears.items()}
         count = self.experts.num_experts if self.experts is not None else 0
         if wanted != found or count != self.shards.num_experts:
@@ -97,13 +97,13 @@ class LayerAssembly:
 
 
 def install_head(model: Any, layout: ShardLayout | None, shard: torch.Tensor | None, compute: ParallelMatmul) -> None:
-    """Lets the output head read its own shard or, where it is tied (no layout), the embedding [V, D] where it lies."""
+    """Binds the output head to its own shard or, if it is tied (no layout), to the embedding [V, D] in place."""
     head = model.get_output_embeddings()
     bias = None if head.bias is None else nn.Parameter(head.bias.to(compute.device), requires_grad=False)
     linear = PackedLinear(bias, compute, per_token=False)
     if layout is None or shard is None:
         linear.packed = PackedTensor.wrap(model.get_input_embeddings().weight.detach().to(compute.device))
     else:
-        (placed,) = layout.matrices
-        linear.packed = PackedTensor.bind(placed.layout, shard[: placed.end])
+        (matrix,) = layout.matrices
+        linear.packed = PackedTensor.bind(matrix.layout, shard[: matrix.end])
     model.set_output_embeddings(linear)

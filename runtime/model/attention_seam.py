@@ -1,4 +1,4 @@
-"""Seam 1: transformers calls this function in place of its attention; the pass arrives as a keyword of `model(...)`."""
+"""Seam 1: transformers calls this function instead of its own attention; the pass is a keyword of `model(...)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..settings.errors import UnsupportedModel
 from .llama4 import RESCALE
 
 _HONOURED = {"sliding_window", "softcap", "s_aux"}
-# What transformers passes that cannot change the result of a pass without gradients, outputs of routers and caches.
+# Arguments that cannot change the result of a pass that wants no gradients, router outputs or caches.
 _HARMLESS = {
     "dropout",
     "position_ids",
@@ -29,9 +29,9 @@ _HARMLESS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """Handed to `model(..., packed=...)`; transformers hands it on to every layer's attention unchanged.
+    """An argument of `model(..., packed=...)` that transformers passes unchanged to every layer's attention.
 
-    `positions` [1, T] are the batch's, and any for rows behind its tokens, which stand for none.
+    `positions` [1, T] are the batch's; they are arbitrary for padding rows behind its tokens.
     """
 
     batch: Batch
@@ -41,7 +41,7 @@ class PackedPass:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """In place of a mask tensor: how many tokens a layer looks back, None for all."""
+    """Passed instead of a mask tensor: the number of tokens that a layer looks back, None for all."""
 
     window: int | None
 
@@ -68,14 +68,17 @@ def _attention(
     scaling: float | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D] after rotary embedding -> ([1, T, Hq, D], None)."""
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] after rotary embedding -> ([1, T, Hq, D], None).
+
+    Raises UnsupportedModel for a feature that moedge does not know.
+    """
     asked = {name for name, value in features.items() if value is not None}
     if unknown := asked - _HONOURED - _HARMLESS:
         raise UnsupportedModel(
             f"{type(module).__name__} asks attention for {sorted(unknown)}, which moedge does not know"
         )
     window = features.get("sliding_window") if attention_mask is None else attention_mask.window
-    # One family writes 0 for none.
+    # One family means "no window" by 0.
     window = window or None
     chunked = _is_chunked(module)
     call = AttentionCall(
@@ -95,11 +98,11 @@ def _attention(
 
 
 def _is_chunked(module: torch.nn.Module) -> bool:
-    """Whether a layer looks back to the start of its chunk: the mask's size alone does not tell that from a window."""
+    """Whether a layer attends from the start of its chunk on: the mask's size alone does not show it."""
     kinds = getattr(module.config, "layer_types", None)
     return kinds is not None and kinds[module.layer_idx] == "chunked_attention"
 
 
 def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Zeros behind a head's elements [..., D] where keys and values differ in length: the cache holds one length."""
+    """Pads heads [..., D] with zeros to `width`, where keys and values differ in D: the cache has one length."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

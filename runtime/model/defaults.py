@@ -1,6 +1,6 @@
 """Generates `runtime/shape/defaults.json`: what only transformers' config classes know, for code without torch.
 
-Run as `python -m moedge.runtime.model.defaults`; a test rebuilds the table and compares.
+Run it as `python -m moedge.runtime.model.defaults`; a test rebuilds the table and compares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ..shape.config_fields import LAYER_KINDS
 from ..shape.families import SUPPORTED
 
-# What runtime/shape reads of a config.
+# The fields of a config that runtime/shape reads.
 _FIELDS = (
     "attention_chunk_size", "attention_k_eq_v", "enable_moe_block", "first_k_dense_replace",
     "global_attn_every_n_layers", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
@@ -33,7 +33,7 @@ def rebuild() -> dict[str, Any]:
 
 
 def _entry(config_class: Any) -> dict[str, Any]:
-    # The class's own defaults: an instance has replaced some by what follows from the others, such as head_dim.
+    # The class's own defaults: an instance computes some of them from others, such as head_dim.
     values = {field.name: field.default for field in dataclasses.fields(config_class)}
     rope = config_class().to_dict().get("rope_parameters") or {}
     by_kind = bool(rope.keys() & LAYER_KINDS)
@@ -47,7 +47,7 @@ def _entry(config_class: Any) -> dict[str, Any]:
     }
 
 
-# Experts as [E, in, out]: a test compares this with the modules.
+# Families whose experts are [E, in, out]: a test compares this with the modules.
 _TRANSPOSED = {"aria_text", "gpt_oss", "llama4_text"}
 
 

@@ -19,7 +19,10 @@ SEAM = "moedge"
 
 
 def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights: parameters on the meta device, buffers real. No code but transformers' runs."""
+    """The model without weights: parameters on the meta device, real buffers. Runs transformers' code alone.
+
+    Raises UnsupportedModel where transformers refuses the configuration.
+    """
     register_attention(SEAM)
     register_experts(SEAM)
     config_class = CONFIG_MAPPING[config.family.model_type]
@@ -30,12 +33,12 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
                 config_class(**values), dtype=dtype, attn_implementation=SEAM, experts_implementation=SEAM
             )
     except (StrictDataclassError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Each class has checks of its own, and sizes that fit each other only in its own code.
+        # Each class checks its config in its own way, and some sizes only fail in its own code.
         reason = " ".join(str(error).split())[:300]
-        raise UnsupportedModel(f"config.json: transformers cannot make a model of it ({reason})") from None
+        raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
     adapt(model)
     return model.eval()
 
 
-# What the file may say but moedge decides.
+# Fields of the file that moedge decides itself.
 _OWN_CHOICE = {"dtype", "torch_dtype", "architectures", "use_cache", "_name_or_path"}

@@ -11,11 +11,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, mix_experts
 from ...quant.kernels.gates import recognise
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 
 
 class PackedExperts(nn.Module):
-    """A child that an experts module is given in place of its weight parameters."""
+    """A child module that replaces the weight parameters of an experts module."""
 
     def __init__(self, source: ExpertSource, body: ExpertBody, compute: ParallelMatmul) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class PackedExperts(nn.Module):
         count = self.compute.real_rows(len(hidden))
         if count == len(hidden):
             return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
-        # Rows that stand for no token want no expert.
+        # Padding rows need no expert.
         mine = hidden[:count], expert_ids[:count], weights[:count]
         out = torch.zeros_like(hidden)
         out[:count] = mix_experts(*mine, self.source, self.body, self.compute)
@@ -39,10 +39,10 @@ def register_experts(name: str) -> None:
 
 
 def expert_body(module: nn.Module) -> ExpertBody:
-    """What the module does around its matrices, by the attributes that transformers' decorator sets."""
+    """What the module computes around its matrices, by the attributes that transformers' decorator sets."""
     features: Any = module
     activate: Callable[[torch.Tensor], torch.Tensor] = features._apply_gate if features.has_gate else features.act_fn
-    # The attribute is younger than the oldest transformers that is supported.
+    # The oldest supported transformers does not have this attribute.
     has_norm = getattr(features, "has_post_expert_norm", False)
     return ExpertBody(activate, features.post_expert_norm if has_norm else None, recognise(activate))
 

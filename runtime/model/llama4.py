@@ -1,4 +1,4 @@
-"""What llama4 computes outside the seams, made to go through them: its experts, and the scale of its queries."""
+"""Adapts llama4 to the seams, outside which it computes its experts and the scale of its queries."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
-# Set on an attention module: what its queries [1, H, T, D] become at positions [1, T].
+# An attribute of an attention module: a function of queries [1, H, T, D] and positions [1, T].
 RESCALE = "rescale_queries"
 
 
 def adapt(model: nn.Module) -> None:
-    """Changes the model's own modules; their parameters and names stay."""
+    """Changes the methods of a llama4 model's modules; their parameters and names stay."""
     if type(model).__name__ == "Llama4ForCausalLM":
-        # Its own answer is made for the model with pictures around it.
+        # The class's own method expects the model that also reads pictures.
         model.get_decoder = lambda: model.model  # type: ignore[assignment]
     module: Any
     for module in model.modules():
         if type(module).__name__ == "Llama4TextMoe":
             _adapt_experts(module)
         elif getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            # transformers counts positions from the row's first token, which is not the sequence's.
+            # transformers counts positions from the pass's first token, not the sequence's.
             module.attn_temperature_tuning = False
             setattr(module, RESCALE, partial(_rescale, scale=module.attn_scale, floor=module.floor_scale))
 
 
 def _adapt_experts(moe: Any) -> None:
-    """transformers runs every expert on every token, most of them on zeros; this runs those that were chosen.
+    """Runs the chosen experts; transformers runs every expert on every token, most of them on zeros.
 
-    A router's weight multiplies what an expert reads, not what it returns.
+    In this family a router's weight multiplies an expert's input, not its output.
     """
     experts = moe.experts
     experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
@@ -55,6 +55,6 @@ def _activate(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.
 
 
 def _rescale(queries: torch.Tensor, positions: torch.Tensor, scale: float, floor: float) -> torch.Tensor:
-    """Layers without rotary positions sharpen their attention with the distance from the start."""
+    """Scales queries by their position: layers without rotary embedding sharpen attention far from the start."""
     factors = torch.log1p(torch.floor((positions.to(queries.device).float() + 1.0) / floor)) * scale + 1.0
     return (queries * factors.unsqueeze(1).unsqueeze(-1)).to(queries.dtype)

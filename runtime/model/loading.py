@@ -1,6 +1,6 @@
 """Fills a meta model's parameters from a checkpoint, a layer at a time, by transformers' own conversions.
 
-The only file that uses non-public names of transformers; tests/runtime/model/test_loading.py names the day they change.
+The only file that uses private names of transformers; tests/runtime/model/test_loading.py notices when they change.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ...offload.errors import BadCheckpoint
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.read import LAYER, expert_index, is_expert
 
-MOST_TOLD = 10
+MAX_LISTED = 10
 
 
 class CheckpointLoader:
-    """Loads a layer's parts, or what is outside all layers; memory peaks at what one call loads."""
+    """Loads parts of a layer, or what is outside all layers; memory peaks at the size of one call's part."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self._model = model
         self._checkpoint = checkpoint
-        # A bar for every layer would bury the progress of the job.
+        # A progress bar for every layer would hide the job's.
         logging.disable_progress_bar()
         self._config = LoadStateDictConfig(
             weight_mapping=get_model_conversion_mapping(model), dtype=dtype, dtype_plan=model._get_dtype_plan(dtype)
@@ -53,26 +53,28 @@ class CheckpointLoader:
                 self._dense[index].append(name)
 
     def check(self) -> None:
-        """Converts headers instead of tensors. Raises BadCheckpoint, with the first ten differences from the model."""
+        """Converts headers instead of tensors; raises BadCheckpoint with the first ten differences from the model."""
         names = [name for names in (*self._dense.values(), *self._experts.values()) for name in names]
         tensors = {name: _Header(self._checkpoint.entries[name]) for name in names}
         on_meta = replace(self._config, device_map={"": torch.device("meta")})
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, on_meta, None)
         self._model.tie_weights()
         parameters = {name for name, _ in self._model.named_parameters()}
-        told = [f"{name} is {list(have)}, wanted {list(want)}" for name, have, want in sorted(found.mismatched_keys)]
-        told += [f"{name} is missing" for name in sorted(found.missing_keys & parameters)]
-        told += [f"{described(name)} belongs to no part of the model" for name in _extra(found)]
-        told += [f"{name} cannot be converted" for name in sorted(found.conversion_errors)]
-        if told:
-            more = f"; and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+        differences = [
+            f"{name} is {list(have)}, wanted {list(want)}" for name, have, want in sorted(found.mismatched_keys)
+        ]
+        differences += [f"{name} is missing" for name in sorted(found.missing_keys & parameters)]
+        differences += [f"{described(name)} belongs to no part of the model" for name in _extra(found)]
+        differences += [f"{name} cannot be converted" for name in sorted(found.conversion_errors)]
+        if differences:
+            more = f"; and {len(differences) - MAX_LISTED} more" if len(differences) > MAX_LISTED else ""
             raise BadCheckpoint(
-                f"{self._checkpoint.folder}: the files are not of the model that config.json describes: "
-                f"{'; '.join(told[:MOST_TOLD])}{more}"
+                f"{self._checkpoint.folder}: the files do not belong to the model that config.json describes: "
+                f"{'; '.join(differences[:MAX_LISTED])}{more}"
             )
 
     def load_dense(self, index: int, layer: nn.Module) -> None:
-        """All of a layer but its experts' matrices."""
+        """Loads all of a layer except its experts' matrices."""
         self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[index]})
         parameters = layer.named_parameters()
         missing = [name for name, parameter in parameters if parameter.is_meta and parameter.dim() != 3]
@@ -82,8 +84,8 @@ class CheckpointLoader:
     def load_experts(self, index: int, experts: Any, up_name: str, window: range) -> tuple[torch.Tensor, torch.Tensor]:
         """The up and down matrices [len(window), N, K] of some of a layer's experts, for packing.
 
-        transformers converts what it is given: with the module's parameters narrowed to the window, it stacks the
-        experts of the window alone, so a layer larger than memory goes through a few experts at a time.
+        With the module's parameters narrowed to the window, transformers' conversion stacks the experts of the window
+        alone, so that a layer that is larger than memory is loaded a few experts at a time.
         """
         whole = {name: getattr(experts, name) for name in (up_name, "down_proj")}
         for name, parameter in whole.items():
@@ -98,7 +100,7 @@ class CheckpointLoader:
         return (up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (up, down)
 
     def load_rest(self) -> None:
-        """Everything that is not of a layer: embedding, last norm, output head."""
+        """Loads everything outside the layers: embedding, last norm, output head."""
         self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[None]})
         self._model.tie_weights()
         meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
@@ -125,7 +127,7 @@ class CheckpointLoader:
 
 
 class _StoredTensor:
-    """What transformers' loader indexes with `[...]` when it wants a tensor's bytes; `rows` of the first dimension."""
+    """A tensor that transformers' loader reads by `[...]` when it needs it; `rows` selects from the first dimension."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, rows: range | None = None) -> None:
         self._checkpoint = checkpoint
@@ -146,7 +148,7 @@ class _StoredTensor:
 
 
 class _Header:
-    """A tensor without its bytes, for conversions on the meta device."""
+    """A tensor without bytes, for conversions on the meta device."""
 
     def __init__(self, entry: TensorEntry) -> None:
         self._entry = entry
@@ -157,7 +159,7 @@ class _Header:
 
 
 def _extra(found: Any) -> list[str]:
-    """Tensors of no use, without buffers that old checkpoints carry and models compute, and without tied heads."""
+    """Unexpected tensors, without tied heads and the buffers that old checkpoints carry and models compute."""
     return sorted(
         name for name in found.unexpected_keys if not name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))
     )
@@ -168,10 +170,10 @@ def refuse_nonfinite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.numel():
             continue
-        # Both ends inherit NaN and infinity, and cost a fraction of a test of every element.
+        # NaN and infinity show in the minimum or the maximum, which cost a fraction of testing every element.
         if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():
             count = parameter.numel() - int(parameter.isfinite().sum())
             raise BadCheckpoint(
                 f"{name}: {count} of {parameter.numel()} values are NaN or infinite, finite ones are wanted; "
-                "the checkpoint is damaged or was saved from a diverged run, get it anew"
+                "the checkpoint is damaged or was saved from a diverged run: download it again"
             )

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...quant.kernels.upload import upload
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
 from ..engine.batch import Batch
@@ -15,7 +15,7 @@ from .attention_seam import PackedPass
 
 
 class ModelRunner:
-    """`forward` runs a pass where `compute` does; `attention` must be set before the first one, once the cache is."""
+    """Runs passes on the device of `compute`; set `attention` after the cache exists and before the first pass."""
 
     def __init__(self, model: PreTrainedModel, compute: ParallelMatmul) -> None:
         self._model = model.requires_grad_(False)
@@ -30,7 +30,7 @@ class ModelRunner:
         count, compute = batch.num_tokens, self._compute
         behind = (0, whole_vectors(count) - count if compute.pads_passes else 0)
         token_ids, positions = F.pad(batch.token_ids, behind), F.pad(batch.positions, behind)
-        # Token ids stay in the host, where the embedding is.
+        # Token ids stay in host memory, where the embedding is.
         with compute.small_steps(count * self._model.config.hidden_size), compute.padded_pass(count, count + behind[1]):
             out = self._model(
                 token_ids,

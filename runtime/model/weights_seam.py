@@ -1,4 +1,4 @@
-"""Seam 3: linear layers whose bytes are bound from outside, and a layer list that waits for them."""
+"""Seam 3: linear layers that are bound to shards, layers that wait for their shards, and modules around them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import TILE
 from ...quant.tensor import PackedTensor
 
 
 class PackedLinear(nn.Module):
-    """Stands where an nn.Linear stood; usable while `packed` is bound to bytes that are there.
+    """Replaces an nn.Linear; usable while `packed` is bound to bytes in memory.
 
-    What it makes of rows that stand for no token is zero; the output head, not `per_token`, sees none.
+    Its output is zero for padding rows; only the output head, which gets none, is not `per_token`.
     """
 
     packed: PackedTensor
@@ -41,10 +41,10 @@ class PackedLinear(nn.Module):
 
 
 class TiledRows(nn.Module):
-    """Runs a module that treats rows [T, D] alike on TILE of them at a time, the last ones padded with zeros.
+    """Runs a row-wise module on TILE of the rows [T, D] at a time, the last ones padded with zeros.
 
-    A product of as many rows, in the same place, has the same bits for a row whatever the others are; products of 32
-    and of 300 rows do not, even in multiples of a tile.
+    With a fixed number of rows, the bits of a row's product depend only on that row and its index; products of 32 and
+    of 300 rows differ, even in multiples of a tile.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -52,7 +52,7 @@ class TiledRows(nn.Module):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        # Blocks read their router's corrections and scales.
+        # MoE blocks read corrections and scales of their router.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -76,7 +76,7 @@ class TiledRows(nn.Module):
 
 
 class ArrivingLayers(nn.ModuleList):
-    """The decoder layers; iterating yields a layer when its bytes are there and frees them when asked for the next.
+    """The decoder layers; iteration yields a layer once its shard has arrived, and frees the shard at the next step.
 
     transformers' own `for layer in self.layers` drives the stream, so no hook is needed.
     """
@@ -90,30 +90,30 @@ class ArrivingLayers(nn.ModuleList):
             yield self._modules[str(index)]
 
     def __getitem__(self, index: Any) -> Any:
-        # transformers slices off layers that a config asks to leave out; moedge's configs never do.
+        # transformers slices off layers that a config skips; moedge's configs skip none.
         return self if isinstance(index, slice) else super().__getitem__(index)
 
 
-# Numbers that a norm takes at a time. transformers writes a norm as five operations, each of which goes through all of
-# its rows and keeps what it finds in float32: 4 MiB here, of a heap that keeps them, or what a heap that returns large
-# buffers does not take for one (offload/heap.py). Measured over 4,096 tokens of 2,048 numbers (docs/performance.md).
+# Elements that a norm computes at a time. transformers' norms are five operations with float32 temporaries of all rows:
+# 4 MiB here, where the heap keeps such buffers, and less where it returns large buffers to the system
+# (offload/heap.py). Measured over 4,096 tokens of 2,048 elements (docs/performance.md).
 PIECE_NUMEL = 1 << 20
 SMALL_PIECE_NUMEL = 1 << 17
 
 
 def norm_in_pieces(model: nn.Module, most: int = PIECE_NUMEL) -> int:
-    """Lets every norm of `model` that treats rows alike take at most `most` numbers at once; returns how many do.
+    """Makes every row-wise norm of `model` compute at most `most` elements at once; returns the number of such norms.
 
-    A row's bits stay the same: each is computed alone. Modules stay where they are, with their names and parameters.
+    A row's bits stay the same, because it is computed alone. Modules keep their names and parameters.
     """
-    norms = [module for module in model.modules() if _treats_rows_alike(module)]
+    norms = [module for module in model.modules() if _is_row_wise_norm(module)]
     for norm in norms:
         norm.forward = _in_pieces(norm.forward, most)
     return len(norms)
 
 
-def _treats_rows_alike(module: nn.Module) -> bool:
-    """Norms over the last axis: by their name, as families bring their own, and with parameters of that axis alone."""
+def _is_row_wise_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm over the last axis, by its name (families have their own classes) and parameters."""
     name = type(module).__name__
     if (
         not name.endswith("Norm")
@@ -124,18 +124,18 @@ def _treats_rows_alike(module: nn.Module) -> bool:
     return all(parameter.dim() == 1 for parameter in module.parameters())
 
 
-def _in_pieces(whole: Callable[..., torch.Tensor], most: int) -> Callable[..., torch.Tensor]:
+def _in_pieces(norm: Callable[..., torch.Tensor], most: int) -> Callable[..., torch.Tensor]:
     def forward(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         if others or named or x.numel() <= most or not x.is_contiguous():
-            return whole(x, *others, **named)
+            return norm(x, *others, **named)
         rows = x.view(-1, x.shape[-1])
         pieces = iter(torch.split(rows, max(1, most // x.shape[-1])))
-        first = whole(next(pieces))
+        first = norm(next(pieces))
         out = first.new_empty(rows.shape)
         begin = len(first)
         out[:begin] = first
         for piece in pieces:
-            out[begin : begin + len(piece)] = whole(piece)
+            out[begin : begin + len(piece)] = norm(piece)
             begin += len(piece)
         return out.view(x.shape)
 
@@ -143,7 +143,7 @@ def _in_pieces(whole: Callable[..., torch.Tensor], most: int) -> Callable[..., t
 
 
 class HostEmbedding(nn.Module):
-    """Gathers rows in host memory and copies them alone: of an embedding a pass reads one row per token."""
+    """Keeps the embedding in host memory and copies to the device only the rows that a pass gathers."""
 
     def __init__(self, inner: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class HostEmbedding(nn.Module):
 
 
 def move_resident(model: PreTrainedModel, device: torch.device) -> None:
-    """Norms, routers, biases and buffers to `device`. The output head is bound later and stays where it is."""
+    """Moves norms, routers, biases and buffers to `device`. The output head is bound later and is not moved."""
     embedding = model.get_input_embeddings()
     staying = {*embedding.modules(), model.get_output_embeddings()}
     for module in model.modules():

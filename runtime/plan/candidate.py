@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...moe.expected_rows import most_rows
-from ...offload.machine.hardware import crew_size
+from ...offload.machine.hardware import num_workers
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
-from ..attention.choice import JOB_NUMEL, PARTS_NBYTES, PIECE_TOKENS
+from ..attention.choice import PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, KVSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
@@ -153,8 +153,8 @@ def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int
     """
     item = ITEM_NBYTES[dtype]
     pieces = num_sequences * (longest // PIECE_TOKENS + 1)
-    job = min(JOB_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
-    parts = min(PARTS_NBYTES, pieces * widest.dense * item)
+    job = min(TILE_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
+    parts = min(PARTIALS_NBYTES, pieces * widest.dense * item)
     return DECODING_THREADS * job + parts + 3 * num_sequences * widest.dense * 4
 
 
@@ -163,7 +163,7 @@ _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 
 def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
-    """Whether experts that arrive together are computed together."""
+    """Whether experts that arrive together are computed in one launch."""
     return (
         shape.num_experts > 0 and quant in tuning.FORMATS and tuning.supports(gpu.capability) and not gpu.lacks.experts
     )
@@ -184,7 +184,7 @@ def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequen
     for spec in cache.specs:
         width = spec.group.kv_heads * spec.group.head_dim
         transformed = max(transformed, 2 * tokens * (queries + width) * 4 * spec.layout.format.keys.quantized)
-        # Queries and results once more, keys and values by way of float32.
+        # A copy of queries and results, and keys and values in float32.
         prompts = max(prompts, tokens * (queries * (4 + 2 * item) + 2 * width * (6 + item)))
         # Sums of twice as many programs as there are processors, float32 with maximum and total.
         heads = -(-queries // width)
@@ -214,7 +214,7 @@ class WeightFootprint:
         self.grouped_experts = self.gpu is not None and groups_experts(shape, quant, self.gpu)
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device_budget is None:
-            self.workspace += (crew_size() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
+            self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
             self.process, self.resident = PROCESS_NBYTES, resident_nbytes(shape, dtype)
         else:
             self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import FlopRates, Machine, Overheads
@@ -45,7 +45,7 @@ WIDE = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one tier that computes, and the links to it, do in a second. FLOP/s are by name, then by rows at once.
+    """Rates of a tier that computes and of the links to it. FLOP/s are by name, then by number of rows.
 
     `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
     """
@@ -105,7 +105,7 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
 def _device_rates(machine: Machine | None) -> Rates:
     link = machine.link if machine else None
     memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
-    # Launches cost what operations cost on the processor; what a token takes besides is the device's memory's.
+    # A launch costs as much as an operation on the CPU; the rest of a token is limited by device memory.
     overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, token_s=NO_SECONDS)
     return Rates(
         disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
@@ -185,7 +185,7 @@ class _LayerKind:
 
 
 class _Formats(Protocol):
-    """What decides how fast a pass computes, apart from its size: a plan has these, and a candidate."""
+    """The factors of the speed of a pass, except its size: plans and candidates have them."""
 
     @property
     def dtype(self) -> str: ...
@@ -245,7 +245,7 @@ def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
 
 
 class _ComputeCosts:
-    """Seconds of arithmetic of passes, wherever their weights come from."""
+    """Seconds to compute passes, without the transfer of their weights."""
 
     def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates) -> None:
         self._shape = model.shape
@@ -334,15 +334,16 @@ class _Streamed:
         return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
 
 
-RESOURCES = ("disk", "link", "compute")
+Resource = Literal["disk", "link", "compute"]
+RESOURCES: tuple[Resource, ...] = ("disk", "link", "compute")
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the whole job takes: `seconds` of generating after `loading_s` in which `written_nbytes` go to disk.
+    """The time of the whole job: `seconds` to generate after `loading_s`, in which `written_nbytes` go to disk.
 
-    `busy_s` is by resource, while generating; `bottleneck` is what the job waits for.
-    Answers are taken to be as long as they may be, and no prompt to begin like another.
+    `busy_s` is by resource, while generating; passes wait for the `bottleneck`. Assumes that answers have `max_tokens`
+    tokens and that prompts share no prefix.
     """
 
     seconds: float
@@ -350,7 +351,7 @@ class Prediction:
     generated_tok_s: float
     passes: float
     sequences: float
-    bottleneck: str
+    bottleneck: Resource
     busy_s: Mapping[str, float]
     disk_nbytes: float
     link_nbytes: float
@@ -391,7 +392,9 @@ def _predict(model: _ModelWork, plan: Plan, job: Workload, rates: Rates, factors
     live = _live_sequences(specs, plan.kv_blocks, min(plan.max_sequences, plan.tokens_per_pass), job)
     phases = list(_phases(job, live, plan.tokens_per_pass))
     costed = [(phase.passes, costs.cost(phase.load)) for phase in phases]
-    busy = {name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES}
+    busy: dict[str, float] = {
+        name: sum(passes * _seconds(cost, name, factors) for passes, cost in costed) for name in RESOURCES
+    }
     total = sum(passes * _pass_seconds(cost, factors) for passes, cost in costed)
     waited = {name: sum(passes for passes, cost in costed if _bottleneck(cost, factors) == name) for name in RESOURCES}
     generated = job.mean_generated * job.sequences
@@ -471,7 +474,7 @@ def _pass_seconds(cost: _PassCost, factors: Mapping[str, float]) -> float:
     return max(seconds.values()) + cost.unhidden * min(seconds["disk"], seconds["compute"])
 
 
-def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> str:
+def _bottleneck(cost: _PassCost, factors: Mapping[str, float]) -> Resource:
     return max(RESOURCES, key=lambda name: _seconds(cost, name, factors))
 
 
@@ -496,7 +499,7 @@ class _Passes:
 
 
 class CostModel:
-    """What passes and jobs of one model cost on one machine, by its rates.
+    """The cost of passes and jobs of a model on a machine, from its rates.
 
     `factors` multiply the seconds of resources, in every weight format. What no budget changes is kept, so requests
     that are made from each other share one cost model.
@@ -520,7 +523,7 @@ class CostModel:
         return self._weights[key]
 
     def predict(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> Prediction:
-        """What the job takes under the plan, where `prepared` weights are there already."""
+        """The predicted time of the job under the plan, if `prepared` weights exist already."""
         work = self._work(plan.quant, plan.dtype, None)
         predicted = _predict(work, plan, workload, self.rates, self.factors)
         loading = self.loading(plan, workload, prepared)

@@ -1,10 +1,11 @@
-"""What a job gives up where memory runs out in spite of its plan, a step at a time and in a fixed order. Torch-free.
+"""The fallbacks that a job applies, one at a time and in a fixed order, where memory runs out in spite of its plan.
+Torch-free.
 
 1. Prefetch depth: slots for experts in flight, halved down to the least that works. The job waits longer for weights.
 2. Sequences together, halved down to one; in a pass, whose cache stays as it is, its tokens. The job takes more passes.
 3. Blocks of host memory for preempted sequences. The job computes these sequences again.
 
-Answers depend on none of them. What is left is again a plan, with all of its sizes.
+No answer depends on them. The result of each step is again a plan, with all of its sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Fallback:
     cause: str
 
     def __str__(self) -> str:
-        return f"memory gave out ({self.cause}): {self.what} {self.before:,} -> {self.after:,}"
+        return f"out of memory ({self.cause}): {self.what} {self.before:,} -> {self.after:,}"
 
 
 class _Given(NamedTuple):
@@ -44,11 +45,11 @@ class _Given(NamedTuple):
 
 
 class FallbackPolicy:
-    """`plan` is what is left of the plan that was made for `request`; `made` lists the steps that led to it."""
+    """`plan` is what is left of the first plan for `request`; `applied` lists the fallbacks that led to it."""
 
     def __init__(self, plan: Plan, request: PlanRequest) -> None:
         self.plan = plan
-        self.made: list[Fallback] = []
+        self.applied: list[Fallback] = []
         self._request = request
         shape = request.shape
         specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups)
@@ -56,13 +57,13 @@ class FallbackPolicy:
         self._expert = largest_expert(model_shards(shape, plan.quant, plan.dtype))
 
     def before_passes(self, cause: str) -> None:
-        """Takes the next step, for loading again. Raises MemoryGaveOut where nothing is left to give up."""
+        """Applies the next fallback before the model is loaded again. Raises MemoryGaveOut where none is left."""
         self._step(cause, self._prefetch, self._sequences, self._parked)
 
     def in_pass(self, cause: str, tokens: int) -> None:
-        """Takes the next step in a pass of `tokens`, whose ring and cache stay where they are.
+        """Applies the next fallback in a pass of `tokens`; ring and cache keep their size.
 
-        Raises MemoryGaveOut where nothing is left to give up.
+        Raises MemoryGaveOut where none is left.
         """
         self._step(cause, lambda: self._tokens(tokens), self._parked)
 
@@ -70,11 +71,11 @@ class FallbackPolicy:
         for step in steps:
             if given := step():
                 self.plan = given.plan
-                self.made.append(Fallback(given.what, given.before, given.after, cause))
+                self.applied.append(Fallback(given.what, given.before, given.after, cause))
                 return
         raise MemoryGaveOut(
-            f"memory gave out ({cause}), and nothing is left to give up for it. The least that this job takes is "
-            f"{self._least()}: make as much free, and the same command resumes it"
+            f"out of memory ({cause}), and no fallback is left. This job needs at least {self._least()}: "
+            "free that much; the same command resumes the job"
         )
 
     def _least(self) -> str:

@@ -31,7 +31,7 @@ MOST_KEPT = 200
 LEARNED_FROM = 3
 MOST_BORROWED = 2.0
 # What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile. First jobs
-# took 1.05 to 1.7 times what arithmetic alone would have, the middle one a quarter more (docs/performance.md).
+# took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (docs/performance.md).
 BESIDE_PASSES = MappingProxyType({"compute": 1.25})
 
 
@@ -77,7 +77,7 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
 
 
 def corrections(records: Sequence[RunRecord], machine: str, shape: str, formats: str) -> dict[str, float]:
-    """By bottleneck, and for "loading": what to multiply predicted seconds with, in every weight format alike.
+    """Correction factors of predicted seconds, by bottleneck and for "loading"; the same in every weight format.
 
     `formats` is a `formats_key`, whose weight format counts for nothing: a correction that knew some formats only would
     make those that never ran look fast. Runs of the same model count in full, their newest few; else runs of this
@@ -110,7 +110,7 @@ def _kind(formats: str) -> str:
 
 
 def machine_key(hardware: Hardware) -> str:
-    """What a run's speed belongs to; the folder of its store may lie on another disk."""
+    """The hardware that a speed belongs to; the folder of prepared weights may be on another disk."""
     return _digest(asdict(hardware))
 
 
@@ -119,7 +119,7 @@ def shape_key(shape: ModelShape) -> str:
 
 
 def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_device: bool) -> str:
-    """What decides how products of a model are computed."""
+    """The formats that determine how a model is computed."""
     words = [quant, dtype, compute, "deterministic" if deterministic else "", "device" if on_device else ""]
     return " ".join(word for word in words if word)
 

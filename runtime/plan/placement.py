@@ -1,7 +1,8 @@
-"""What will run: the workload, the plan for it, and which weight shards are held where. Closed form, torch-free.
+"""The plan and its workload, and the tier of every weight shard. Closed form, torch-free.
 
 KV before experts: while weights do not fit, a byte gives more tokens per second as KV cache, which adds sequences to
-every pass, than as a held expert (docs/design.md). So `place` divides what the cache and the scratch leave.
+every pass, than as a held expert (docs/internals.md). So `choose_placement` divides the bytes that cache and scratch
+leave.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MIN_RING_EXPERTS = 3
 DEEP_RING_EXPERTS = 8
 # A layer computes while the next one's dense shard arrives.
 RING_LAYERS = 2
-# Weights as the checkpoint has them, on their way to be packed, and what a shard passes through.
+# Weights of the checkpoint while they are quantized, and the buffers that a shard passes through.
 LOADING_NBYTES = 512 * MIB
 
 
@@ -103,7 +104,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class HostStaging:
-    """Where in the host the shards are that a device does not hold.
+    """The host memory of the shards that a device does not hold.
 
     `placement` counts the device's own shards as kept. `staged_nbytes` of the others are in host memory and
     `disk_nbytes` on disk. `free_nbytes` of the host's budget are left.
@@ -117,7 +118,7 @@ class HostStaging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will run: no field is left to be decided later.
+    """Every decision about a run; nothing is left to decide later.
 
     `placement` and the sizes, in bytes, are those of the tier that computes: host memory, or a device where `budget`
     has one. Then `staging` says where in the host the other shards are.
@@ -128,7 +129,7 @@ class Plan:
       are computed again. Without a device there are none, because the cache is in host memory itself, and blocks do
       more good there.
     - `process_nbytes` are the process, or a device's context; `resident_nbytes` are small parameters.
-    - `weights_nbytes` are all weights, of which `held_nbytes` are held.
+    - `weights_nbytes` are all weights, `held_nbytes` the held ones.
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
     - `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
@@ -209,7 +210,7 @@ class Plan:
         return cls(**{**content, **built})
 
 
-def place(shards: ModelShards, free_nbytes: int, expert_ring: int = 0) -> Placement | None:
+def choose_placement(shards: ModelShards, free_nbytes: int, expert_ring: int = 0) -> Placement | None:
     """The placement that holds most in `free_nbytes` bytes; None where not even the smallest rings fit.
 
     A deep ring, or one `expert_ring` bytes larger than the smallest, comes before anything is held, as far as bytes are
@@ -240,10 +241,10 @@ def device_ring(shards: ModelShards, free_nbytes: int) -> int:
 
 
 def stage(shards: ModelShards, held: Placement, free_nbytes: int) -> Placement | None:
-    """What `free_nbytes` of host memory keep of the shards that stream to a device which holds `held`.
+    """The staging of the shards that a device does not hold (`held`) in `free_nbytes` of host memory.
 
     `held` counts as kept too, because neither comes from disk. There are rings even where all is kept: what cannot be
-    page-locked goes through them (docs/design.md). None where not even the rings fit.
+    page-locked goes through them (docs/internals.md). None where not even the rings fit.
     """
     rings = minimum(shards)
     dense_ring = rings.dense_ring if held.dense_ring else 0
@@ -262,7 +263,7 @@ def stage(shards: ModelShards, held: Placement, free_nbytes: int) -> Placement |
 
 
 def everything(shards: ModelShards) -> Placement:
-    """All shards held."""
+    """A placement that holds all shards."""
     return Placement(len(shards.layers), tuple(layer.num_experts for layer in shards.layers), 0, 0)
 
 
@@ -327,7 +328,7 @@ def on_device_nbytes(shape: ModelShape, dtype: str) -> int:
 def stage_for_device(
     shape: ModelShape, shards: ModelShards, held: Placement, budget: MemoryBudget, dtype: str
 ) -> HostStaging:
-    """What the host keeps for a device that holds `held`. Raises DoesNotFit, naming the smallest budget that works."""
+    """The staging for a device that holds `held`. Raises DoesNotFit, naming the smallest budget that works."""
     assert budget.device is not None
     fixed = budget.device.process_nbytes + resident_nbytes(shape, dtype) + LOADING_NBYTES
     kept = stage(shards, held, budget.host_nbytes - fixed)

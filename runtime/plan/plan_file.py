@@ -107,7 +107,7 @@ def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
         wanted, planned = getattr(settings, name), getattr(plan, name)
         if wanted not in ("auto", None, planned):
             option = name.replace("_", "-")
-            raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; leave one of them away")
+            raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; drop one of them")
 
 
 def _refuse_other_tiers(plan: Plan, request: PlanRequest) -> None:
@@ -126,7 +126,7 @@ def _within(plan: Plan, request: PlanRequest) -> Plan:
         if used > nbytes:
             raise SettingError(
                 f"the plan uses {used / GIB:.2f} GiB of {tier} memory and {nbytes / GIB:.2f} GiB are granted now; make "
-                f"a new plan, or grant as much with {OPTIONS[tier]}"
+                f"a new plan, or grant that much with {OPTIONS[tier]}"
             )
         budget = budget.with_tier(tier, min(nbytes, budget.memory[tier]))
     store = ledger.tiers["disk"].planned

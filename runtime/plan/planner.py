@@ -1,4 +1,4 @@
-"""What is asked of the planner, what the settings leave open, and the search for the best plan. Torch-free.
+"""The plan request, the search space that the settings leave open, and the search for the best plan. Torch-free.
 
 Precision, cache, passes and placement are chosen together: of all that the settings leave open, the plan with the
 shortest predicted time is found by branch and bound.
@@ -23,7 +23,7 @@ from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, larg
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
 from .memory_ledger import MemoryLedger
-from .placement import Plan, Workload, device_ring, place, stage_for_device
+from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
 
 # What `auto` takes for the cache where memory is short: no measurable loss, half the bytes (docs/quality.md).
 SMALL_KV = "int8"
@@ -33,7 +33,7 @@ LEAST_TOKENS, MOST_TOKENS = 64, 8192
 MOST_SEQUENCES = 4096
 # Sequences differ from their mean: this many times the blocks of mean sequences, and no pass waits for one.
 SPARE_BLOCKS = 1.1
-# A less lossy weight format is taken as long as it takes no more than this times as long as the fastest.
+# `auto` takes a less lossy weight format if its time is at most this multiple of the fastest.
 WORTH = 1.5
 # Sums that are added up in two ways may differ by this factor.
 ROUNDING = 1e-9
@@ -41,7 +41,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What is asked: a model on a machine (`costs`), a workload, a memory budget, and settings.
+    """The request: a model on a machine (`costs`), a workload, a memory budget, and settings.
 
     `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. `prepared` is what is
     on disk of the model. `corrections` of earlier runs (history.py) change what is predicted, not what is chosen.
@@ -66,7 +66,7 @@ class PlanRequest:
 
     @property
     def budget_nbytes(self) -> int:
-        """The budget of the tier that computes: a device's where there is one, else the host's."""
+        """The budget of the tier that computes: the device if there is one, else the host."""
         return self.budget.host_nbytes if self.budget.device is None else self.budget.device.nbytes
 
     def with_budget(self, tier: str, nbytes: int) -> PlanRequest:
@@ -104,7 +104,7 @@ class SearchSpace:
     def candidate(
         self, quant: str, longest: int | None = None, tokens: int = 0, live: int = 1, kv: str = ""
     ) -> Candidate:
-        """By default one for the job's longest rows, one after the other in the smallest passes."""
+        """A candidate; by default for the longest rows of the job, one at a time in the smallest passes."""
         settings = self.request.settings
         longest = max(1, self.request.workload.longest if longest is None else longest)
         kv = kv or (SMALL_KV if settings.kv == "auto" else settings.kv)
@@ -157,7 +157,7 @@ class SearchSpace:
 
     @property
     def for_every_row(self) -> str:
-        """That budget as a person would type it."""
+        """That budget as a command line option."""
         return self._option(self.smallest)
 
     def _does_not_fit(self, candidate: Candidate, budget: int) -> DoesNotFit:
@@ -168,8 +168,8 @@ class SearchSpace:
             smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
             f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "
-            f"{candidate.weights.quant}: the smallest that works is {self._option(candidate.smallest)}, of which "
-            f"{candidate.fixed / MIB:,.0f} MiB are for the process and what a pass computes with"
+            f"{candidate.weights.quant}: the smallest that works is {self._option(candidate.smallest)} "
+            f"({candidate.fixed / MIB:,.0f} MiB for the process and the scratch of a pass)"
             f"{self._beyond(candidate)}. {smaller} less{cpu}."
         )
 
@@ -177,29 +177,29 @@ class SearchSpace:
         return f"{'--ram' if self.request.budget.device is None else '--gpu-mem'} {-(-nbytes // MIB)}MiB"
 
     def _beyond(self, shortest: Candidate) -> str:
-        """What `shortest`, the candidate for the job's shortest rows, leaves out."""
+        """Names the budget for all rows if `shortest`, the candidate for the shortest rows, takes less."""
         # Compared as they are printed, in whole MiB.
         if self.for_every_row == self._option(shortest.smallest):
             return ""
-        return f", and fits only the shortest rows; every row takes {self.for_every_row}"
+        return f"; that runs only the shortest rows, {self.for_every_row} runs all"
 
 
 def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:
-    """What is computed in. `auto` is the checkpoint's dtype, but float16 for bfloat16 on a GPU that is slow at it."""
+    """The dtype to compute in. `auto` is the checkpoint's, but float16 for bfloat16 on a GPU that is slow at it."""
     if wanted != "auto":
         return wanted
     return "fp16" if checkpoint == "bf16" and gpu is not None and not gpu.computes_bf16 else checkpoint
 
 
 def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...]:
-    """What a person should know of the arithmetic on a GPU without tensor cores for bfloat16."""
+    """Notes on the dtype on a GPU without tensor cores for bfloat16."""
     if gpu is None or gpu.computes_bf16:
         return ()
     why = f"compute capability {dotted(gpu.capability)} has no tensor cores for bfloat16"
     if wanted == "bf16":
-        return (f"{why}: --dtype bf16 is several times slower than fp16 there; --dtype auto takes fp16",)
+        return (f"{why}: --dtype bf16 is several times slower than fp16 on it; --dtype auto takes fp16",)
     if wanted == "auto" and checkpoint == "bf16":
-        return (f"arithmetic is fp16: {why}",)
+        return (f"dtype is fp16: {why}",)
     return ()
 
 
@@ -228,16 +228,16 @@ class PlanResult:
 
     @classmethod
     def of(cls, plan: Plan, seconds: Mapping[str, float], request: PlanRequest) -> PlanResult:
-        """What is expected of a plan that was taken. All formats are corrected alike, or they could not be compared."""
+        """The result with this plan. All formats get the same correction, or they could not be compared."""
         predicted = request.costs.predict(plan, request.workload, request.prepared)
         factor = request.corrections.get(predicted.bottleneck, 1.0)
         corrected = predicted.corrected(factor, request.corrections.get(LOADING, 1.0))
         return cls(plan, corrected, {quant: factor * each for quant, each in seconds.items()}, request, factor)
 
     @property
-    def alike(self) -> PlanRequest:
+    def comparable(self) -> PlanRequest:
         """The request, for variations that are compared with this result: corrected by the same factor."""
-        every = dict.fromkeys(RESOURCES, self.correction)
+        every: dict[str, float] = dict.fromkeys(RESOURCES, self.correction)
         return replace(self.request, corrections={**self.request.corrections, **every})
 
     @property
@@ -272,7 +272,7 @@ def solve(request: PlanRequest) -> PlanResult:
 
 
 def make_plan(shape: ModelShape, settings: Settings, budget: MemoryBudget, workload: Workload) -> Plan:
-    """The best plan for a machine that nobody measured. Raises as `solve` does."""
+    """The best plan for a machine without a profile. Raises as `solve` does."""
     return solve(PlanRequest(costs=CostModel(shape), workload=workload, budget=budget, settings=settings)).plan
 
 
@@ -325,7 +325,7 @@ class _Search:
         return best and best[2:]
 
     def holds_everything(self, plan: Plan) -> bool:
-        """Whether all weights are where they compute, and every sequence that runs has its blocks."""
+        """Whether all weights are in the tier that computes, and every running sequence has its blocks."""
         return plan.placement.ring_nbytes == 0 and plan.kv_sequences >= plan.max_sequences
 
     def _candidates(self, quant: str) -> Iterator[_Ranked]:
@@ -368,13 +368,13 @@ class _Search:
     def _plan(self, ranked: _Ranked) -> Plan | None:
         """None, and why in `refusal`, where the host cannot take what a device does not hold, or the disk a store."""
         try:
-            plan = self._placed(ranked.candidate, ranked.cached)
+            plan = self._with_placement(ranked.candidate, ranked.cached)
         except DoesNotFit as refusal:
             self.refusal = refusal
             return None
         return None if plan.streams and not self._has_disk(ranked.candidate.weights) else plan
 
-    def _placed(self, candidate: Candidate, cached: int) -> Plan:
+    def _with_placement(self, candidate: Candidate, cached: int) -> Plan:
         """Raises DoesNotFit where the host cannot take what a device does not hold."""
         plan = self._in_computing_tier(candidate, cached)
         if self._budget.device is None:
@@ -388,7 +388,7 @@ class _Search:
         return replace(plan, staging=staging, parked_blocks=parked, free_nbytes=free)
 
     def _cached(self, candidate: Candidate) -> int:
-        """Where all weights are held, blocks take what is left: nothing else could use it."""
+        """If all weights are held, the cache takes the remaining bytes, because nothing else could use them."""
         budget = self._request.budget_nbytes
         least = self.space.cached(candidate.live, candidate.cache.longest)
         if candidate.whole(least) > budget:
@@ -401,8 +401,8 @@ class _Search:
         """The plan, as far as it concerns the tier that computes."""
         free, shards = self._request.budget_nbytes - candidate.fixed, candidate.weights.shards
         ring = device_ring(shards, free) if candidate.weights.on_device else 0
-        placement = place(shards, free - candidate.cache.nbytes(cached), ring)
-        assert placement is not None, "a candidate leaves the least that weights take"
+        placement = choose_placement(shards, free - candidate.cache.nbytes(cached), ring)
+        assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
         needs = AttentionNeeds(frozenset(group.head_dim for group in shape.kv_groups), weights.gpu, interpreted())
@@ -440,7 +440,7 @@ class _Search:
 
 
 def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
-    """Why torch computes what kernels of the device should, by family; what nobody asks of them is no lack."""
+    """Why torch replaces kernels of the device, by family; families that the plan does not use are left out."""
     if weights.gpu is None:
         return {}
     unwanted = {"attention", "cache"} if settings.attention == "torch" else set()

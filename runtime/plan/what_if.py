@@ -47,16 +47,16 @@ def attempt(request: PlanRequest) -> PlanResult | None:
 
 
 def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
-    """From one sequence to twice what the plan runs together, all else as good as it can be."""
+    """Speed by number of sequences, from one to twice the plan's, each with the best other choices."""
     most = min(request.workload.sequences, 2 * result.plan.max_sequences)
     counts = sorted({1 << power for power in range(0, most.bit_length(), 2)} | {result.plan.max_sequences, most})
-    fixed = result.alike.with_settings(quant=result.plan.quant)
+    fixed = result.comparable.with_settings(quant=result.plan.quant)
     return [_point("sequences", count, fixed.with_settings(max_sequences=count)) for count in counts]
 
 
 def by_budget(request: PlanRequest, result: PlanResult) -> list[Point]:
     """Each tier's budget from half to double in round numbers, up to what the machine has; the others as they are."""
-    fixed = result.alike.with_settings(quant=result.plan.quant)
+    fixed = result.comparable.with_settings(quant=result.plan.quant)
     return [
         _point(tier, value, fixed.with_budget(tier, value))
         for tier, nbytes in request.budget.memory.items()
@@ -83,7 +83,7 @@ def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
     """The cheapest change of each kind that helps: the first step of memory that does, formats from exact on."""
     now = result.prediction.generated_tok_s
     found = []
-    for changes in _changes(result.alike, result):
+    for changes in _changes(result.comparable, result):
         for change, other in changes:
             better = attempt(other)
             if better and better.prediction.generated_tok_s >= WORTH_SHOWING * now:

@@ -120,7 +120,7 @@ def _completion_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) 
 
 
 def _by_text(top: Sequence[tuple[int, float]], token_text: TokenText) -> dict[str, float]:
-    """By the token's text; where several tokens have the same, the likeliest stays: it is first, so written last."""
+    """Log probabilities by token text; of tokens with the same text, the most likely one, which is written last."""
     return {token_text(token_id)[0]: max(logprob, MIN_LOGPROB) for token_id, logprob in reversed(top)}
 
 

@@ -74,7 +74,7 @@ _ROW = {
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """What is wrong with one row, and which row it is.
+    """The error of one row, and its line and id.
 
     `param` is the field at fault, in the words of the row. `index` counts rows from 0, `line` counts the lines of the
     file from 1; line 0 is the whole file. `short` says in which form the error is answered.

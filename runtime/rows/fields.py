@@ -319,7 +319,7 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
 
 def unknown(name: str, known: tuple[str, ...]) -> InvalidRow:
     nearest = get_close_matches(name[:64], known, n=1)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"fields of your own start with {FREE_PREFIX}"
+    advice = f"did you mean {nearest[0]}?" if nearest else f"your own fields may start with {FREE_PREFIX}"
     return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
 
 
@@ -330,7 +330,7 @@ def _neutral(name: str, value: Any) -> bool:
 
 def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:
     if name in FIELDS:
-        message = f"{name} is no field of {endpoint.name.lower()} rows; remove it"
+        message = f"{name} is not a field of {endpoint.name.lower()} rows; remove it"
     elif name in UNSUPPORTED:
         message = f"{name} would change the answer and is not supported; remove it"
     else:

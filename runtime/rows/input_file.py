@@ -32,14 +32,14 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """As `open_input`, for readers that come back: a pipe would be empty, or hang, the second time."""
+    """Like `open_input`, for readers that read twice: a pipe would be empty, or hang, the second time."""
     if os.fspath(path) == STDIN or (Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())):
-        raise InputUnreadable(f"{path} is a stream, and a job reads its input more than once; save it to a file first")
+        raise InputUnreadable(f"{path} is a stream, but a job reads its input more than once; save it to a file first")
     return open_input(path)
 
 
 def zipped(raw: BufferedReader) -> bool:
-    """Whether the first bytes are those of gzip, whatever the name."""
+    """Whether the first bytes are those of gzip; the name does not matter."""
     return raw.peek(2)[:2] == _GZIP_MAGIC
 
 
@@ -74,7 +74,7 @@ class Fingerprint:
 
 
 class HashingReader(RawIOBase):
-    """Passes a file's bytes on and hashes them on the way."""
+    """A reader that hashes the bytes of a file while it reads them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -99,6 +99,6 @@ class HashingReader(RawIOBase):
         return Fingerprint(self._nbytes, self._sha256.hexdigest(), self._opened.st_mtime_ns)
 
     def changed(self) -> bool:
-        """Whether the file was written to since it was opened here."""
+        """Whether the file was changed since it was opened."""
         now = os.fstat(self._file.fileno())
         return (now.st_size, now.st_mtime_ns) != (self._nbytes, self._opened.st_mtime_ns)

@@ -60,7 +60,7 @@ class Preflight:
         return self.file_problems.total > 0 or (not lenient and self.line_problems.total > 0)
 
     def report(self, lenient: bool = False) -> str:
-        """What a person needs to see: the counts, then the problems that decide, then the others."""
+        """A report for the user: the counts, then the errors that refuse the input, then the others."""
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items() if count) or "none runnable"
         text = [f"{self.path}: {counted(self.num_rows, 'row')} ({kinds})"]
         for problems in (self.file_problems, self.line_problems, self.row_problems):
@@ -80,7 +80,8 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
         fingerprint = hashing.fingerprint()
         if hashing.changed():
             tally.refuse(
-                ErrorCode.INPUT_CHANGED, "the file was written to while it was read; start again when it is whole"
+                ErrorCode.INPUT_CHANGED,
+                "the file was changed while it was read; run the command again",
             )
     if not tally.num_rows:
         tally.refuse(ErrorCode.EMPTY_FILE, "the input contains no rows")
@@ -88,7 +89,7 @@ def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int 
 
 
 def file_fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
-    """Of a whole file, read for nothing else."""
+    """The fingerprint of a whole file, for callers that do not read its rows."""
     with open_regular(path) as file:
         return HashingReader(file).fingerprint()
 

@@ -48,7 +48,7 @@ class Line(NamedTuple):
 def read_lines(stream: Stream, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[Line]:
     """Yields the lines that are not blank, numbered from 1; holds at most one of them."""
     number = offset = 0
-    # Two bytes more than the limit: room for CRLF after a line of exactly the limit.
+    # Two bytes more than the limit, for the CRLF after a line of exactly the limit.
     while piece := stream.readline(max_nbytes + 2):
         number += 1
         nbytes = len(piece)
@@ -71,7 +71,7 @@ def _skip_to_end(stream: Stream, piece: bytes) -> int:
 
 
 class RowIndex:
-    """Where each row of a file is, and what its line was: 28 bytes a row.
+    """The offset, line number and digest of each row of a file: 28 bytes per row.
 
     Rows count from 0, lines from 1; offsets are those of the text, behind its byte order mark.
     """
@@ -105,7 +105,7 @@ class RowIndex:
         return f"{self._digests[row]:016x}"
 
     def is_at(self, row: int, content: bytes) -> bool:
-        """Whether `content` is what the row's line was."""
+        """Whether `content` equals the recorded line of the row."""
         return _digest(content) == self._digests[row]
 
 
@@ -132,7 +132,7 @@ def rows_from(
     max_line_nbytes: int = MAX_LINE_NBYTES,
     index: RowIndex | None = None,
 ) -> Iterator[Row | RowFailure]:
-    """As `read_rows`; a file that is wrong as a whole ends with one `RowFailure` whose line is 0.
+    """Like `read_rows`; an error of the whole file ends with one `RowFailure` whose line is 0.
 
     `index` notes where each row was.
     """
@@ -227,7 +227,7 @@ class RowFile:
         number = self.index.line_number(index)
         if not self.index.is_at(index, content):
             raise InputChanged(
-                f"line {number} of the input was changed while the job ran; put the file back as it was, "
-                "then start the same command again"
+                f"line {number} of the input was changed while the job ran; restore the file, "
+                "then run the same command again"
             )
         return self._parser.again(content, index, number)

@@ -68,7 +68,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Defaults(SamplingParams):
-    """What absent fields of a row become; `seed` is the job's, from which each row's own is derived.
+    """Values for absent fields of a row; the seed of each row is derived from `seed`, the seed of the job.
 
     `logprobs` has no default: only a row itself can ask for them.
     """

@@ -1,4 +1,4 @@
-"""From a JSON object to a `Row`: OpenAI's batch form and the short form, what names a row in either, and defaults.
+"""Parses a JSON object, in OpenAI's batch form or the short form, to a `Row` with id and defaults.
 
 Knows how fields depend on each other; what each may be is in fields.py.
 """
@@ -31,7 +31,7 @@ def row_id(value: Any, line: int, param: str) -> str:
         raise InvalidRow(ErrorCode.INVALID_ID, f"{param} must be a string, found {shown(value)}", param)
     if not 1 <= len(value) <= MAX_ID_CHARS:
         raise InvalidRow(
-            ErrorCode.INVALID_ID, f"{param} has {len(value)} characters, 1 to {MAX_ID_CHARS} are wanted", param
+            ErrorCode.INVALID_ID, f"{param} has {len(value)} characters, expected 1 to {MAX_ID_CHARS}", param
         )
     return value
 

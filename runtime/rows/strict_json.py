@@ -36,14 +36,14 @@ def parse_object(line: bytes) -> dict[str, Any]:
     _check_depth(line)
     value = _decode(text)
     if not isinstance(value, dict):
-        raise InvalidRow(ErrorCode.INVALID_JSON_LINE, f"a JSON object is wanted, found a bare {text.lstrip()[:20]!a}")
+        raise InvalidRow(ErrorCode.INVALID_JSON_LINE, f"expected a JSON object, found a bare {text.lstrip()[:20]!a}")
     if b"\\u" in line and _SURROGATE_ESCAPE.search(line):
         _check_surrogates(value)
     return value
 
 
 def parse_again(line: bytes) -> dict[str, Any]:
-    """What `parse_object` gave for a line that it accepted, without asking for anything twice."""
+    """Parses again a line that `parse_object` has accepted, without its checks."""
     value: dict[str, Any] = json.loads(line.decode("utf-8"))
     return value
 
@@ -71,7 +71,7 @@ def _check_surrogates(value: dict[str, Any]) -> None:
     except UnicodeEncodeError as error:
         raise InvalidRow(
             ErrorCode.LONE_SURROGATE,
-            f"\\u{ord(error.object[error.start]):04x} is half of a character; write both halves or the character",
+            f"\\u{ord(error.object[error.start]):04x} is a lone surrogate; write the whole pair or the character",
         ) from None
 
 

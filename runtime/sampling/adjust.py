@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn: penalties for tokens seen, and masks of a grammar."""
+"""Changes logits before a token is drawn: penalties for tokens that were used, and masks of a grammar."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .draw import Draw
 
 
 def penalise(logits: Tensor, draws: Sequence[Draw]) -> None:
-    """Lowers, in place, the logits [R, V] of what each of the R draws has seen; rows without penalties stay."""
+    """Lowers, in place, the logits [R, V] of the tokens in each draw's history; rows without penalties stay."""
     touched = [_touched(row, draw, logits.shape[-1]) for row, draw in enumerate(draws) if draw.params.penalised]
     if not touched:
         return
-    places, factors = (np.concatenate(part, axis=1) for part in zip(*touched, strict=True))
-    rows, ids = torch.from_numpy(places).to(logits.device)
+    positions, factors = (np.concatenate(part, axis=1) for part in zip(*touched, strict=True))
+    rows, ids = torch.from_numpy(positions).to(logits.device)
     repetition, offset = torch.from_numpy(factors).to(logits.device)
     values = logits[rows, ids]
     logits[rows, ids] = torch.where(values > 0, values / repetition, values * repetition) - offset
 
 
 def _touched(row: int, draw: Draw, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """(row, id) [2, N] of the logits to change, and (repetition factor, what to subtract) [2, N] for each."""
+    """(row, id) [2, N] of the logits to change, and (repetition factor, offset to subtract) [2, N] for each."""
     assert draw.history is not None
     params, ids, counts = draw.params, draw.history.ids, draw.history.counts
-    # Special tokens of the prompt can lie behind the last row of the output head.
+    # Ids of special tokens in the prompt can exceed the rows of the output head.
     keep = ids < vocab_size
     if params.repetition_penalty == 1.0:
         keep &= counts > 0
@@ -43,9 +43,9 @@ def _touched(row: int, draw: Draw, vocab_size: int) -> tuple[NDArray[np.int64], 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """`bits` uint8 [M, N] for the M `rows` of a pass that are masked: token t is bit t % 8 of byte t // 8, 1 allows it.
+    """The masks `bits` uint8 [M, N] of M `rows` of a pass: bit t % 8 of byte t // 8 is 1 if token t is allowed.
 
-    8 * N is at least the vocabulary.
+    8 * N is at least the size of the vocabulary.
     """
 
     rows: list[int]
@@ -54,7 +54,7 @@ class TokenMasks:
 
 def forbid(logits: Tensor, bits: Tensor) -> None:
     """Sets to -inf, in place, every logit [R, V] whose bit [R, N] is 0."""
-    # A table of bytes, read eight at a time as one integer: expanding bits by shifts takes eight times the reads.
+    # A table of the eight flags of every byte, each read as one integer: bit shifts would take eight times the reads.
     table = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)).bitwise_and_(1).eq_(0).to(torch.bool)
     eights = table.view(torch.int64).squeeze(-1).to(logits.device)
     forbidden = eights[bits.to(logits.device).long()].view(torch.bool)

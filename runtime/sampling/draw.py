@@ -1,4 +1,4 @@
-"""What one row of a pass hands the sampler, and what it gets back. Knows no tensor."""
+"""The sampler's input and output for one row of a pass. Knows no tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .params import SamplingParams, TokenLogprob
 
 
 class TokenHistory:
-    """Distinct tokens of prompt and output, with output counts; 12 bytes each, whatever the vocabulary.
+    """Distinct tokens of prompt and output, with their counts in the output; 12 bytes each.
 
-    Only sequences with penalties carry one: a dictionary over every prompt would cost ten times as much,
-    so prompt tokens are found by bisection, and only tokens of the output have a dictionary entry.
+    Only sequences with penalties have one. A dictionary over every prompt would take ten times the memory, so prompt
+    tokens are found by bisection, and only tokens of the output have a dictionary entry.
     """
 
     __slots__ = ("_counts", "_ids", "_num_prompt", "_slots")
@@ -37,12 +37,12 @@ class TokenHistory:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """[N] distinct tokens, a copy: prompt tokens in ascending order, then new ones as they came."""
+        """A copy of the N distinct tokens: prompt tokens in ascending order, then new ones in order of appearance."""
         return np.array(self._ids, dtype=np.int64)
 
     @property
     def counts(self) -> NDArray[np.int32]:
-        """[N] how often the output holds each of `ids`, a copy; 0 for tokens of the prompt alone."""
+        """A copy of the counts [N] of `ids` in the output; 0 for tokens of the prompt alone."""
         return np.array(self._counts, dtype=np.int32)
 
     def _new_slot(self, token_id: int) -> int:
@@ -59,10 +59,10 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The row's settings, and where on its own random stream it stands.
+    """One row's settings and its position in its own random stream.
 
-    `sample` tells the continuations of one prompt apart; `position` counts the tokens it already produced.
-    `history` holds prompt and output so far, and is needed exactly if `params.penalised`.
+    `sample` distinguishes the continuations of one prompt; `position` counts the tokens generated so far.
+    `history` holds prompt and output so far; it is required if `params.penalised`.
     """
 
     params: SamplingParams
@@ -76,13 +76,13 @@ class Draw:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the row's token is the first largest logit, with nothing to compute before."""
+        """Whether the row's token is that of the first largest logit, without penalties."""
         return self.params.greedy and not self.params.penalised
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids` [B], `NO_TOKEN` where a row's logits were broken; `logprobs` by row, for rows that asked."""
+    """`token_ids` [B], `NO_TOKEN` where a row's logits were broken; `logprobs` by row, for rows that want them."""
 
     token_ids: NDArray[np.int64]
     logprobs: dict[int, TokenLogprob]

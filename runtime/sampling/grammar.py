@@ -1,4 +1,4 @@
-"""JSON schemas compiled for one model's vocabulary. Knows no sequence and no pass."""
+"""Compiles JSON schemas for one model's vocabulary, and follows them token by token. Knows no sequence and no pass."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_SCHEMA_NBYTES = 128 << 10
-# What a row gets that asks for an object and gives no schema.
+# The schema of a row that wants an object and gives no schema.
 ANY_OBJECT = '{"type":"object"}'
 
-# Where only one text may follow, llguidance would allow only the tokens that its tokenizer makes of it: the model may
-# spell the text in its own way instead.
+# Where only one text may follow, llguidance would force its tokenizer's tokens of that text; without forcing the model
+# may choose any tokens that spell it.
 _HEADER = '%llguidance {"no_forcing": true}\nstart: %json '
-# They take the place of what the schema itself asks for: no row may switch checks off. One space is allowed between two
-# tokens of JSON, so that no model can go on with blanks until its tokens end.
+# They override options in the schema itself: no row may switch checks off. One space is allowed between two tokens of
+# JSON, so that no model can generate blanks until its tokens end.
 _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": "[ ]", "coerce_one_of": False, "lenient": False}
 
-_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class SchemaError(MoedgeError, ValueError):
-    """The schema is no JSON schema, asks for what a grammar cannot promise, or for more work than is granted."""
+    """The schema is not a JSON schema, or a grammar cannot enforce it, or not within the limits on work."""
 
     exit_code = ExitCode.INPUT
 
 
 def compile_schema(schema: str) -> str:
-    """llguidance's grammar for the text of a schema. Raises SchemaError, and MissingExtra without llguidance."""
+    """Compiles a schema's text to llguidance's grammar. Raises SchemaError, and MissingExtra without llguidance."""
     if find_spec("llguidance") is None:
         raise MissingExtra("response_format needs llguidance, which is not installed: pip install 'moedge[json]'")
     from llguidance import LLMatcher
@@ -52,60 +52,60 @@ def compile_schema(schema: str) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """A mask costs at most about 20 ms (llguidance counts work, not time), and a schema's automaton about 60 MB."""
+    """Limits a mask to about 20 ms (llguidance counts work, not time) and a schema's automaton to about 60 MB."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=40_000, verbose_errors=False)
 
 
 def first_line(message: str) -> str:
-    """What is wrong, without where in the grammar, which nobody has seen, and without the grammar that is quoted."""
-    line = next(iter(_PLACE.sub("", message.strip()).splitlines()), "unknown error")
+    """What is wrong, without the position in the internal grammar and without the quoted grammar."""
+    line = next(iter(_POSITION.sub("", message.strip()).splitlines()), "unknown error")
     return line[:300]
 
 
 class GrammarState:
-    """One sequence's place in its grammar: a function of its output tokens, so preemption needs nothing of it.
+    """The state of one sequence in its grammar. It depends on the output tokens alone: preemption may ignore it.
 
-    `complete`: nothing may follow. `error`: why the grammar cannot be followed further, else empty.
+    `complete`: nothing may follow. `error`: why the grammar cannot be followed further; empty if it can.
     """
 
     __slots__ = ("complete", "error", "mask_words", "matcher")
 
     def __init__(self, matcher: LLMatcher, mask_words: int) -> None:
-        """`mask_words` 32-bit words hold one bit for each token of the matcher's vocabulary."""
+        """A mask has `mask_words` words of 32 bits, one bit for each token of the matcher's vocabulary."""
         self.matcher = matcher
         self.mask_words = mask_words
         self.complete = False
         self.error = ""
 
     def append(self, token_id: int) -> None:
-        """Takes the sequence's next token, which the mask allowed."""
+        """Advances by the sequence's next token, which the mask allowed."""
         self.matcher.consume_token(token_id)
         self.check()
         self.complete = not self.error and self.matcher.is_stopped()
 
     def check(self) -> None:
-        """Notes an error of the matcher, such as a parse that became too complex."""
+        """Sets `error` if the matcher failed, as it does when a parse becomes too complex."""
         if self.matcher.is_error():
             self.error = "the schema cannot be followed: " + first_line(self.matcher.get_error())
 
 
-# Compiled schemas that are kept: jobs have one or a few, and a hostile one takes about 60 MB.
+# The number of compiled schemas that are kept: jobs have one or a few, and a hostile one takes about 60 MB.
 MAX_KEPT = 16
 
 
 class Grammars:
-    """Schemas compiled for one tokenizer, the most recent ones kept; one thread at a time."""
+    """Compiles schemas for one tokenizer and keeps the most recent ones; for one thread at a time."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
-        """`vocab` is the model's: its logits may be wider than the tokenizer's vocabulary."""
+        """`vocab` is the number of logits, which may exceed the tokenizer's vocabulary."""
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def start(self, schema: str) -> GrammarState:
-        """The beginning of a text that follows the schema. Raises SchemaError."""
+        """The state before the first token of a text that follows the schema. Raises SchemaError."""
         matcher = self._compiled.get(schema)
         if matcher is None:
             matcher = self._compile(schema)
@@ -120,7 +120,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._guidance_tokenizer, grammar, log_level=0, limits=parser_limits())
-        # The first mask shows what compiling does not: a schema that no text satisfies.
+        # Only the first mask reveals a schema that no text satisfies.
         matcher.compute_bitmask()
         if matcher.is_error():
             raise SchemaError(first_line(matcher.get_error()))
@@ -130,21 +130,21 @@ class Grammars:
     def _guidance_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        words = _Words(self._tokenizer, self._vocab)
-        # Without an end token only the grammar ends a text: the id that stands in for one is beyond all logits.
-        eos_ids = list(self._tokenizer.eos_token_ids) or [words.nowhere]
-        return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=eos_ids)
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab)
+        # Without an end token only the grammar ends a text: the substitute id is beyond all logits.
+        eos_ids = list(self._tokenizer.eos_token_ids) or [vocabulary.substitute_eos]
+        return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=eos_ids)
 
 
-class _Words:
-    """The vocabulary as llguidance asks for it: the bytes that each token adds to the text, as the detokenizer does."""
+class _Vocabulary:
+    """The vocabulary in llguidance's terms: the bytes that each token adds to the text, as in the detokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
-        self.nowhere = max(vocab, tokenizer.num_tokens)
-        self.tokens = [tokenizer.token_text(token_id).data for token_id in range(self.nowhere)] + [b""]
+        self.substitute_eos = max(vocab, tokenizer.num_tokens)
+        self.tokens = [tokenizer.token_text(token_id).data for token_id in range(self.substitute_eos)] + [b""]
         # An end token among them must not pass for text in the middle of a string.
-        self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_token_ids, self.nowhere})
-        self.eos_token_id = next(iter(tokenizer.eos_token_ids), self.nowhere)
+        self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_token_ids, self.substitute_eos})
+        self.eos_token_id = next(iter(tokenizer.eos_token_ids), self.substitute_eos)
         self.bos_token_id = None
 
     def __call__(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a row asks of the sampler. Knows no tensor, no tokenizer and no row format."""
+"""The sampling parameters of a row, with their limits and results. Knows no tensor, no tokenizer and no row format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence is continued; every field is resolved, none means "ask somebody else".
+    """How one sequence is continued; every field is resolved, none refers to another default.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off.
-    `logprobs` is the number of alternatives reported per token; None reports nothing at all.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filters off.
+    `logprobs` is the number of alternatives reported per token; None reports no log-probabilities.
     """
 
     max_tokens: int
@@ -84,10 +84,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms under softmax of the model's own logits: before penalties, temperature and filters.
+    """The natural logarithm of a token's probability by the model's own logits, before penalties and filters.
 
     `rank` is 1 for the most likely token. `top` holds the most likely tokens, best first, lower id first among
-    equals; tokens with a logit of -inf never appear, so it can be shorter than asked for.
+    equals; tokens with a logit of -inf never appear, so that it can be shorter than requested.
     """
 
     token_id: int

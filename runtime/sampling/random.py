@@ -1,4 +1,4 @@
-"""One random number per (seed, sample, position): a pure function of these three, with no state to restore.
+"""One random number per (seed, sample, position): a pure function of these three, without state to restore.
 
 Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -43,6 +43,6 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 
 def _split(values: ArrayLike) -> tuple[Words, Words]:
-    """The low and the high word."""
+    """The low and the high 32-bit word of each value."""
     whole = np.asarray(values, dtype=np.uint64)
     return whole & _LOW, whole >> _HALF

@@ -1,6 +1,6 @@
-"""From a pass's logits to its tokens: which rows need what, in tiles of bounded memory. Knows no model and no text.
+"""From a pass's logits to its tokens, in tiles of bounded memory. Knows no model and no text.
 
-Log-probabilities are the model's own: penalties, filters and masks decide what is taken, not how likely it was.
+Log-probabilities are the model's own: penalties, filters and masks decide which token is drawn, not its probability.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from .draw import NO_TOKEN, Draw, Sampled
 from .params import TokenLogprob
 from .random import uniform
 
-# Most bytes of temporaries that one logit of a tile has at a time: 55 on a CPU, where all rows need a full sort. The
-# rest is for what a device's sort allocates.
+# The most bytes of temporaries per logit of a tile: 55 on a CPU, when all rows need a full sort. The rest is for the
+# allocations of a device's sort.
 BYTES_PER_LOGIT = 96
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws one token per row; what a row gets depends on its own logits and `Draw` alone, to the last bit.
+    """Draws one token per row, which depends on the row's own logits and `Draw` alone, to the last bit.
 
-    Temporaries stay below `scratch_nbytes`, or one row's where a single row needs more.
+    Temporaries stay below `scratch_nbytes`, or take what a single row needs if that is more.
     """
 
-    # On a CPU a plane of fp32 then stays below 1 MiB, and in the cache: larger ones are mapped afresh each time.
+    # On a CPU a plane of fp32 then stays below 1 MiB and in the cache: larger ones are mapped anew each time.
     scratch_nbytes: int = 24 << 20
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], masks: TokenMasks | None = None) -> Sampled:
-        """One token for each row of `logits` [B, V] fp32, on any device; the logits are left as they are.
+        """Draws one token for each row of `logits` [B, V] fp32, on any device; does not change the logits.
 
-        A row whose logits hold NaN or +inf, or nothing but -inf where its mask allows tokens, gets `NO_TOKEN` and no
-        logprobs.
+        A row gets `NO_TOKEN` and no logprobs if its logits contain NaN or +inf, or only -inf where its mask allows
+        tokens. Raises ValueError unless there is one draw per row.
         """
         if len(draws) != len(logits):
             raise ValueError(f"Got logits of {len(logits)} rows and {len(draws)} draws; pass one draw per row.")
         masked = frozenset(masks.rows) if masks is not None else frozenset()
-        steered = [row for row, draw in enumerate(draws) if row not in masked and not draw.is_argmax]
-        whole = len(steered) + len(masked) == len(draws)
+        drawn = [row for row, draw in enumerate(draws) if row not in masked and not draw.is_argmax]
+        whole = len(drawn) + len(masked) == len(draws)
         token_ids = np.full(len(draws), NO_TOKEN) if whole else _argmax(logits)
-        if steered:
-            token_ids[steered] = self._steer(logits, steered, [draws[row] for row in steered], None)
+        if drawn:
+            token_ids[drawn] = self._draw_rows(logits, drawn, [draws[row] for row in drawn], None)
         if masks is not None and masks.rows:
-            token_ids[masks.rows] = self._steer(logits, masks.rows, [draws[row] for row in masks.rows], masks.bits)
+            token_ids[masks.rows] = self._draw_rows(logits, masks.rows, [draws[row] for row in masks.rows], masks.bits)
         return Sampled(token_ids, self._logprobs(logits, draws, token_ids.tolist()))
 
-    def _steer(self, logits: Tensor, rows: list[int], draws: Sequence[Draw], bits: Tensor | None) -> NDArray[np.int64]:
-        """Tokens of `rows`, which have a draw each, and a mask each or none of them, tile by tile."""
+    def _draw_rows(
+        self, logits: Tensor, rows: list[int], draws: Sequence[Draw], bits: Tensor | None
+    ) -> NDArray[np.int64]:
+        """The tokens of `rows`, tile by tile; each row has a draw, and a mask unless `bits` is None."""
         vocab_size = logits.shape[-1]
         settings = None if all(draw.is_argmax for draw in draws) else _settings(draws, vocab_size).to(logits.device)
         found = []
@@ -87,14 +89,14 @@ class Sampler:
 
 
 def _argmax(logits: Tensor) -> NDArray[np.int64]:
-    """The first largest logit of each row, all rows in one read: NaN counts as the largest, so it tells broken rows."""
+    """The first largest logit of each row, in one read: NaN counts as the largest, which reveals broken rows."""
     if logits.device.type == "cpu":
         # numpy's is vectorised, torch's is not; both propagate NaN.
         token_ids = np.argmax(logits.numpy(), axis=-1)
         largest = np.take_along_axis(logits.numpy(), token_ids[:, np.newaxis], axis=-1).squeeze(-1)
         return np.where(np.isfinite(largest), token_ids, NO_TOKEN)
-    peaks, places = logits.max(dim=-1)
-    return places.masked_fill_(~peaks.isfinite(), NO_TOKEN).cpu().numpy()
+    peaks, ids = logits.max(dim=-1)
+    return ids.masked_fill_(~peaks.isfinite(), NO_TOKEN).cpu().numpy()
 
 
 def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
@@ -102,7 +104,7 @@ def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """The columns of `Settings` for R draws, [5, R, 1]: for all tiles at once, because one row takes as long."""
+    """The columns of `Settings` for R draws, [5, R, 1], of all tiles: computing them for one row takes as long."""
     stream = [(draw.params.seed, draw.sample, draw.position) for draw in draws]
     numbers = uniform(*np.array(stream, dtype=np.uint64).T)
     filters = np.array([_filters(draw, vocab_size) for draw in draws])
@@ -110,7 +112,7 @@ def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:
 
 
 def _filters(draw: Draw, vocab_size: int) -> tuple[float, float, float, float]:
-    """Temperature, top-k, top-p and min-p as `Settings` wants them."""
+    """Temperature, top-k, top-p and min-p as in `Settings`."""
     params = draw.params
     if params.greedy:
         return 1.0, 1.0, 1.0, 0.0

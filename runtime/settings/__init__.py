@@ -1,1 +1,1 @@
-"""What a user asks for and grants: settings, budgets of memory and disk, and the errors that refuse them."""
+"""Settings, budgets of memory and disk, and the errors that refuse them."""

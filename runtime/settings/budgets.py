@@ -1,4 +1,4 @@
-"""What a run may use of the machine: sizes as people write them, and the bytes that they come to. Torch-free."""
+"""The budgets of a run: sizes as users write them, and their bytes on this machine. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """`nbytes` of a device's memory, of which the driver and libraries take `context_nbytes`.
+    """`nbytes` of GPU memory; the driver and libraries take `context_nbytes` of them.
 
     `process_nbytes` is what the process has taken of host memory with CUDA loaded. Kernels are chosen by `gpu`; where
     nothing is known of it, torch computes everything.
@@ -42,7 +42,7 @@ class DeviceBudget:
 class MemoryBudget:
     """The bytes that a run may use of every tier.
 
-    `device` is None where the processor computes. `disk_nbytes` bounds the store of weights that stream from disk; None
+    `device` is None if the CPU computes. `disk_nbytes` bounds the store of weights that stream from disk; None
     is as much as the store takes.
     """
 
@@ -91,7 +91,7 @@ class Budgets:
     def expected(
         self, hardware: Hardware, tried: Mapping[str, str] | None = None, *, elsewhere: bool = False
     ) -> MemoryBudget:
-        """What they would come to on `hardware`, whose device is not opened: its context is taken to be large.
+        """The bytes of the budgets on `hardware`, whose device is not opened: its context is assumed to be large.
 
         `tried` says why kernels of its GPU do not run, by family; None where they were never tried.
         `elsewhere` means another machine than this one, all of whose memory counts as available. Raises SettingError,
@@ -144,5 +144,5 @@ class Budgets:
         if not self.gpu_mem.strip().lower().startswith("auto"):
             raise SettingError(
                 f"--gpu-mem {self.gpu_mem} was asked for and CUDA finds no device here; "
-                "give --gpu-mem 0 to compute on the processor, or look at `nvidia-smi`"
+                "give --gpu-mem 0 to compute on the CPU, or check `nvidia-smi`"
             )

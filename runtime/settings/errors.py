@@ -1,4 +1,4 @@
-"""What the runtime refuses, and why. Every message says what was found, what was wanted and what to do."""
+"""The errors of the runtime. Every message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,28 @@ class SettingError(MoedgeError):
     exit_code = ExitCode.DOES_NOT_FIT
 
 
+class BadArgument(MoedgeError, ValueError):
+    """An argument of the Python API has a value, or a combination of values, that makes no sense."""
+
+    exit_code = ExitCode.USAGE
+
+
+class EngineUnavailable(MoedgeError, RuntimeError):
+    """The engine was closed, or another call is using it."""
+
+    exit_code = ExitCode.USAGE
+
+
+class OverBudget(MoedgeError):
+    """More memory was used than the budget allows, although the work was finished: `result` is what it gave."""
+
+    exit_code = ExitCode.GAVE_OUT
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
 class DoesNotFit(MoedgeError):
     """The model or the job needs more memory than it was given."""
 
@@ -26,7 +48,7 @@ class DoesNotFit(MoedgeError):
 
 
 class MemoryGaveOut(MoedgeError):
-    """Memory gave out in spite of the plan, and no fallback is left."""
+    """Memory ran out in spite of the plan, and no fallback is left."""
 
     exit_code = ExitCode.GAVE_OUT
 
@@ -88,7 +110,7 @@ class OutputExists(OutputRefused):
 
 
 class BadLimit(MoedgeError):
-    """A limit of a run that cannot be understood."""
+    """A limit of a run is invalid."""
 
     exit_code = ExitCode.USAGE
 

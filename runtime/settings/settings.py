@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Settings:
     """The planner decides what is "auto" or None; it keeps every other value as it is.
 
-    `dtype` is the precision of arithmetic, `quant` the format of the weights, `kv` that of keys and values. `compute`
+    `dtype` is the dtype to compute in, `quant` the format of the weights, `kv` that of keys and values. `compute`
     "int8" rounds activations, too, and multiplies as integers; that takes weights in int8.
     """
 

@@ -1,1 +1,1 @@
-"""What a checkpoint is, from config.json and safetensors headers alone: no weight is read, torch is not imported."""
+"""Describes a checkpoint from config.json and safetensors headers: reads no weights and imports no torch."""

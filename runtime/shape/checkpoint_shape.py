@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
-from ...offload.checkpoint.json_object import described, uncollected
+from ...offload.checkpoint.json_object import described, gc_paused
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
 from .config import ModelConfig, head_dim, kv_heads
@@ -18,7 +18,7 @@ from .read import Tensors, by_layer, expert_index, model_shape
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-_MOST_TOLD = 10
+_MOST_SHOWN = 10
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors) -> None:
@@ -33,13 +33,15 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors)
             f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
             f"config.json wants num_hidden_layers {num_layers}"
         )
-    told = [*_unusable(checkpoint), *_outer(config, tensors.outside)]
+    differences = [*_unusable(checkpoint), *_outer(config, tensors.outside)]
     for index, layer in sorted(layers.items()):
-        told += [f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_experts(config, layer))]
-    if told:
-        more = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+        differences += [
+            f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_experts(config, layer))
+        ]
+    if differences:
+        more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise BadCheckpoint(
-            f"{checkpoint.folder}: config.json and the tensors disagree: {'; '.join(told[:_MOST_TOLD])}{more}"
+            f"{checkpoint.folder}: config.json and the tensors disagree: {'; '.join(differences[:_MOST_SHOWN])}{more}"
         )
 
 
@@ -92,7 +94,7 @@ def read_shape(folder: Path) -> ModelShape:
     Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
     """
     config = ModelConfig.read(folder)
-    with uncollected(), Checkpoint(folder) as checkpoint:
+    with gc_paused(), Checkpoint(folder) as checkpoint:
         tensors = by_layer(config, checkpoint.entries)
         check_tensors(config, checkpoint, tensors)
         return model_shape(config, checkpoint.entries, tensors)

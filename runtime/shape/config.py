@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from ...offload.checkpoint.folder_file import read_inside
+from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.json_object import described, load_object
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
@@ -182,7 +182,7 @@ def window(config: ModelConfig, layer: int) -> int | None:
 
 
 def _last_of(period: int, field: str = "") -> Rule:
-    """All slide but the last of every `period` layers; a field of the config may say another period."""
+    """Sliding windows in all layers but the last of every `period`; a field of the config may set the period."""
     return lambda config, layer: (layer + 1) % int((config.get(field) if field else None) or period) != 0
 
 
@@ -307,7 +307,7 @@ _GLOBAL_HEADS = {"gemma4_text", "gemma4_unified_text"}
 
 
 def _own(config: ModelConfig, layer: int, name: str) -> int | None:
-    """What newer releases write instead of the `global` fields: settings by layer."""
+    """Reads the settings by layer that newer releases write instead of the `global` fields."""
     layers = config.get("per_layer_config") or {}
     for index, settings in layers.items():
         if int(index) == layer:

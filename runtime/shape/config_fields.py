@@ -17,7 +17,7 @@ from ..settings.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """From `least` to `most`, both included."""
+    """An integer from `least` to `most`, both included."""
 
     least: float
     most: float
@@ -247,7 +247,7 @@ def _check_layers(name: str, value: object) -> None:
 
 
 def out_of_range(name: str, value: object, wanted: object) -> UnsupportedModel:
-    """For raising: what was found in config.json under `name`, and what was wanted."""
+    """The error for a value in config.json under `name`, with the expected values."""
     return UnsupportedModel(f"config.json: {name} is {described(value)}, wanted {wanted}")
 
 

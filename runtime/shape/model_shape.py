@@ -21,7 +21,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """The experts of one layer, all alike: `up` ([gate;] up, fused where the model has both) and `down`."""
+    """The experts of one layer, each with two matrices: `up` ([gate;] up, fused if the model has both) and `down`."""
 
     count: int
     per_token: int
@@ -51,15 +51,15 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose cached keys and values look alike; `window` is how many tokens they look back, None for all."""
+    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention."""
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     window: int | None
 
-    def first_seen(self, position: int) -> int:
-        """The first position that the token at `position` looks back to."""
+    def first_visible(self, position: int) -> int:
+        """The first position whose key the token at `position` attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All elements, tied ones once."""
+        """Number of all elements; tied ones count once."""
         layers = sum(layer.streamed_numel + layer.resident_numel for layer in self.layers)
         return layers + self.embedding_numel + (self.head.numel if self.head else 0) + self.resident_numel
 

@@ -1,4 +1,4 @@
-"""From config.json and safetensors headers to a ModelShape, by the names that checkpoints give their tensors."""
+"""Reads a ModelShape from config.json and safetensors headers, by the names of the tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OPTION_OF = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
 
 
 def is_router(name: str) -> bool:
-    """Whether a weight scores experts; routers stay as they are, so that routing is exact."""
+    """Whether a weight is a router; routers are not quantized, so that routing is exact."""
     return _ROUTER.search(name) is not None
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a layer's two-dimensional tensor is a linear layer's weight that moves and is packed."""
+    """Whether a two-dimensional tensor of a layer is a linear weight that is quantized and streamed."""
     return name.endswith(".weight") and not name.endswith("norm.weight") and not is_router(name)
 
 
@@ -40,7 +40,7 @@ def expert_index(name: str) -> int | None:
 
 
 def is_expert(name: str, entry: TensorEntry) -> bool:
-    """Whether a layer's tensor holds matrices of experts, one expert's or all of them stacked."""
+    """Whether a tensor of a layer holds matrices of one expert, or of all experts stacked."""
     return expert_index(name) is not None or len(entry.shape) == 3
 
 
@@ -53,7 +53,7 @@ class Tensors:
 
 
 def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors:
-    """Without layers that only predict further tokens."""
+    """Drops layers that only predict further tokens (MTP)."""
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
     outside: dict[str, TensorEntry] = {}
     num_layers, renamed = config.size("num_hidden_layers"), config.family.renamed
@@ -69,7 +69,7 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
 
 
 def is_extra_layer(config: ModelConfig, index: int) -> bool:
-    """Whether a layer of the files is one that guesses tokens after the next: transformers leaves those out too."""
+    """Whether a layer predicts tokens after the next one (MTP): transformers ignores those, too."""
     num_layers = config.size("num_hidden_layers")
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
 

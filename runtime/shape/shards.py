@@ -26,7 +26,7 @@ def layout_for(shape: tuple[int, int], format_name: str, dtype: str) -> Layout:
 
 
 def resident_nbytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes of what is always in memory: embedding, norms, routers, biases."""
+    """Bytes that are always in memory: embedding, norms, routers, biases."""
     numel = shape.embedding_numel + shape.resident_numel + sum(layer.resident_numel for layer in shape.layers)
     return numel * ITEM_NBYTES[dtype]
 
@@ -62,12 +62,12 @@ def _layout(matrix: Matrix, format_name: str, dtype: str) -> Layout:
     return layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
 
 
-# Shards start and end at multiples of this: direct reads from a disk want it, vector loads and pages like it.
+# Shards start and end at multiples of this: direct reads from disk need it, vector loads and pages are faster with it.
 SHARD_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedMatrix:
+class ShardMatrix:
     """A packed matrix inside a shard; `name` is its module's path in the layer."""
 
     name: str
@@ -81,9 +81,9 @@ class PlacedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """What lies where in one shard; `nbytes` is a multiple of SHARD_ALIGNMENT."""
+    """The offset of every matrix in one shard; `nbytes` is a multiple of SHARD_ALIGNMENT."""
 
-    matrices: tuple[PlacedMatrix, ...]
+    matrices: tuple[ShardMatrix, ...]
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerShards:
-    """A layer's dense shard, and what each of its experts looks like: all alike, so a run of them is one copy."""
+    """A layer's dense shard, and the layout that its experts share, so that a run of neighbours is one copy."""
 
     dense: ShardLayout
     expert: ShardLayout | None
@@ -107,7 +107,7 @@ class LayerShards:
 
 @dataclass(frozen=True, slots=True)
 class ModelShards:
-    """All that is packed; `head` is None where it is tied to the embedding."""
+    """Everything that is packed; `head` is None where it is tied to the embedding."""
 
     layers: tuple[LayerShards, ...]
     head: ShardLayout | None
@@ -117,16 +117,16 @@ class ModelShards:
         return sum(layer.nbytes for layer in self.layers) + (self.head.nbytes if self.head else 0)
 
     def packed_nbytes(self) -> dict[str, int]:
-        """Bytes of matrices by the format that each really has."""
+        """Bytes of matrices by their actual format."""
         nbytes: Counter[str] = Counter()
         for layout, count in self._counted():
-            for placed in layout.matrices:
-                nbytes[placed.layout.format] += count * placed.layout.nbytes
+            for matrix in layout.matrices:
+                nbytes[matrix.layout.format] += count * matrix.layout.nbytes
         return dict(nbytes)
 
     def numel(self) -> int:
         """Elements of all packed matrices."""
-        shapes = ((placed.layout.shape, count) for layout, count in self._counted() for placed in layout.matrices)
+        shapes = ((matrix.layout.shape, count) for layout, count in self._counted() for matrix in layout.matrices)
         return sum(rows * cols * count for (rows, cols), count in shapes)
 
     def _counted(self) -> Iterator[tuple[ShardLayout, int]]:
@@ -139,7 +139,7 @@ class ModelShards:
 
 
 def model_shards(shape: ModelShape, format_name: str, dtype: str) -> ModelShards:
-    """The shards of a model packed in a format, with arithmetic in `dtype` (bf16, fp16 or fp32)."""
+    """The shards of a model packed in a format, to compute in `dtype` (bf16, fp16 or fp32)."""
     layers = tuple(_layer_shards(layer, format_name, dtype) for layer in shape.layers)
     return ModelShards(layers, _shard((shape.head,), format_name, dtype) if shape.head else None)
 
@@ -152,11 +152,11 @@ def _layer_shards(layer: LayerShape, format_name: str, dtype: str) -> LayerShard
 
 
 def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardLayout:
-    placed: list[PlacedMatrix] = []
+    packed: list[ShardMatrix] = []
     for matrix in matrices:
         layout = layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
-        placed.append(PlacedMatrix(matrix.name, layout, placed[-1].end if placed else 0))
-    return ShardLayout(tuple(placed))
+        packed.append(ShardMatrix(matrix.name, layout, packed[-1].end if packed else 0))
+    return ShardLayout(tuple(packed))
 
 
 def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:

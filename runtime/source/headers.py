@@ -1,4 +1,4 @@
-"""A model from its config and headers alone: of a folder, or of a hub repository of which nothing else is fetched.
+"""Reads a model from its config and headers, in a folder or a hub repository; downloads nothing else.
 
 Torch-free.
 """
@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.checkpoint.checkpoint import INDEX, has_weights
-from ...offload.checkpoint.folder_file import read_inside
+from ...offload.checkpoint.checkpoint import INDEX, has_weights, read_inside
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import load_object
 from ...offload.errors import BadCheckpoint
@@ -36,9 +35,9 @@ MOST_DIFFERENT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """`folder` is None for a model whose weights are not here; `recipe` is what a store has decided already.
+    """`folder` is None for a model whose weights are not here; `recipe` holds the formats of prepared weights.
 
-    `on_hub` says that a job would download the checkpoint first.
+    `on_hub` means that a job would download the checkpoint first.
     """
 
     name: str
@@ -57,8 +56,9 @@ class Headers:
 
 
 def read_headers(name: str) -> Headers:
-    """Of a folder, a store, a checkpoint in the hub's cache, or the hub; of a folder that has config.json but no
-    weights, what the config describes.
+    """Reads the headers of a folder, prepared weights, a checkpoint in the hub's cache, or a hub repository.
+
+    The shape of a folder that has config.json but no weights is computed from the config.
 
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """
@@ -98,7 +98,7 @@ def _on_hub(name: str) -> ModelShape:
     # As in hub.py: whatever its HTTP client or its parser raises.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is no folder here, and its headers could not be read: {reason}") from None
+        raise ModelNotFound(f"{name!r} is not a local folder, and its headers could not be read: {reason}") from None
     entries = {
         tensor: TensorEntry(tensor, info.dtype, tuple(info.shape), *info.data_offsets)
         for file in metadata.files_metadata.values()

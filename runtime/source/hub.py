@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or a repository of the hub in its local cache. Torch-free."""
+"""Finds the files of a model: in a folder, or in the local cache of the hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def repository_of(name: str) -> tuple[str, str | None]:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a checkpoint that is here whole, in the hub's cache too; asks nobody."""
+    """The folder of a complete local checkpoint, or one in the cache of the hub; makes no connection."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -75,7 +75,9 @@ def _fetch(name: str, repository: str, revision: str | None) -> Path:
     # answers something else than the hub would, whatever its own code trips over.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is no folder here, and could not be fetched from the hub: {reason}") from None
+        raise ModelNotFound(
+            f"{name!r} is not a local folder, and could not be downloaded from the hub: {reason}"
+        ) from None
     return Path(found)
 
 

@@ -1,4 +1,4 @@
-"""What a user's MODEL is: a checkpoint folder, a hub repository, or a prepared store.
+"""Opens the MODEL of a command: a checkpoint folder, a hub repository, or prepared weights.
 
 Torch-free but for stores, whose small files are read with it.
 """
@@ -14,8 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...offload.checkpoint.checkpoint import SINGLE, read_header, read_index
-from ...offload.checkpoint.folder_file import blob_id, open_inside, read_inside
+from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
 from ...offload.store.stores import store_folder
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
@@ -52,7 +51,7 @@ class ModelSource:
             if wanted not in ("auto", found):
                 raise SettingError(
                     f"{self.store} was prepared with --{option} {found}, and --{option} {wanted} was asked for; "
-                    "leave the option away, or give the checkpoint"
+                    "drop the option, or give the checkpoint"
                 )
         return replace(settings, quant=str(self.quant), dtype=str(self.dtype))
 
@@ -76,7 +75,7 @@ def open_source(name: str) -> Iterator[ModelSource]:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether a folder holds packed weights, finished or not, rather than a checkpoint."""
+    """Whether a folder holds prepared weights, finished or not, instead of a checkpoint."""
     return any((folder / name).is_file() for name in ("manifest.json", "progress.json"))
 
 

@@ -1,26 +1,24 @@
-"""A model in a store: packed shards, resident parameters, and the small files that make it a model.
+"""What a store keeps of a model beside packed shards: resident parameters, and the small files of its checkpoint.
 
 A prepared store opens without its checkpoint. Knows what is in it; where stores lie and what they may take is
-`making.py`'s business.
+`loading/prepare.py`'s business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
+from ...offload.store.manifest import RESIDENT_FILE
 from ...offload.store.shard_file import TensorSpec
 from ...offload.store.store import Store
-from ...offload.store.writer import LayerFile, StoreWriter
+from ...offload.store.writer import StoreWriter
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..settings.errors import UnsupportedModel
-from ..shape.shards import LayerShards
 
 # Small files of a checkpoint that travel with its weights, as resident tensors of bytes.
 SMALL_FILES = (
@@ -29,47 +27,6 @@ SMALL_FILES = (
 )  # fmt: skip
 FILE_PREFIX = "file:"
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-
-
-class StoreSink:
-    """Writes packed shards into a store as they come; one shard is in memory at a time."""
-
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-
-    def has_layer(self, index: int) -> bool:
-        return self._writer.has(layer_file(index))
-
-    @contextmanager
-    def layer(self, index: int, shards: LayerShards) -> Iterator[_LayerSink]:
-        expert_nbytes = shards.expert.nbytes if shards.expert else 0
-        with self._writer.layer(index, shards.dense.nbytes, shards.num_experts, expert_nbytes) as file:
-            yield _LayerSink(file, shards)
-
-    @contextmanager
-    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
-        shard = torch.empty(nbytes, dtype=torch.uint8)
-        yield shard
-        if not self._writer.has(HEAD_FILE):
-            self._writer.write_head(_view(shard))
-
-
-class _LayerSink:
-    def __init__(self, file: LayerFile, shards: LayerShards) -> None:
-        self._file = file
-        self._dense_nbytes = shards.dense.nbytes
-        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
-
-    @contextmanager
-    def dense(self) -> Iterator[torch.Tensor]:
-        shard = torch.empty(self._dense_nbytes, dtype=torch.uint8)
-        yield shard
-        self._file.write_dense(_view(shard))
-
-    @contextmanager
-    def expert(self, index: int) -> Iterator[torch.Tensor]:
-        yield self._expert
-        self._file.write_expert(index, _view(self._expert))
 
 
 def write_resident(writer: StoreWriter, model: PreTrainedModel, folder: Path) -> None:
@@ -97,7 +54,7 @@ def read_resident(store: Store, model: PreTrainedModel) -> None:
         )
     for name, tensor in stored.items():
         value = torch.empty(tensor.shape, dtype=SAFETENSORS_DTYPES[tensor.dtype])
-        store.read_into(tensor.place, _view(value), check=True)
+        store.read_into(tensor.extent, _view(value), check=True)
         path, _, attribute = name.rpartition(".")
         is_parameter = isinstance(wanted[name], nn.Parameter)
         setattr(
@@ -110,8 +67,8 @@ def extract_files(store: Store, folder: Path) -> None:
     """Writes the checkpoint's small files into `folder`."""
     for name, tensor in store.resident.items():
         if name.startswith(FILE_PREFIX) and name.removeprefix(FILE_PREFIX) in SMALL_FILES:
-            data = bytearray(tensor.place.nbytes)
-            store.read_into(tensor.place, memoryview(data), check=True)
+            data = bytearray(tensor.extent.nbytes)
+            store.read_into(tensor.extent, memoryview(data), check=True)
             (folder / name.removeprefix(FILE_PREFIX)).write_bytes(data)
 
 

@@ -68,7 +68,7 @@ class ControlTokens:
         self._matcher = _matcher(backend, controls.values())
 
     def spans(self, text: str) -> list[Span]:
-        """All imitations in `text`, in order, without overlap."""
+        """The imitations of control tokens in `text`, in order, without overlap."""
         found = [
             Span(match.start(), match.end(), match.group() in self._special) for match in self._literal.finditer(text)
         ]

@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
 
     @property
     def rest(self) -> str:
-        """What follows the settled text if no token follows."""
+        """The text after the settled text if no token follows."""
 
     def push(self, token_id: int) -> str:
         """The text this token settles, which no later token can change."""

@@ -1,4 +1,4 @@
-"""What a model folder says about text. The one file that names transformers; reads local files, runs no code."""
+"""Reads the tokenizer and chat template of a model folder. The only file that imports transformers; runs no code."""
 
 import json
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def _template(tokenizer: Any, folder: Path) -> str | None:
 
 
 def _eos_ids(folder: Path) -> Iterator[int]:
-    """What ends an answer: generation_config.json says it, config.json where that is missing, as in transformers."""
+    """The tokens that end an answer, from generation_config.json or else config.json, as in transformers."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():

@@ -1,4 +1,4 @@
-"""What a text may be before a tokenizer sees it, and how much a template may make of it."""
+"""Limits of a text before it is tokenized, and of the output of a template."""
 
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ def check_text(text: str, what: str) -> None:
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"{what} holds the lone surrogate \\u{ord(text[error.start]):04x} at character {error.start}, "
-                "which is no character; write text that has a UTF-8 form."
+                "which is not a character; use valid Unicode text."
             ) from None
         if nbytes <= MAX_TEXT_NBYTES:
             return

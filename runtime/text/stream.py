@@ -79,7 +79,7 @@ class TextStream:
         self._context = settled[max(0, len(settled) - self._context_length) :]
 
     def _first_stop(self, text: str) -> int:
-        """Where the stop string begins that ends first in `text`, which holds one."""
+        """The start of the stop string that ends first in `text`, which must contain one."""
         begins = [(text.find(stop), stop) for stop in self._stops]
         return min((begin + len(stop), begin) for begin, stop in begins if begin >= 0)[1]
 

@@ -52,7 +52,7 @@ class Child:
     """`command` with frames on its stdin and stdout; its stderr is dropped, for it may carry hostile text.
 
     Deadlines are readings of `time.monotonic()`. Past one, `send` and `receive` raise TimeoutError; a child that is
-    gone is an OSError or EOFError. After any of them the child is of no more use: `kill` it.
+    gone is an OSError or EOFError. After any of them the child is unusable: `kill` it.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -137,12 +137,12 @@ class TemplateRenderer:
             reply = self._exchange(self._child or self._start(), frame)
         except TimeoutError:
             raise TemplateError(
-                f"The chat template ran for more than {self._limit_s:g} s on one row, where a millisecond is usual; "
+                f"The chat template ran for more than {self._limit_s:g} s on one row (1 ms is usual); "
                 "use a checkpoint with another template."
             ) from None
         except (EOFError, OSError, OverflowError, ValueError):
             raise TemplateError(
-                "The chat template brought its process down; use a checkpoint with another template."
+                "The chat template crashed its process; use a checkpoint with another template."
             ) from None
         if "error" in reply:
             raise TemplateError(

@@ -20,7 +20,7 @@ class Vocabulary:
 
 
 def _alphabet() -> dict[str, int]:
-    """Printable bytes stand for themselves, the others for the characters from U+0100 on (GPT-2 `bytes_to_unicode`)."""
+    """Maps printable bytes to themselves and the others to the characters from U+0100 on (GPT-2 `bytes_to_unicode`)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -80,9 +80,9 @@ class Tokenizer:
             raise PromptError("The model has no chat template; give its rows as prompts to complete, not as messages.")
         return self._encoder.pieces(self._chat.pieces(messages), affixes=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without special tokens unless they are asked for."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, stops: Sequence[str] = ()) -> TextStream:
         """A text that grows token by token and ends before the first of `stops`."""

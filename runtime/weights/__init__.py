@@ -1,1 +1,1 @@
-"""Where packed weights come from: made from a checkpoint, held in memory, kept in a store, streamed during passes."""
+"""Packed weights: made from a checkpoint, held in memory, kept in a store, streamed during passes."""

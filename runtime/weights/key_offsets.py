@@ -1,7 +1,7 @@
-"""What is taken off every quantized key: the mean key of each layer and head over a fixed text.
+"""The offset that is subtracted from every quantized key: the mean key of each layer and head over a fixed text.
 
-Measured once for a model and kept with its weights, never from a job's rows: blocks that rows share must not depend on
-which rows came first. Any text will do, because what hurts is what all tokens have in common
+It is measured once for a model and kept with its weights, never from a job's rows: blocks that rows share must not
+depend on which rows came first. Any text will do, because quantization suffers from what all tokens have in common
 (quant/kv/key_transform.py).
 """
 
@@ -46,28 +46,28 @@ Theorem. Every bounded sequence of real numbers has a convergent subsequence. Pr
 
 @dataclass(frozen=True, slots=True)
 class KeyOffsets:
-    """float32 [H, D] for every layer."""
+    """Key offsets, float32 [H, D] for every layer."""
 
     layers: tuple[torch.Tensor, ...]
 
     @property
     def digest(self) -> str:
-        """What names these offsets: cached keys under others mean something else."""
+        """Identifies the offsets: cached keys under other offsets mean something else."""
         return sha256(b"".join(layer.numpy().tobytes() for layer in self.layers)).hexdigest()[:16]
 
     def of(self, group: KVGroup) -> torch.Tensor:
-        """[layers of the group, H, D]."""
+        """The offsets of a layer group, [layers of the group, H, D]."""
         return torch.stack([self.layers[layer] for layer in group.layers])
 
 
 def fixed_token_ids(folder: Path) -> list[int]:
-    """The fixed text in the model's own tokens."""
+    """The first tokens of the fixed text, by the model's tokenizer."""
     with Tokenizer.load(folder) as tokenizer:
         return tokenizer.encode(TEXT)[:MAX_TOKENS]
 
 
 def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
-    """One pass over the fixed text; the model's attention backend is put back afterwards."""
+    """Measures the offsets in one pass over `token_ids`; the model's attention backend is restored afterwards."""
     attention, means = model.attention, KeyMeans()
     model.attention = means
     try:
@@ -78,13 +78,13 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
 
 
 def keep(store: Path, offsets: KeyOffsets) -> None:
-    """Writes them into a store's folder."""
+    """Writes the offsets into a store's folder."""
     tensors = {f"layers.{index}": layer for index, layer in enumerate(offsets.layers)}
     write_atomically(store / FILE, save(tensors))
 
 
 def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
-    """Those of a store; None where it has none, as those prepared by earlier versions. Raises BadStore."""
+    """The offsets of a store; None where it has none, as stores of earlier versions do not. Raises BadStore."""
     path = store / FILE
     if not path.is_file():
         return None
@@ -94,8 +94,8 @@ def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise BadStore(f"{path} cannot be read ({error}); delete it, and it is measured anew") from None
+        raise BadStore(f"{path} cannot be read ({error}); delete it, and it is measured again") from None
     sound = all(tensor.dtype == torch.float32 and bool(tensor.isfinite().all()) for tensor in tensors.values())
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted or not sound:
-        raise BadStore(f"{path} is of another model or damaged; delete it, and it is measured anew")
+        raise BadStore(f"{path} belongs to another model or is damaged; delete it, and it is measured again")
     return KeyOffsets(tuple(tensors[f"layers.{index}"] for index in range(len(tensors))))

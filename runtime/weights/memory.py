@@ -1,39 +1,28 @@
-"""Every shard that a plan keeps in memory: held where it computes, or staged in the host for copies to the device.
+"""The shards that a plan keeps in memory: held where they compute, or staged in the host for copies to the device.
 
-One allocation per tier, cut as the plan says. Knows which shard lies where, not how its bytes came or what they mean.
+Each tier has one arena, cut into slots as the plan says. The only record of where each shard is, also after experts
+were swapped; knows neither how bytes came there nor what they mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from ...offload.device import Device
 from ...offload.host_memory import HostMemory
 from ...offload.page_locked import Pinned
+from ...offload.stream.lane import DENSE, HEAD, ShardKey
 from ..plan.placement import Placement
 from ..shape.shards import ModelShards
 
-DENSE = -1
-
-
-class ShardKey(NamedTuple):
-    """A shard of a model: an expert of a layer, the layer's linears (`DENSE`), or the output head."""
-
-    layer: int
-    expert: int = DENSE
-
-
-HEAD = ShardKey(-1)
-
 
 class WeightMemory:
-    """`held` shards compute where they lie; `staged` ones lie in `slab` and stream from there to the device.
+    """`held` shards are used in place; `staged` ones are in `slab` and stream from there to the device.
 
-    On a CPU nothing is staged. All others are `on_disk`. Shards without bytes stream from nowhere.
+    On a CPU nothing is staged. All other shards are `on_disk`, except those without bytes, which need no stream.
     """
 
     def __init__(
@@ -41,33 +30,46 @@ class WeightMemory:
     ) -> None:
         self.device = device
         self._nbytes = dict(_sizes(shards))
-        kept = dict.fromkeys(key for key in self._nbytes if _keeps(staging or held, key))
         self.held = self._cut([key for key in self._nbytes if _keeps(held, key)])
+        kept = [key for key in self._nbytes if _keeps(staging or held, key)]
         self.staged = self._cut([key for key in kept if key not in self.held])
-        self.on_disk = [key for key, nbytes in self._nbytes.items() if nbytes and key not in kept]
         self._held_bytes = _allocate(_end(self.held), device)
         self.slab = HostMemory(_end(self.staged))
         self._bounce: HostMemory | None = None
 
     @property
     def streamed(self) -> list[ShardKey]:
-        """Shards that arrive in every pass, in the order in which it wants them."""
+        """Shards that are not held, in the order in which a pass uses them."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key not in self.held]
 
     @property
+    def on_disk(self) -> list[ShardKey]:
+        """Shards that are neither held nor staged, in the order in which a pass uses them."""
+        return [key for key in self.streamed if key not in self.staged]
+
+    @property
     def experts(self) -> list[ShardKey]:
-        """Of all layers, held or not."""
+        """The experts of all layers, held or not."""
         return [key for key, nbytes in self._nbytes.items() if nbytes and key.expert != DENSE]
 
-    def move_out(self, leaving: ShardKey, entering: ShardKey, slot: torch.Tensor) -> None:
-        """`entering` is about to take `slot` of `leaving`, which takes over the place in the host that is free then."""
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, of the same size; returns that slot.
+
+        Where `entering` was staged, `leaving` is copied to the host bytes that staged it.
+        """
+        slot = self.shard(leaving)
         if (run := self.staged.pop(entering, None)) is not None:
             self.slab.bytes[run].copy_(slot)
             self.staged[leaving] = run
+        slot.copy_(view)
+        self.held[entering] = self.held.pop(leaving)
+        return slot
 
     def pin_slab(self) -> Pinned:
-        """Page-locks the slab for the device; registrations meet where shards do, so that a copy of a shard, in either
-        direction, lies in one of them or outside all."""
+        """Page-locks the slab for the device.
+
+        Registrations end where shards end, so that a copy of a shard is inside one of them or outside all.
+        """
         assert self.device is not None
         return self.slab.pin(self.device, sorted(run.stop for run in self.staged.values()))
 
@@ -85,19 +87,19 @@ class WeightMemory:
 
     @contextmanager
     def fill(self, key: ShardKey) -> Iterator[torch.Tensor]:
-        """Host bytes of a shard that is kept in memory, to be written; on leaving they are where they belong."""
+        """Host bytes to fill with a shard that is kept in memory; leaving the context moves them to its tier."""
         if key in self.staged:
             yield self.slab.bytes[self.staged[key]]
         elif self.device is None:
             yield self.shard(key)
         else:
             self._bounce = self._bounce or HostMemory(max(map(self.nbytes, self.held)))
-            room = self._bounce.bytes[: self._nbytes[key]]
-            yield room
-            self.shard(key).copy_(room)
+            bounce = self._bounce.bytes[: self._nbytes[key]]
+            yield bounce
+            self.shard(key).copy_(bounce)
 
     def seal(self) -> None:
-        """All is filled: what filling took goes back."""
+        """Frees what `fill` needed, once all shards are filled."""
         self._bounce = None
 
     def _cut(self, keys: list[ShardKey]) -> dict[ShardKey, slice]:
@@ -109,7 +111,7 @@ class WeightMemory:
 
 
 def _sizes(shards: ModelShards) -> Iterator[tuple[ShardKey, int]]:
-    """In the order in which a pass wants them."""
+    """All shards with their bytes, in the order in which a pass uses them."""
     for index, layer in enumerate(shards.layers):
         yield ShardKey(index), layer.dense.nbytes
         if layer.expert is not None:

@@ -1,4 +1,4 @@
-"""From a checkpoint to packed shards, a layer at a time and a few experts at a time, into memory or into a store."""
+"""Packs a checkpoint into shards, a layer at a time and a few experts at a time, into memory or into a store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.errors import BadCheckpoint
+from ...offload.store.manifest import HEAD_FILE, layer_file
+from ...offload.store.writer import LayerFile, StoreWriter
+from ...offload.stream.lane import HEAD, ShardKey
 from ...quant.formats.format import FormatError
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import pack_into
 from ..model.assembly import LayerAssembly
 from ..model.loading import CheckpointLoader, refuse_nonfinite
@@ -22,7 +25,7 @@ from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
-from .memory import HEAD, ShardKey, WeightMemory
+from .memory import WeightMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class MemoryLayerSink:
 
 
 class MemorySink:
-    """A ShardSink for memory that leaves nothing on disk."""
+    """A ShardSink that fills memory, for plans that leave nothing on disk."""
 
     def __init__(self, memory: WeightMemory) -> None:
         self._memory = memory
@@ -54,9 +57,52 @@ class MemorySink:
         return self._memory.fill(HEAD)
 
 
-# More at once is not faster.
+class StoreLayerSink:
+    """A LayerSink that writes one file of a store; all experts are packed in the same buffer."""
+
+    def __init__(self, file: LayerFile, shards: LayerShards) -> None:
+        self._file = file
+        self._dense_nbytes = shards.dense.nbytes
+        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
+
+    @contextmanager
+    def dense(self) -> Iterator[torch.Tensor]:
+        shard = torch.empty(self._dense_nbytes, dtype=torch.uint8)
+        yield shard
+        self._file.write_dense(shard.numpy().data)
+
+    @contextmanager
+    def expert(self, index: int) -> Iterator[torch.Tensor]:
+        yield self._expert
+        self._file.write_expert(index, self._expert.numpy().data)
+
+
+class StoreSink:
+    """A ShardSink that writes a store; one shard is in memory at a time."""
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
+
+    def has_layer(self, index: int) -> bool:
+        return self._writer.has(layer_file(index))
+
+    @contextmanager
+    def layer(self, index: int, shards: LayerShards) -> Iterator[StoreLayerSink]:
+        expert_nbytes = shards.expert.nbytes if shards.expert else 0
+        with self._writer.layer(index, shards.dense.nbytes, shards.num_experts, expert_nbytes) as file:
+            yield StoreLayerSink(file, shards)
+
+    @contextmanager
+    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
+        shard = torch.empty(nbytes, dtype=torch.uint8)
+        yield shard
+        if not self._writer.has(HEAD_FILE):
+            self._writer.write_head(shard.numpy().data)
+
+
+# A larger window is not faster.
 WINDOW_NBYTES = 128 << 20
-# A window of experts as the files have it, its matrices joined, and stacked as transformers wants them.
+# The copies of a window of experts: as in the files, with joined matrices, and stacked for transformers.
 WINDOW_COPIES = 3
 
 
@@ -81,7 +127,7 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
 
 
 def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
-    """While a layer is packed: its linears as they were, and packed ones or an expert with its copies."""
+    """The most bytes while a layer is packed: its unpacked linears, and packed ones or an expert with its copies."""
     dense = sum(matrix.numel for matrix in layer.dense) * item
     if layer.experts is None or packed.expert is None:
         return dense + packed.dense.nbytes
@@ -94,18 +140,18 @@ def pack_shard(where: str, layout: ShardLayout, weights: list[torch.Tensor], sha
 
     Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
     """
-    for placed, weight in zip(layout.matrices, weights, strict=True):
+    for matrix, weight in zip(layout.matrices, weights, strict=True):
         try:
-            pack_into(weight.detach(), placed.layout, shard[placed.offset : placed.end])
+            pack_into(weight.detach(), matrix.layout, shard[matrix.offset : matrix.end])
         except FormatError as error:
-            raise BadCheckpoint(f"{where}.{placed.name}: {error}") from None
+            raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
     if layout.matrices:
-        # What lies between the last plane and the shard's end is written to disk and checked by its sum, too.
+        # The bytes after the last plane are also written to disk and included in the checksum.
         shard[layout.matrices[-1].end :].zero_()
 
 
 class LayerSink(Protocol):
-    """Takes one layer's shards: uint8 bytes to fill, kept when the context is left without an error."""
+    """Takes one layer's shards: each context gives uint8 bytes to fill and keeps them if it ends without an error."""
 
     def dense(self) -> AbstractContextManager[torch.Tensor]: ...
 
@@ -113,7 +159,7 @@ class LayerSink(Protocol):
 
 
 class ShardSink(Protocol):
-    """Where packed shards go, layer by layer, experts in order; `has_layer` ones are kept from an earlier run."""
+    """Takes packed shards, layer by layer, experts in order; `has_layer` ones are complete from an earlier run."""
 
     def has_layer(self, index: int) -> bool: ...
 
@@ -123,7 +169,7 @@ class ShardSink(Protocol):
 
 
 class Preparation:
-    """Packs what the checkpoint holds; then the model has resident parameters, and packed modules without bytes."""
+    """Packs a checkpoint; afterwards the model has its resident parameters, and packed modules without bytes."""
 
     def __init__(
         self,
@@ -132,7 +178,7 @@ class Preparation:
         compute: ParallelMatmul,
         window_nbytes: int = WINDOW_NBYTES,
     ) -> None:
-        """`window_nbytes` of experts, as the checkpoint has them, are converted together; copies come on top."""
+        """`window_nbytes` of experts, as in the checkpoint, are converted together; their copies take more."""
         self.layers: list[LayerAssembly] = []
         self._model = model
         self._checkpoint = checkpoint
@@ -160,7 +206,7 @@ class Preparation:
 
     def _pack_dense(self, index: int, assembly: LayerAssembly, sink: LayerSink) -> None:
         layout = assembly.shards.dense
-        weights = [assembly.linears[placed.name].weight for placed in layout.matrices]
+        weights = [assembly.linears[matrix.name].weight for matrix in layout.matrices]
         with sink.dense() as shard:
             pack_shard(f"layer {index}", layout, weights, shard)
 
@@ -168,7 +214,7 @@ class Preparation:
         layout, count = assembly.shards.expert, assembly.shards.num_experts
         if layout is None:
             return
-        numel = sum(rows * cols for rows, cols in (placed.layout.shape for placed in layout.matrices))
+        numel = sum(rows * cols for rows, cols in (matrix.layout.shape for matrix in layout.matrices))
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
         for begin in range(0, count, window):
             experts = range(begin, min(begin + window, count))

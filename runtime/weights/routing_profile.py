@@ -1,6 +1,6 @@
-"""What jobs saw of a store's routing, kept beside its weights: the next job starts with it, whoever runs it.
+"""Routing counts of the jobs of a store, kept beside its weights: the next job starts with them, whoever runs it.
 
-Advisory: without it, or with one that cannot be read, a job starts from nothing and gives the same tokens.
+They are advisory: without them, or if they cannot be read, a job starts from zero and generates the same tokens.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from ...moe.affinity import Affinity
+from ...moe.routing_stats import Affinity
 from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
 
 FILE = "note-routing.safetensors"
 VERSION = "1"
-# Older jobs count for at most so many tokens, so that a store follows what it is used for.
+# Earlier jobs count for at most this many tokens, so that the profile follows what the store is used for.
 MAX_TOKENS = 1e6
 
 Profile = dict[str, torch.Tensor]
 
 
 def profile_shapes(num_experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes by layer with experts: `chosen`, `tokens`, and `follows` where another one comes before."""
+    """Names and shapes of the counts of each layer with experts: `chosen`, `tokens`, and `follows` after the first."""
     counts = {layer: count for layer, count in enumerate(num_experts) if count}
     shapes: dict[str, tuple[int, ...]] = {}
     for layer, count in counts.items():
@@ -36,7 +36,7 @@ def profile_shapes(num_experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:
-    """The counts that lie there, if they have the names and shapes `wanted`; else none."""
+    """The counts of a store if they have the names and shapes `wanted`; else none."""
     path = store / FILE
     try:
         with safe_open(path, "pt") as file:
@@ -49,21 +49,21 @@ def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:
     return tensors if version == VERSION and sound and shapes == dict(wanted) else {}
 
 
-def merge(store: Path, seen: Profile) -> None:
-    """Adds what a job saw to what lies there, under a lock: of two jobs that end together neither is forgotten.
+def merge(store: Path, observed: Profile) -> None:
+    """Adds the counts that a job `observed` to those of the store, under a lock: jobs may end at the same time.
 
     Raises OSError where the store cannot be written to.
     """
     with _locked(store):
-        before = kept(store, {name: tuple(tensor.shape) for name, tensor in seen.items()})
-        merged = {name: tensor + _aged(before, name) for name, tensor in seen.items()}
+        before = kept(store, {name: tuple(tensor.shape) for name, tensor in observed.items()})
+        merged = {name: tensor + _decayed(before, name) for name, tensor in observed.items()}
         with suppress(FileNotFoundError):
-            # Of a process that was killed here; we have the lock, so it is nobody's.
+            # A process that was killed here left it; with the lock held, no other one uses it.
             os.unlink(store / f".{FILE}{TEMPORARY_SUFFIX}")
         write_atomically(store / FILE, save(merged, {"version": VERSION}))
 
 
-def _aged(before: Profile, name: str) -> torch.Tensor | float:
+def _decayed(before: Profile, name: str) -> torch.Tensor | float:
     if name not in before:
         return 0.0
     tokens = float(before[f"{name.rsplit('.', 1)[0]}.tokens"])
@@ -72,7 +72,7 @@ def _aged(before: Profile, name: str) -> torch.Tensor | float:
 
 @contextmanager
 def _locked(store: Path) -> Iterator[None]:
-    """The folder itself is what is locked: the store's own lock is shared by everybody who uses it."""
+    """Locks the folder itself: the store's own lock is shared by all its users."""
     descriptor = os.open(store, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,29 +1,260 @@
-"""Weights during passes: held shards bound once, the others as they arrive, ahead of compute."""
+"""Weights during passes: held shards and experts are bound once, others as they arrive over their lanes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...moe.streaming_mode import DEFAULTS, ExpertOptions
+from ...moe.expert import ExpertWeights, HeldExperts
+from ...moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
+from ...moe.forecast import Forecast, LookAhead
+from ...moe.routing_stats import RoutingStats
+from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
+from ...moe.streaming_order import ExpertFetchQueue, StreamingOrder
+from ...offload.device import Device
+from ...offload.host_memory import HostMemory
+from ...offload.page_locked import Pinned
+from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
-from ...offload.stream.stream import Arrival
+from ...offload.stream.cuda_lane import CudaLane
+from ...offload.stream.lane import DENSE, HEAD, Lane, Ring, Shard, ShardKey
+from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
+from ...offload.stream.staged_lane import StagedLane
+from ...offload.stream.stream import Arrival, ShardStream
 from ..model.assembly import LayerAssembly
-from ..plan.placement import Plan
-from .experts import ModelExperts
-from .lanes import Lanes, place_of
-from .memory import HEAD, ShardKey, WeightMemory
+from ..plan.placement import Placement, Plan
+from .memory import WeightMemory
 from .routing_profile import Profile, kept, merge, profile_shapes
+
+
+class Lanes:
+    """A stream of dense shards and one of experts; each is None where no such shard streams. Close it when done."""
+
+    def __init__(self, memory: WeightMemory, plan: Plan, store: Store | None) -> None:
+        self._memory = memory
+        self._store = store
+        self.readers: list[ReaderLane] = []
+        self._copiers: list[CudaLane] = []
+        self.ring_nbytes: list[int] = []
+        dense = [key for key in memory.streamed if key.expert == DENSE]
+        experts = [key for key in memory.streamed if key.expert != DENSE]
+        self._pins: _Pins | None = None
+        self.dense: ShardStream[Any] | None = None
+        self.experts: ShardStream[Any] | None = None
+        # If some experts come from the disk, any expert may: which ones are held changes from pass to pass.
+        may_come = memory.experts if any(key.expert != DENSE for key in memory.on_disk) else experts
+        with ExitStack() as opened:
+            opened.callback(self.close)
+            if memory.device and plan.staging:
+                self._pins = _Pins(memory, plan.staging.placement, dense, experts)
+            self.dense = self._open(dense, plan.placement.dense_ring, 0)
+            self.experts = self._open(may_come, plan.placement.expert_ring, 1)
+            opened.pop_all()
+        if self.dense is not None:
+            self.dense.ask(*map(self.shard, dense))
+
+    @property
+    def streams(self) -> list[ShardStream[Any]]:
+        return [stream for stream in (self.dense, self.experts) if stream is not None]
+
+    @property
+    def seconds_waited(self) -> tuple[float, float]:
+        """Seconds that compute waited for bytes: for readers, and for copies to the device."""
+        disk = sum(reader.seconds_waited for reader in self.readers)
+        return disk, sum(copier.seconds_waited for copier in self._copiers)
+
+    def shard(self, key: ShardKey) -> Shard:
+        """Where to read the bytes of a shard that is not held."""
+        if run := self._memory.staged.get(key):
+            return Shard(f"layer {key.layer} shard {key.expert}", self._memory.nbytes(key), run.start)
+        assert self._store is not None
+        extent = extent_of(self._store, key)
+        name = f"{extent.path.name} {extent.tensor} {extent.index}"
+        return Shard(name, extent.nbytes, extent.offset, extent.path, extent.crc32)
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+        if self._pins is not None:
+            self._pins.close()
+
+    def _open(self, keys: list[ShardKey], ring: int, kind: int) -> ShardStream[Any] | None:
+        if not keys:
+            return None
+        shards = [self.shard(key) for key in keys]
+        if self._pins is None:
+            host = HostMemory(ring)
+            self.ring_nbytes.append(host.nbytes)
+            return ShardStream(self._readers(shards, host), Ring(ring), host.bytes)
+        device = self._pins.device
+        memory = device.allocate(ring)
+        self.ring_nbytes.append(memory.numel())
+        return ShardStream(self._copies(shards, memory, self._pins, kind), Ring(ring), memory)
+
+    def _copies(self, shards: list[Shard], memory: Any, pins: _Pins, kind: int) -> Lane[Any]:
+        direct = CudaLane(pins.device.cuda, self._memory.slab.bytes, pins.slab, memory)
+        self._copiers.append(direct)
+        rest = [shard for shard in shards if not pins.is_direct(shard)]
+        if not rest:
+            return direct
+        ring, pinned = pins.rings[kind]
+        host = ShardStream(self._readers(rest, ring), Ring(ring.nbytes), ring.bytes)
+        staging = CudaLane(pins.device.cuda, ring.bytes, pinned, memory)
+        return StagedLane(host, staging, direct, pins.is_direct)
+
+    def _readers(self, shards: list[Shard], memory: HostMemory) -> ReaderLane:
+        sources = {file: self._source(file) for file in {shard.file for shard in shards}}
+        lane = ReaderLane(sources, memory.view)
+        self.readers.append(lane)
+        return lane
+
+    def _source(self, file: Path | None) -> Source:
+        """The bytes of a file, or of the slab, whose end may not be pinned."""
+        return HostBytes(self._memory.slab.view) if file is None else DirectFile(file)
+
+
+class _Pins:
+    """The page-locked host memory: the slab alone where that suffices, else the rings first, then the slab.
+
+    Through pinned rings everything can be streamed to the device, at the cost of a copy in the host.
+    """
+
+    def __init__(
+        self, memory: WeightMemory, staging: Placement, dense: list[ShardKey], experts: list[ShardKey]
+    ) -> None:
+        assert memory.device is not None
+        self.device: Device = memory.device
+        self.rings: list[tuple[HostMemory, Pinned]] = []
+        self.slab = memory.pin_slab()
+        with ExitStack() as opened:
+            # Memory that is freed while it is registered could never be pinned again at its addresses.
+            opened.callback(self.close)
+            if memory.on_disk or self.slab.nbytes < memory.slab.nbytes:
+                self.slab.close()
+                for keys, nbytes in ((dense, staging.dense_ring), (experts, staging.expert_ring)):
+                    ring = HostMemory(nbytes if keys else 0)
+                    self.rings.append((ring, ring.pin(self.device)))
+                self.slab = memory.pin_slab()
+            opened.pop_all()
+
+    def is_direct(self, shard: Shard) -> bool:
+        """Whether the device can copy the shard directly from the pinned slab."""
+        return shard.file is None and shard.offset + shard.nbytes <= self.slab.nbytes
+
+    def close(self) -> None:
+        self.slab.close()
+        for _, pinned in self.rings:
+            pinned.close()
+
+
+def extent_of(store: Store, key: ShardKey) -> ShardExtent:
+    """The extent of a shard in a store."""
+    layer = store.layers[key.layer]
+    extent = store.head if key == HEAD else layer.dense if key.expert == DENSE else layer.experts[key.expert]
+    assert extent is not None
+    return extent
+
+
+class ModelExperts:
+    """The experts of all layers. `cache` streams them; it is None where all experts are held."""
+
+    def __init__(
+        self,
+        memory: WeightMemory,
+        lanes: Lanes,
+        layers: Sequence[LayerAssembly],
+        options: ExpertOptions,
+        live: int,
+        profile: Profile,
+    ) -> None:
+        """`live` is the expected number of tokens of a pass; `profile` is what earlier jobs counted."""
+        self._memory = memory
+        self._lanes = lanes
+        self._layers = layers
+        self._options = options
+        counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
+        self.stats = RoutingStats(counts, "cpu" if memory.device is None else memory.device.torch_device)
+        self._profile = profile
+        self._start_from_profile()
+        self.cache = None if lanes.experts is None else self._make_cache(lanes.experts, live)
+        for index, count in counts.items():
+            layers[index].set_experts(self._source(index, count))
+
+    @property
+    def num_held(self) -> int:
+        """The number of experts of all layers that are held where they compute."""
+        return sum(key in self._memory.held for key in self._memory.experts)
+
+    @property
+    def observed(self) -> Profile:
+        """The counts that this job adds to the profile."""
+        return {name: counts - self._profile.get(name, 0.0) for name, counts in self._counts().items()}
+
+    def start_counting(self) -> None:
+        """Passes so far do not belong to the job: a rehearsal ran them with made-up rows."""
+        self._start_from_profile()
+        self.stats.start_counting()
+        if self.cache is not None:
+            self.cache.start_counting()
+
+    def _counts(self) -> Profile:
+        found = {f"layers.{layer}.follows": table.cpu() for layer, table in self.stats.affinity.follows.items()}
+        for layer, stats in self.stats.popularity.layers.items():
+            found[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
+            found[f"layers.{layer}.tokens"] = torch.tensor([stats.tokens], dtype=torch.float64)
+        return found
+
+    def _start_from_profile(self) -> None:
+        for layer, stats in self.stats.popularity.layers.items():
+            chosen = self._profile.get(f"layers.{layer}.chosen")
+            stats.chosen[:] = 0.0 if chosen is None else chosen.numpy()
+            stats.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
+        for layer, table in self.stats.affinity.follows.items():
+            before = self._profile.get(f"layers.{layer}.follows")
+            table.zero_() if before is None else table.copy_(before)
+
+    def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
+        if self.cache is not None:
+            return StreamedExperts(index, count, self.cache)
+        keys = [ShardKey(index, expert) for expert in range(count)]
+        return HeldExperts(index, [self._bind(key, self._memory.shard(key)) for key in keys], self.stats)
+
+    def _make_cache(self, stream: ShardStream[torch.Tensor], live: int) -> StreamingExpertCache:
+        held = [key for key in self._memory.experts if key in self._memory.held]
+        popularity = self.stats.popularity.layers
+        sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in popularity}
+        probabilities = {layer: stats.wanted_by(live) for layer, stats in popularity.items()}
+        slots = ExpertSlots(held, self._memory, self._bind, self._options.policy(held, sizes, probabilities))
+        largest = max(sizes.values())
+        order = StreamingOrder(
+            ExpertFetchQueue(stream, self._lanes.shard),
+            slots.held,
+            ModeChoice(self.stats, self._options.stream),
+            Forecast(self.stats, LookAhead(self._routers())),
+            RouterLatency(
+                lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest
+            ),
+            most_ahead=stream.capacity // largest + 1,
+        )
+        return StreamingExpertCache(self.stats, order, slots)
+
+    def _routers(self) -> dict[int, torch.Tensor]:
+        routers = {layer: self._layers[layer].router for layer in self.stats.layers}
+        return {layer: router for layer, router in routers.items() if router is not None}
+
+    def _bind(self, key: ShardKey, view: torch.Tensor) -> ExpertWeights:
+        return self._layers[key.layer].bind_expert(key.expert, view)
 
 
 class StreamedWeights:
     """Binds a model's shards to its layers; `arrivals` drives the layers of a pass. Close it when done.
 
-    `memory` is filled; what it does not keep comes from `store`.
+    `memory` has been filled; shards that it does not keep come from `store`.
     """
 
     def __init__(
@@ -60,7 +291,7 @@ class StreamedWeights:
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes that were allocated for shards on their way to where they compute."""
+        """Bytes that were allocated for streamed shards where they compute."""
         return sum(self._lanes.ring_nbytes)
 
     @property
@@ -75,22 +306,22 @@ class StreamedWeights:
 
     @property
     def seconds_waited(self) -> tuple[float, float]:
-        """How long compute waited for passes so far: for the disk, for the link to the device."""
+        """Seconds that compute waited in passes so far: for the disk, and for the link to the device."""
         disk, link = self._lanes.seconds_waited
         return disk - self._waited_before[0], link - self._waited_before[1]
 
     @property
     def seconds_reading(self) -> float:
-        """How long readers had something to read, of the kind of shards that takes longest."""
+        """Seconds in which the busiest reader had something to read."""
         return max((reader.seconds_busy for reader in self._lanes.readers), default=0.0)
 
     @property
     def nbytes_moved(self) -> int:
-        """Grows with every chunk that a reader brings or a device is sent, also of shards that are not whole yet."""
+        """Bytes read and copied so far, including chunks of shards that are not complete yet."""
         return sum(stream.nbytes_moved for stream in self._lanes.streams)
 
     def fail(self, cause: BaseException) -> None:
-        """Whoever waits for bytes gets StreamBroken from `cause`."""
+        """Makes all waits for bytes raise StreamBroken from `cause`."""
         for reader in self._lanes.readers:
             reader.fail(cause)
 
@@ -101,8 +332,8 @@ class StreamedWeights:
         self.experts.start_counting()
 
     def arrivals(self) -> Iterator[int]:
-        """Layers of one pass, each usable until the next is asked for."""
-        # Shards come in a fixed order: what a pass that broke off has left comes, and goes again.
+        """Yields the layers of one pass; each is usable until the next one is requested."""
+        # Shards come in a fixed order: drain those that an aborted pass left queued.
         deque(self._passing, maxlen=0)
         if self._lanes.dense is not None:
             self._passing = self._lanes.dense.cycle(len(self._arriving))
@@ -115,13 +346,13 @@ class StreamedWeights:
     def close(self) -> None:
         self._lanes.close()
         if self._store is not None:
-            # Of a store that belongs to others, or on a full disk, nothing is kept: it is worth no error.
+            # Best effort: the store may belong to another user, and the disk may be full.
             with suppress(OSError):
-                merge(self._store.folder, self.experts.seen)
+                merge(self._store.folder, self.experts.observed)
             self._store.close()
 
     def _profile(self) -> Profile:
-        """What earlier jobs saw."""
+        """The routing counts of earlier jobs."""
         if self._store is None:
             return {}
         counts = [layer.shards.num_experts for layer in self._layers]
@@ -138,7 +369,5 @@ def fill_from_store(memory: WeightMemory, store: Store) -> None:
     for key in (*memory.held, *memory.staged):
         if not memory.nbytes(key):
             continue
-        place = store.head if key == HEAD else place_of(store, key)
-        assert place is not None
         with memory.fill(key) as shard:
-            store.read_into(place, shard.numpy().data, check=True)
+            store.read_into(extent_of(store, key), shard.numpy().data, check=True)

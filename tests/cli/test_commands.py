@@ -16,6 +16,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from moedge.runtime.jobs.summary import json_schema
+
 Rows = list[dict[str, Any]]
 CODE = "import sys; from moedge.cli.main import main; main()"
 
@@ -69,8 +71,7 @@ def test_a_batch_answers_rows_of_every_form(
     assert len(answered[2]["response"]["body"]["choices"]) == 2
     assert len(answered[3]["choices"]) == 2
     numbers = json.loads(summary.read_text())
-    schema = Path(__file__).parents[2] / "runtime" / "jobs" / "run.schema.json"
-    jsonschema.validate(numbers, json.loads(schema.read_text()))
+    jsonschema.validate(numbers, json_schema())
     assert numbers["rows"] == {"total": 6, "ok": 4, "failed": 2}
     assert numbers["tokens"]["generated"] == 4 + 5 + 6 + 6
     printed = capsys.readouterr()
@@ -214,7 +215,7 @@ def test_models_shows_a_shape(
     assert (shape["layers"], shape["experts"]) == (4, 32)
     assert shape["active_parameters"] < shape["parameters"]
     assert cli("models", "show", checkpoint("mixtral")) == 0
-    assert "32 experts in all" in capsys.readouterr().out
+    assert "32 experts in total" in capsys.readouterr().out
     assert cli("models", "families") == 0
     assert "gpt_oss" in capsys.readouterr().out.split()
 

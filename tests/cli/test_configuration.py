@@ -21,7 +21,7 @@ from moedge.cli.options import configured_command
 from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt as one_prompt
+from moedge.runtime.api import single_prompt
 from moedge.runtime.jobs.request import BatchRequest
 
 Cli = Callable[..., int]
@@ -166,7 +166,7 @@ def test_what_stands_is_said_with_its_origin_unless_a_flag_outdoes_it(
     [
         ('rma = "3GiB"', "moedge.toml:1: unknown key 'rma'; nearest: 'ram'".replace("'ram'", "ram")),
         ('\n\ngpu_mem = "3GiB"', "moedge.toml:3: unknown key 'gpu_mem'; nearest: gpu-mem"),
-        ("[bacth]\nseed = 1", "there is no table [bacth]; nearest: batch"),
+        ("[bacth]\nseed = 1", "unknown table [bacth]; nearest: batch"),
         ("[run]\nmax-sequences = 3", "moedge.toml:2: unknown key 'max-sequences' of [run]"),
         ("ram = 8", "moedge.toml:1: ram = 8; '8' is not a size"),
         ('ram = "8"', "nearest: 8GiB"),
@@ -177,7 +177,7 @@ def test_what_stands_is_said_with_its_origin_unless_a_flag_outdoes_it(
         ("max-tokens = 0", "moedge.toml:1: max-tokens = 0; "),
         ("until = 7", "wanted text in quotation marks"),
         ('kv = "int16"', "'int8'"),
-        ("seed = true", "seed = true; wanted a value, not a truth"),
+        ("seed = true", "seed = true; wanted a value, not true or false"),
         ('deterministic = "yes"', "wanted true or false"),
         ("seed = [1]", "wanted one value"),
         ("seed = 2026-11-21", "wanted one value"),
@@ -403,7 +403,7 @@ def test_show_prints_every_value_with_its_origin(places: Places, cli: Cli, capsy
     assert found["deterministic", "batch"] == (True, "moedge.toml:1")
     assert found["max-tokens", "run"] == (9, f"{places.user}:2")
     assert found["max-tokens", "batch"] == (256, "default")
-    assert found["quant", "batch"] == ("auto", "default: the plan decides")
+    assert found["quant", "batch"] == ("auto", "default: chosen by the planner")
     assert cli("config", "show") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "deterministic    true         moedge.toml:1" in lines
@@ -416,11 +416,11 @@ def test_run_takes_what_stands(
     places: Places, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(one_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
+    monkeypatch.setattr(single_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
     places.project.write_text('[run]\nmax-tokens = 9\nkv = "int8"\n')
     assert cli("run", "model", "hi") == 0
-    _, _, wanted, _, wish = seen[0]
-    assert (wanted.kv, wish.max_tokens) == ("int8", 9)
+    _, _, wanted, _, asked = seen[0]
+    assert (wanted.kv, asked.max_tokens) == ("int8", 9)
     assert capsys.readouterr().out == "hello\n", "what stands is said on stderr"
 
 

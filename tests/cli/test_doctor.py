@@ -69,7 +69,7 @@ def test_a_failure_exits_with_its_code_and_names_the_fix(
     assert cli("doctor", "--quick") == 6
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("fail  RAM") for line in lines)
-    assert lines[-1].startswith("1 in the way of a run")
+    assert lines[-1].startswith("1 failure")
 
 
 def test_a_disk_that_fails_while_it_is_measured_is_a_finding(

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.fetch_queue import ExpertFetchQueue
-from moedge.moe.policy import ExpertKey
-from moedge.moe.slots import ExpertSlots
+from moedge.moe.expert_cache import ExpertSlots
 from moedge.moe.streaming_mode import Hold, Mode
+from moedge.moe.streaming_order import ExpertFetchQueue
+from moedge.offload.stream.lane import ShardKey
 
-# Each mode, policy, share and tier mix in some combination with every other's kind; bench/expert_modes.py has them all.
+# Each mode, policy, share and tier mix in some combination; matrix/expert_modes.py has all of them.
 SOME = [
     ("qwen3_moe", "disk-host", 0.1, None, Hold.LRU),
     ("qwen3_moe", "host-device", 0.5, Mode.WANTED, Hold.LRU),
@@ -67,8 +67,8 @@ def test_a_slot_that_is_not_filled_shows(
 ) -> None:
     swap = ExpertSlots.swap
 
-    def forgets(self: ExpertSlots, leaving: ExpertKey, entering: ExpertKey, view: torch.Tensor) -> None:
-        swap(self, leaving, entering, self._slots[leaving])
+    def forgets(self: ExpertSlots, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> None:
+        swap(self, leaving, entering, self._memory.shard(leaving))
 
     monkeypatch.setattr(ExpertSlots, "swap", forgets)
     assert differs(case, fakes, modes, Mode.WANTED, Hold.LRU)
@@ -94,13 +94,13 @@ def test_a_forecast_that_knows_the_future_wastes_nothing(
     from moedge.moe.policy import Lru
 
     future: list[list[int]] = []
-    saw = Lru.saw
+    observe = Lru.observe
 
     def record(self: Lru, layer: int, wanted: list[int]) -> None:
         future.append(list(wanted))
-        saw(self, layer, wanted)
+        observe(self, layer, wanted)
 
-    monkeypatch.setattr(Lru, "saw", record)
+    monkeypatch.setattr(Lru, "observe", record)
     way, tiny = modes.Way("disk-host", 0.5, Mode.WANTED, Hold.LRU), case("qwen3_moe")
     wanted = way.run(tiny, fakes)
     known = iter([*future[1:], []])
@@ -123,7 +123,7 @@ def test_the_worst_guesses_cost_bandwidth_only(
     generator = torch.Generator().manual_seed(seed)
 
     def random_guess(self: Forecast, layer: int, groups: Any, hidden: Any, held: Any, most: int) -> list[int]:
-        order = torch.randperm(self.popularity.layers[layer].num_experts, generator=generator).tolist()
+        order = torch.randperm(self.stats.num_experts(layer), generator=generator).tolist()
         return [expert for expert in order if expert not in held]
 
     monkeypatch.setattr(Forecast, "guess", random_guess)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import build_tokenizer, tiny_config
 
 from moedge.moe import expert
 from moedge.moe.groups import ExpertGroups
 from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.plan.planner import Settings
 from moedge.runtime.source.model_source import open_source
+from support.tiny_families import build_tokenizer, tiny_config
 
 RECORDED = Path(__file__).with_name("host_cost.json")
 AMPERE, NO_KERNELS = (8, 6), (7, 0)
@@ -97,7 +97,7 @@ def test_one_more_wait_in_a_layer_is_too_many(count: Callable[[str], Figures], m
     combine = expert.combine
 
     def looks(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:
-        groups.places.tolist()
+        groups.assignment_rows.tolist()
         return combine(rows, groups, weights)
 
     monkeypatch.setattr(expert, "combine", looks)

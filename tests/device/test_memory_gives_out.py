@@ -57,7 +57,7 @@ class Refusals:
 @dataclass
 class Ended:
     tokens: list[list[int]]
-    made: list[Fallback]
+    applied: list[Fallback]
     plan: Plan
     allocations: int
     refused: int
@@ -77,14 +77,14 @@ def run(
     granted = DeviceBudget(plan.budget.device.nbytes, fake.device.context_nbytes, 0) if plan.staging else None
     budget = MemoryBudget(plan.budget.host_nbytes, granted)
     request = PlanRequest(costs=CostModel(case.source.shape), workload=case.job, budget=budget)
-    concessions = FallbackPolicy(plan, request)
+    policy = FallbackPolicy(plan, request)
 
     def load(lesser: Plan) -> LoadedEngine:
         store = case.store if lesser.streams else None
         with refusals.counted(loading):
             return load_engine(case.source, lesser, store, fake.device, experts)
 
-    with fake, closing(load_with_fallback(load, concessions)) as loaded:
+    with fake, closing(load_with_fallback(load, policy)) as loaded:
         sequences = [Sequence(ids, case.params(index, 0.0)) for index, ids in enumerate(case.prompts)]
         for sequence in sequences:
             loaded.engine.add(sequence)
@@ -92,7 +92,7 @@ def run(
             list(loaded.engine.run())
         assert not loaded.engine.busy
     tokens = [sequence.output_ids for sequence in sequences]
-    return Ended(tokens, concessions.made, concessions.plan, refusals.num_counted, refusals.num_refused)
+    return Ended(tokens, policy.applied, policy.plan, refusals.num_counted, refusals.num_refused)
 
 
 PLANS: dict[str, tuple[Callable[[Any, Any], Plan], ExpertOptions]] = {
@@ -114,10 +114,10 @@ def test_m6_wherever_a_pass_fails_its_rows_run_again_in_halves(
     ended = run(tiny, fake, make(tiny, fake.device), refused=lambda number: number == moment, experts=experts)
     assert ended.refused == 1
     assert ended.tokens == tiny.run(tiny.plan(None)).tokens
-    (given_up,) = ended.made
-    assert given_up.what == "tokens of a pass"
-    assert given_up.after == given_up.before // 2 == ended.plan.tokens_per_pass
-    assert GAVE_OUT in str(given_up)
+    (fallback,) = ended.applied
+    assert fallback.what == "tokens of a pass"
+    assert fallback.after == fallback.before // 2 == ended.plan.tokens_per_pass
+    assert GAVE_OUT in str(fallback)
 
 
 @pytest.mark.slow
@@ -125,13 +125,13 @@ def test_m6_a_pass_that_fails_again_and_again_is_halved_until_it_fits(case: Any,
     tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
     ended = run(tiny, fake, tiny.plan(fake.device, 0.8), refused=lambda number: number <= 3)
     assert ended.tokens == tiny.run(tiny.plan(None)).tokens
-    assert [each.after for each in ended.made] == [each.before // 2 for each in ended.made]
-    assert len(ended.made) == 3
+    assert [each.after for each in ended.applied] == [each.before // 2 for each in ended.applied]
+    assert len(ended.applied) == 3
 
 
 def test_m6_where_nothing_is_left_the_refusal_names_the_smallest_budget(case: Any, fakes: ModuleType) -> None:
     tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
-    with pytest.raises(MemoryGaveOut, match=r"nothing is left .* --gpu-mem \d+MiB.*resumes it"):
+    with pytest.raises(MemoryGaveOut, match=r"no fallback is left\. .* --gpu-mem \d+MiB.*resumes the job"):
         run(tiny, fake, tiny.plan(fake.device, 0.0), refused=lambda _: True)
 
 
@@ -157,6 +157,6 @@ def test_m5_wherever_loading_fails_it_begins_anew_with_less(case: Any, fakes: Mo
         fake = fakes.FakeDevice(seed=moment)
         plan = tiny.plan(fake.device, 0.5)
         ended = run(tiny, fake, plan, loading=True, refused=lambda number, at=moment: number == at)
-        assert (ended.tokens, ended.refused, len(ended.made)) == (wanted, 1, 1)
+        assert (ended.tokens, ended.refused, len(ended.applied)) == (wanted, 1, 1)
         assert ended.plan.used_nbytes < plan.used_nbytes
         assert not fake.cuda.registered, "what failed to load left something pinned"

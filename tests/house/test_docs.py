@@ -84,3 +84,84 @@ def test_every_fault_of_memory_and_settings_is_made_to_happen() -> None:
             assert re.search(rf"\b{case}\b", text, re.IGNORECASE) or f"_{case.lower()}_" in text, (
                 f"{file} names no {case}"
             )
+
+
+def shown_code(page: Path) -> list[tuple[str, list[str]]]:
+    """(file, lines) of every Python block, whose first line is a comment that names the file."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    named = [block.splitlines() for block in blocks]
+    return [(lines[0].removeprefix("# "), [line.strip() for line in lines[1:] if line.strip()]) for lines in named]
+
+
+def missing_lines(code: list[str], source: str) -> list[str]:
+    """Lines that the source does not have, or not in this order."""
+    left = iter([line.strip() for line in source.splitlines()])
+    return [line for line in code if line not in left]
+
+
+def test_every_line_of_code_that_the_design_shows_is_in_the_tree() -> None:
+    shown = shown_code(DOCS / "design.md")
+    assert [file for file, _ in shown] == ["runtime/engine/engine.py", "moe/expert.py"]
+    for file, code in shown:
+        assert code
+        assert not missing_lines(code, (DOCS.parent / file).read_text())
+
+
+def test_code_that_is_not_in_the_tree_is_noticed() -> None:
+    assert missing_lines(["a = 1", "b = 2"], "a = 1\n  b = 2\n") == []
+    assert missing_lines(["b = 2", "a = 1"], "a = 1\n  b = 2\n") == ["a = 1"]
+
+
+def named_files(page: Path) -> set[str]:
+    """Files and folders that a page names in backticks by their path from the root."""
+    return set(re.findall(r"`((?:cli|runtime|moe|offload|quant|tests|bench|api|docs)/[\w./-]*)`", page.read_text()))
+
+
+def test_every_file_that_design_and_internals_name_exists() -> None:
+    for page in ("design.md", "internals.md"):
+        names = named_files(DOCS / page)
+        assert len(names) > 20
+        assert not [name for name in names if not (DOCS.parent / name).exists()], page
+
+
+def test_the_design_fits_two_pages() -> None:
+    assert len((DOCS / "design.md").read_text().splitlines()) <= 150
+
+
+def links(page: Path) -> set[Path]:
+    """Files that a Markdown page links to; web addresses and anchors of the page itself are left out."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    files = (target.split("#")[0] for target in targets if not re.match(r"[a-z]+:", target))
+    return {(page.parent / file).resolve() for file in files if file}
+
+
+def not_indexed(folder: Path) -> set[str]:
+    """Pages of a folder that its README.md does not link to."""
+    pages = {page.resolve() for page in folder.glob("*.md")} - {(folder / "README.md").resolve()}
+    return {page.name for page in pages - links(folder / "README.md")}
+
+
+def broken(pages: list[Path]) -> list[str]:
+    """Links to files that do not exist, as `page -> file`."""
+    return [f"{page.name} -> {file.name}" for page in pages for file in sorted(links(page)) if not file.exists()]
+
+
+def test_every_page_is_in_the_index_and_the_readme_links_to_it() -> None:
+    assert not not_indexed(DOCS)
+    assert (DOCS / "README.md").resolve() in links(DOCS.parent / "README.md")
+
+
+def test_every_link_resolves() -> None:
+    pages = [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]
+    assert not broken(pages)
+
+
+def test_a_page_outside_the_index_and_a_broken_link_are_noticed(tmp_path: Path) -> None:
+    for name, text in (
+        ("README.md", "[a](a.md#x) [w](https://example.com/) [m](missing.md)"),
+        ("a.md", ""),
+        ("b.md", ""),
+    ):
+        (tmp_path / name).write_text(text)
+    assert not_indexed(tmp_path) == {"b.md"}
+    assert broken([tmp_path / "README.md"]) == ["README.md -> missing.md"]

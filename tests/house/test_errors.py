@@ -11,7 +11,7 @@ import pytest
 from moedge.offload.errors import ExitCode, MoedgeError, exit_code_of
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("quant", "offload", "moe", "runtime", "cli")
+FLOORS = ("quant", "offload", "moe", "runtime", "cli", "api")
 # Those that are caught before a command or a caller would see them, and where.
 CONTROL_FLOW = {
     "FormatError": "runtime/kv/spec.py and runtime/weights/preparation.py, which know the setting or the checkpoint",

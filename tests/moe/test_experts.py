@@ -9,17 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.moe.affinity import Affinity
 from moedge.moe.expected_rows import padded_rows
-from moedge.moe.expert import Arrived, ExpertBody, ExpertWeights, HeldExperts, mix_experts
+from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, ResidentExpert, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
-from moedge.moe.popularity import Popularity
+from moedge.moe.routing_stats import RoutingStats
 from moedge.quant.kernels.gates import recognise
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.product import GroupedProduct
-from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
-from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.tensor import pack
 
 pytestmark = pytest.mark.numerics
@@ -33,12 +31,12 @@ def test_every_assignment_has_one_row_of_its_expert(tokens: int, per_token: int,
     generator = torch.Generator().manual_seed(seed)
     expert_ids = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
     groups = group_by_expert(expert_ids, experts)
-    places = groups.places.view(tokens, per_token)
-    assert len(set(groups.places.tolist())) == tokens * per_token
-    assert (groups.token_ids[places] == torch.arange(tokens).unsqueeze(1)).all()
+    assigned = groups.assignment_rows.view(tokens, per_token)
+    assert len(set(groups.assignment_rows.tolist())) == tokens * per_token
+    assert (groups.token_ids[assigned] == torch.arange(tokens).unsqueeze(1)).all()
     for expert in range(experts):
         rows = groups.rows(expert)
-        mine = places[expert_ids == expert]
+        mine = assigned[expert_ids == expert]
         assert ((mine >= rows.start) & (mine < rows.stop)).all()
         assert rows.stop - rows.start == padded_rows(len(mine)) >= len(mine)
         assert mine.tolist() == list(range(rows.start, rows.start + len(mine))), "in the order of tokens"
@@ -62,16 +60,16 @@ class ShuffledExperts(HeldExperts):
 
     seed = 0
 
-    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[Arrived]]:
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
         rng, wanted = random.Random(self.seed), groups.wanted
         rng.shuffle(wanted)
         while wanted:
             together = [wanted.pop() for _ in range(min(len(wanted), rng.randint(1, 3)))]
-            yield [Arrived(expert_id, self.experts[expert_id]) for expert_id in together]
+            yield [ResidentExpert(expert_id, self.experts[expert_id]) for expert_id in together]
 
 
 def made(source: type[HeldExperts], experts: list[ExpertWeights]) -> HeldExperts:
-    return source(0, experts, Popularity({0: E}), Affinity({0: E}))
+    return source(0, experts, RoutingStats({0: E}))
 
 
 def make_experts() -> tuple[torch.Tensor, torch.Tensor, list[ExpertWeights]]:
@@ -90,7 +88,7 @@ class CountedProduct(GroupedProduct):
         return super().launch(*arguments, **options)
 
 
-def crew_of(size: int, deterministic: bool = False) -> ParallelMatmul:
+def matmul_of(size: int, deterministic: bool = False) -> ParallelMatmul:
     workspaces = [Workspace(1 << 20) for _ in range(size)]
     return ParallelMatmul(workspaces[0], deterministic, helpers=workspaces[1:])
 
@@ -105,18 +103,18 @@ def test_mixing_agrees_with_the_definition(source: type[HeldExperts]) -> None:
     up, down, experts = make_experts()
     hidden = torch.randn(T, D)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
-    out = mix_experts(hidden, expert_ids, weights, made(source, experts), ExpertBody(gated), crew_of(2))
+    out = mix_experts(hidden, expert_ids, weights, made(source, experts), ExpertBody(gated), matmul_of(2))
     wanted = torch.zeros(T, D, dtype=torch.float64)
     for token in range(T):
-        for place in range(A):
-            expert = int(expert_ids[token, place])
+        for choice in range(A):
+            expert = int(expert_ids[token, choice])
             inner = gated(hidden[token].double() @ up[expert].double().T)
-            wanted[token] += weights[token, place].double() * (inner @ down[expert].double().T)
+            wanted[token] += weights[token, choice].double() * (inner @ down[expert].double().T)
     assert (out - wanted).norm() / wanted.norm() < 1e-6
 
 
 def mixed_in_many_orders(deterministic: bool) -> list[torch.Tensor]:
-    """One layer, computed in orders 0 to 3 by crews of 1 to 3 with as many threads of torch, and with four."""
+    """One layer, computed in orders 0 to 3 by pools of 1 to 3 with as many threads of torch, and with four."""
     _, _, experts = make_experts()
     hidden = torch.randn(T, D)
     weights, expert_ids = torch.randn(T, E).softmax(-1).topk(A, dim=-1)
@@ -125,7 +123,7 @@ def mixed_in_many_orders(deterministic: bool) -> list[torch.Tensor]:
         source = made(ShuffledExperts, experts)
         source.seed = seed
         with torch_threads(num_threads):
-            compute = crew_of(size, deterministic)
+            compute = matmul_of(size, deterministic)
             with compute.small_steps(T * D):
                 outs.append(mix_experts(hidden, expert_ids, weights, source, ExpertBody(gated), compute))
     return outs

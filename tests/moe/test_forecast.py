@@ -2,17 +2,16 @@
 
 import torch
 
-from moedge.moe.affinity import Affinity
 from moedge.moe.forecast import AFFINITY, LOOK_AHEAD, POPULARITY, Forecast, LookAhead
 from moedge.moe.groups import group_by_expert
-from moedge.moe.popularity import Popularity
+from moedge.moe.routing_stats import Affinity, RoutingStats
 
 E, A, D, T = 16, 2, 32, 3
 
 
 def forecast(router: torch.Tensor | None = None) -> Forecast:
     counts = {0: E, 1: E}
-    return Forecast(Popularity(counts), Affinity(counts), LookAhead({} if router is None else {1: router}))
+    return Forecast(RoutingStats(counts), LookAhead({} if router is None else {1: router}))
 
 
 def routed(scores: torch.Tensor) -> torch.Tensor:
@@ -33,12 +32,10 @@ def play(one: Forecast, generator: torch.Generator, follows: str, router: torch.
         }[follows]()
         groups = group_by_expert(first, E)
         guess = one.guess(1, groups, hidden, set(), 4)
-        one.popularity.saw(0, T, groups.counts)
-        one.affinity.saw(0, first)
+        one.stats.observe(0, groups)
         after = group_by_expert(chosen, E)
-        one.saw(1, after.wanted)
-        one.popularity.saw(1, T, after.counts)
-        one.affinity.saw(1, chosen)
+        one.observe(1, after.wanted)
+        one.stats.observe(1, after)
         if turn >= passes // 2:
             right, made = right + len(set(guess) & set(after.wanted)), made + len(guess)
     return right / made
@@ -77,9 +74,9 @@ def test_held_experts_are_not_guessed_and_another_pass_knows_no_states() -> None
 
 def test_counts_tell_right_guesses_from_wasted_ones() -> None:
     one = forecast()
-    one.count({1, 2, 3}, {2, 3, 4, 5}, gap=2.0)
-    assert (one.counts.asked, one.counts.right, one.counts.wanted) == (3, 2, 4)
-    assert one.counts.saved == 2.0 - 1.0, "two fitted the gap, the wrong one did not"
+    one.count({1, 2, 3}, {2, 3, 4, 5}, idle=2.0)
+    assert (one.counts.issued, one.counts.used, one.counts.misses) == (3, 2, 4)
+    assert one.counts.saved == 2.0 - 1.0, "two fitted the idle time, the wrong one did not"
 
 
 def test_tables_that_would_be_too_large_are_left_out() -> None:
@@ -89,8 +86,8 @@ def test_tables_that_would_be_too_large_are_left_out() -> None:
 
 def test_pairs_are_counted_token_by_token() -> None:
     affinity = Affinity({0: 4, 1: 4})
-    affinity.saw(0, torch.tensor([[0, 1], [2, 3]]))
-    affinity.saw(1, torch.tensor([[3, 2], [0, 1]]))
+    affinity.observe(0, torch.tensor([[0, 1], [2, 3]]))
+    affinity.observe(1, torch.tensor([[3, 2], [0, 1]]))
     wanted = torch.zeros(4, 4)
     wanted[0, 3] = wanted[0, 2] = wanted[1, 3] = wanted[1, 2] = 1
     wanted[2, 0] = wanted[2, 1] = wanted[3, 0] = wanted[3, 1] = 1

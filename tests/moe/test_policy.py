@@ -6,20 +6,21 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from replay import Trace, belady, replay
 
-from moedge.moe.policy import ExpertKey, HoldPolicy, Lru, Popular
+from moedge.moe.policy import HoldPolicy, Lru, Popular
+from moedge.offload.stream.lane import ShardKey
+from support.experts.replay import Trace, belady, replay
 
 LAYERS, EXPERTS = 4, 8
-KEYS = [ExpertKey(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
-Make = Callable[[list[ExpertKey]], HoldPolicy]
+KEYS = [ShardKey(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]
+Make = Callable[[list[ShardKey]], HoldPolicy]
 
 
-def popular(held: list[ExpertKey]) -> HoldPolicy:
+def popular(held: list[ShardKey]) -> HoldPolicy:
     return Popular(held, dict.fromkeys(range(LAYERS), 1), {layer: np.full(EXPERTS, 0.25) for layer in range(LAYERS)})
 
 
-def lru(held: list[ExpertKey]) -> HoldPolicy:
+def lru(held: list[ShardKey]) -> HoldPolicy:
     return Lru(held, dict.fromkeys(range(LAYERS), 1))
 
 
@@ -63,31 +64,31 @@ def test_the_hit_counts_of_a_recorded_trace_are_exact() -> None:
 
 def test_a_slot_goes_only_to_an_expert_of_its_size() -> None:
     sizes = {0: 1, 1: 2}
-    held = [ExpertKey(0, 0), ExpertKey(1, 0)]
+    held = [ShardKey(0, 0), ShardKey(1, 0)]
     for policy in (Lru(held, sizes), Popular(held, sizes, {0: np.zeros(4), 1: np.zeros(4)})):
         for _ in range(10):
             policy.begin_pass()
-            policy.saw(1, [3])
-        assert policy.victim(ExpertKey(1, 3), lambda _: True) == ExpertKey(1, 0)
+            policy.observe(1, [3])
+        assert policy.victim(ShardKey(1, 3), lambda _: True) == ShardKey(1, 0)
 
 
 def test_chance_does_not_move_slots() -> None:
-    """Hysteresis: where all are alike, popular leaves the slots as they are, though every pass wants others."""
+    """Hysteresis: where all are equally popular, it leaves the slots as they are, though every pass wants others."""
     trace, held = skewed(3, 400, []), KEYS[:16]
     policy, swaps = popular(held), 0
     for turn, wanted in enumerate(trace):
         if turn % LAYERS == 0:
             policy.begin_pass()
-        policy.saw(turn % LAYERS, wanted)
-        swaps += sum(policy.victim(ExpertKey(turn % LAYERS, expert), lambda _: True) is not None for expert in wanted)
+        policy.observe(turn % LAYERS, wanted)
+        swaps += sum(policy.victim(ShardKey(turn % LAYERS, expert), lambda _: True) is not None for expert in wanted)
     assert swaps < 0.1 * len(list(itertools.chain(*trace)))
 
 
 def test_what_may_not_leave_stays() -> None:
-    held = [ExpertKey(0, 0), ExpertKey(0, 1)]
+    held = [ShardKey(0, 0), ShardKey(0, 1)]
     for policy in (lru(held), popular(held)):
         for _ in range(30):
             policy.begin_pass()
-            policy.saw(0, [7])
-        assert policy.victim(ExpertKey(0, 7), lambda key: False) is None
-        assert policy.victim(ExpertKey(0, 7), lambda key: key.expert == 1) == ExpertKey(0, 1)
+            policy.observe(0, [7])
+        assert policy.victim(ShardKey(0, 7), lambda key: False) is None
+        assert policy.victim(ShardKey(0, 7), lambda key: key.expert == 1) == ShardKey(0, 1)

@@ -229,7 +229,7 @@ def test_the_same_hierarchy_mounted_twice_counts_once(tmp_path: Path) -> None:
     t = Tree(tmp_path)
     t.process("0::/app", V2.format(root="/"), V2.format(root="/"))
     t.v2("sys/fs/cgroup/app", 30 * MIB, max=size(100))
-    assert [group.room for group in memory_groups(tmp_path)] == [70 * MIB]
+    assert [group.headroom for group in memory_groups(tmp_path)] == [70 * MIB]
 
 
 def test_a_path_that_leaves_the_namespace_reads_nothing_outside_the_mount(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_memory_that_gives_out_is_conceded_to_in_loading_and_in_a_pass(error: Ex
     assert is_out_of_memory(error)
     raised, conceded = [error], []
     plans = SimpleNamespace(plan=None, before_passes=conceded.append)
-    loaded: Any = SimpleNamespace(engine=SimpleNamespace(replay=SimpleNamespace()))
+    loaded: Any = SimpleNamespace(engine=SimpleNamespace(split_retry=SimpleNamespace()))
 
     def load(plan: Any) -> Any:
         if raised:

@@ -96,7 +96,7 @@ def test_registrations_meet_where_shards_do(sizes_mib: list[int], limit_mib: int
     allowed = min([limit_mib, *([] if most_mib is None else [most_mib])]) * MIB
     assert budget.taken == pinned.nbytes == sum(registered.values()) <= allowed
     left = [cut for cut in cuts if cut > pinned.nbytes]
-    room = allowed - pinned.nbytes
-    assert not left or room < max(MIN_PIN_NBYTES, left[0] - pinned.nbytes)
+    rest = allowed - pinned.nbytes
+    assert not left or rest < max(MIN_PIN_NBYTES, left[0] - pinned.nbytes)
     pinned.close()
     assert (budget.taken, registered) == (0, {})

@@ -2,15 +2,15 @@
 
 import os
 
-import grouped_cases as cases
 import pytest
 import torch
-from grouped_cases import Case, Product
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.kernels.warm_up import warm_up_launches
+from support.kernels import grouped_cases as cases
+from support.kernels.grouped_cases import Case, Product
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -51,14 +51,14 @@ def test_another_matrix_is_noticed() -> None:
     assert (product.out.cpu() - reference).norm() / reference.norm() > 0.1
 
 
-@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("format_name", cases.FORMATS)
-def test_a_warm_up_launches_every_tile_height_and_reads_no_matrix(format_name: str, steady: bool) -> None:
+def test_a_warm_up_launches_every_tile_height_and_reads_no_matrix(format_name: str, deterministic: bool) -> None:
     """Far more is read than the few bytes that stand in for matrices, if anything is: the process would end."""
     layout = get_format(format_name).layout((8192, 1 << 16), "bfloat16")
-    product = GroupedProduct(DEVICE, steady)
+    product = GroupedProduct(DEVICE, deterministic)
     launches = warm_up_launches(product, layout, torch.bfloat16, bias=True, gate=GATES["silu"], gathers=True)
-    assert [launch.arguments[-1].rows for launch in launches] == ([16] if steady else [16, 32, 64])
+    assert [launch.arguments[-1].rows for launch in launches] == ([16] if deterministic else [16, 32, 64])
     for launch in launches:
         # One program of each run of outputs is the same as all of them.
         launch._replace(grid=(1, 2)).run()

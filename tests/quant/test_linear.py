@@ -8,10 +8,8 @@ from torch import Tensor
 from moedge.quant import scratch
 from moedge.quant.formats import int8
 from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError
-from moedge.quant.matmul.matmul import FEW_ROWS, Matmul
-from moedge.quant.matmul.parallel import FEW_NUMBERS, ParallelMatmul
+from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
-from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
@@ -45,7 +43,7 @@ def test_products_agree_with_float64_over_the_same_packed_matrix(
 ) -> None:
     packed = pack(gaussian(100, 192, dtype), name)
     compute = compute_for(packed, dtype, deterministic)
-    few = FEW_ROWS.get(name, 8)
+    few = GEMV_MAX_ROWS.get(name, 8)
     for num_rows in (1, few, few + 1, TILE, TILE + 1, 3 * TILE):
         x = gaussian(num_rows, 192, dtype, seed=num_rows)
         y = compute.linear(x, packed)
@@ -57,7 +55,7 @@ def test_products_agree_with_float64_over_the_same_packed_matrix(
 @pytest.mark.parametrize("name", NAMES)
 def test_strips_cover_the_matrix_once(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "STRIP_WEIGHTS", 7 * 64)
-    monkeypatch.setattr(scratch, "STEADY_WEIGHTS", 5 * 64)
+    monkeypatch.setattr(scratch, "DETERMINISTIC_STRIP_WEIGHTS", 5 * 64)
     packed = pack(gaussian(131, 64, torch.float32), name)
     x = gaussian(40, 64, torch.float32, seed=1)
     y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
@@ -171,7 +169,7 @@ def test_a_deterministic_row_depends_neither_on_its_neighbours_nor_on_its_place(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_deterministic_row_does_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype) -> None:
-    """Neither torch's nor the crew's; the larger matrix is shared out among the crew, the smaller ones are not."""
+    """Neither torch's nor the pool's; the larger matrix is shared out among the pool, the smaller ones are not."""
     for shape in ((100, 64), (48, 192), (1100, 1024)):
         packed = pack(gaussian(*shape, dtype), name)
         nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=True)
@@ -187,7 +185,7 @@ def test_a_deterministic_row_does_not_depend_on_the_number_of_threads(name: str,
 
 
 def test_deterministic_products_of_large_matrices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread each, but all of the crew: its members compute strips of one matrix at the same time."""
+    """One thread each, but all of the pool: its workers compute strips of one matrix at the same time."""
     meeting, found = threading.Barrier(3, timeout=30), list[int]()
     multiply = Matmul.multiply_strip
 
@@ -277,14 +275,14 @@ def test_small_operations_get_one_thread_and_large_products_all_of_them(monkeypa
     found: list[int] = []
     monkeypatch.setattr(Matmul, "linear", lambda *args: found.append(torch.get_num_threads()))
     try:
-        compute, steady = ParallelMatmul(Workspace(0)), ParallelMatmul(Workspace(0), deterministic=True)
+        compute, deterministic = ParallelMatmul(Workspace(0)), ParallelMatmul(Workspace(0), deterministic=True)
         small, large = (PackedTensor.wrap(torch.zeros(rows, 1024)) for rows in (16, 1024))
-        for one, numbers in ((compute, FEW_NUMBERS - 1), (compute, FEW_NUMBERS), (steady, 1)):
+        for one, numbers in ((compute, FEW_NUMBERS - 1), (compute, FEW_NUMBERS), (deterministic, 1)):
             with one.small_steps(numbers):
                 found.append(torch.get_num_threads())
                 one.linear(torch.zeros(1, 1024), small)
                 one.linear(torch.zeros(1, 1024), large)
-                one.share([0], lambda job, products: found.append(torch.get_num_threads()))
+                one.parallel_for([0], lambda job, products: found.append(torch.get_num_threads()))
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -170,7 +170,7 @@ def test_a_cached_model_is_found_without_a_hub(hub: Hub, tmp_path: Path) -> None
     assert not hub.seen
     assert find(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == folder
     refusal = find(hub, tmp_path / "empty", HF_HUB_OFFLINE="1")
-    assert refusal.startswith("refused: 'some/model' is no folder here")
+    assert refusal.startswith("refused: 'some/model' is not a local folder")
     assert not hub.seen
 
 
@@ -194,20 +194,20 @@ def test_a_download_that_broke_off_goes_on_where_it_was(hub: Hub, tmp_path: Path
 def test_a_body_shorter_than_announced_never_becomes_a_file(file: str, hub: Hub, tmp_path: Path) -> None:
     hub.replace[file] = WANTED[file][:-1]
     refusal = find(hub, tmp_path)
-    assert refusal.startswith("refused: 'some/model' is no folder here")
+    assert refusal.startswith("refused: 'some/model' is not a local folder")
     assert not list((tmp_path / "hub").rglob(f"snapshots/*/{file}"))
 
 
 @pytest.mark.parametrize("reply", [b"", b"{", b"[]", b"<html>", b"\xff"])
 def test_a_hub_that_answers_nonsense_is_a_refusal(reply: bytes, hub: Hub, tmp_path: Path) -> None:
     hub.replace["main"] = reply
-    assert find(hub, tmp_path).startswith("refused: 'some/model' is no folder here")
+    assert find(hub, tmp_path).startswith("refused: 'some/model' is not a local folder")
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500])
 def test_a_hub_that_refuses_is_named_in_the_refusal(status: int, hub: Hub, tmp_path: Path) -> None:
     hub.status["main"] = status
-    assert find(hub, tmp_path).startswith("refused: 'some/model' is no folder here")
+    assert find(hub, tmp_path).startswith("refused: 'some/model' is not a local folder")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "../up", "./here", "~/x", "/abs", "-x/--y", "a b/c", ""])

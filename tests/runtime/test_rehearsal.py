@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import build_model, build_tokenizer
 
-from moedge.moe.popularity import Popularity
+from moedge.moe.routing_stats import Popularity
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.rehearsal import prompt_tokens, rehearse
 from moedge.runtime.plan.placement import Workload
@@ -21,6 +20,7 @@ from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids
+from support.tiny_families import build_model, build_tokenizer
 
 AMPLE = 1 << 36
 
@@ -42,10 +42,10 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Shares of their experts that layers of passes wanted, largest passes first."""
     shares: list[tuple[int, float]] = []
 
-    def saw(self: Popularity, layer: int, tokens: int, counts: Sequence[int]) -> None:
+    def observe(self: Popularity, layer: int, tokens: int, counts: Sequence[int]) -> None:
         shares.append((-tokens, sum(count > 0 for count in counts) / len(counts)))
 
-    monkeypatch.setattr(Popularity, "saw", saw)
+    monkeypatch.setattr(Popularity, "observe", observe)
     return shares  # type: ignore[return-value]
 
 

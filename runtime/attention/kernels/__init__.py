@@ -1,1 +1,1 @@
-"""Attention over pages in Triton. Import late: `paged` and `storing` need Triton, the other files do not."""
+"""Paged attention in Triton. Import late: `paged` and `storing` need Triton, the other files do not."""

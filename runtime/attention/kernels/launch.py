@@ -1,4 +1,4 @@
-"""From tensors to kernel launches: grids, sizes that kernels are compiled for, warps. Imports Triton."""
+"""Turns tensors into kernel launches: grids, compile-time sizes, warps. Imports Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .paged import attend_pages, merge_splits
 from .storing import store_tokens
 from .tuning import MAX_SPLITS, Cut
 
-# Tokens that a program of `store_tokens` codes.
+# Tokens that one program of `store_tokens` encodes.
 STORE_TOKENS = 16
 
 
@@ -26,7 +26,7 @@ class Cached(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The format of keys or values that takes fewer bits."""
+        """The narrower of the formats of keys and values: native, int8 or int4."""
         return {16: "native", 8: "int8", 4: "int4"}[min(self.keys.bits, self.values.bits)]
 
     @property
@@ -35,7 +35,7 @@ class Cached(NamedTuple):
 
 
 def store_launch(k: torch.Tensor, v: torch.Tensor, cached: Cached, slots: torch.Tensor) -> Launch:
-    """k, v [T, H, D] into slots int64 [T]: block id * block + place."""
+    """The launch that stores k, v [T, H, D] in slots int64 [T]: block id * block + offset."""
     num_tokens, kv_heads, head_dim = k.shape
     widths = (padded(head_dim), padded(-(-head_dim // 2)))
     geometry = StoreGeometry(head_dim, cached.block, STORE_TOKENS, *widths, stride_unit(head_dim))
@@ -50,7 +50,10 @@ def store_launch(k: torch.Tensor, v: torch.Tensor, cached: Cached, slots: torch.
 def attend_launches(
     q: torch.Tensor, out: torch.Tensor, cached: Cached, pages: Pages, features: Features, cut: Cut, splits: int = 1
 ) -> list[Launch]:
-    """Rows of `pages` from q to out [T, Hq, D], contiguous; with splits two kernels, for tiles of one token."""
+    """The launches that compute the rows of `pages` from q into out [T, Hq, D], contiguous.
+
+    With several `splits`, which are for tiles of one token, a second kernel merges them.
+    """
     num_tiles, num_heads, head_dim = len(pages.tiles), q.shape[1], q.shape[2]
     group = num_heads // cached.kv_heads
     geometry = Geometry(
@@ -82,5 +85,5 @@ def attend_launches(
 
 
 def _part_width(side: Side, head_dim: int) -> int:
-    """What tl.dot sums over is 16 or more."""
+    """The padded width of a part of a head: tl.dot sums over at least 16 elements."""
     return max(16, padded(head_dim // side.parts))

@@ -1,4 +1,4 @@
-"""What attention kernels are given, grouped so that a launch reads like a sentence. Free of Triton."""
+"""The operands of attention kernels, grouped so that a launch has few arguments. Free of Triton."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Heads(NamedTuple):
-    """Rows of a pass, [T, H, D] with a head's elements side by side. Strides are in units of `stride_unit(D)`.
+    """Rows of a pass, [T, H, D] with contiguous heads. Strides are in units of `stride_unit(D)`.
 
-    The strides are plain arguments of a kernel, never in a tuple with others: what lies in a tuple is part of what
-    Triton compiles a kernel for, and strides change with the number of tokens.
+    The strides are plain arguments of a kernel, never members of a tuple: Triton specializes a kernel for what a tuple
+    holds, and strides change with the number of tokens.
     """
 
     data: torch.Tensor
@@ -21,7 +21,7 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor) -> Heads:
         unit = stride_unit(x.shape[-1])
-        # The stride of an axis of one is any number.
+        # The stride of an axis of length one is arbitrary.
         token, head, item = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
         if item == 1 and token % unit == head % unit == 0:
             return cls(x, token // unit, head // unit)
@@ -30,15 +30,15 @@ class Heads(NamedTuple):
 
 
 def stride_unit(head_dim: int) -> int:
-    """What strides of heads are multiples of, at most 16 elements: kernels know it, so that loads are wide."""
+    """The largest power of two up to 16 that divides strides of heads: kernels are given it and load wide vectors."""
     return min(16, head_dim & -head_dim)
 
 
 class Side(NamedTuple):
     """Keys or values of one layer in all blocks; strides are elements from block to block.
 
-    codes [blocks, H, N, C], scales and zeros [blocks, H, G, N]; what a format does not have is None. Kernels tell
-    formats by that: no scales is native, no zeros is int8, both is int4.
+    codes [blocks, H, N, C], scales and zeros [blocks, H, G, N]; planes that a format does not have are None. Kernels
+    recognise formats by them: native has no scales, int8 has no zeros, int4 has both.
     """
 
     codes: torch.Tensor
@@ -53,23 +53,23 @@ class Side(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code: 16 stands for all native ones."""
+        """Bits per code; 16 for every native format."""
         if self.scales is None:
             return 16
         return 8 if self.zeros is None else 4
 
     @property
     def parts(self) -> int:
-        """Runs of head elements that are multiplied on their own: an int4 byte holds one element of each half."""
+        """Parts of a head that are multiplied separately: an int4 byte holds one element of each half."""
         return 1 if self.zeros is None else 2
 
 
 class Pages(NamedTuple):
-    """Which blocks hold a sequence's tokens, and which query rows a program computes.
+    """The blocks that hold each sequence's tokens, and the query rows that each program computes.
 
-    table int32 [B, max blocks]; tiles int32 [n, 5]: where the sequence's row of the table begins, origin (row of the
-    pass where the sequence's position 0 would be), first position of the tile, first and last + 1 position that the
-    pass has.
+    table int32 [B, max blocks]; tiles int32 [n, 5]: the beginning of the sequence's row of the table, the origin (the
+    row of the pass at which the sequence's position 0 would be), the first position of the tile, and the first and
+    last + 1 of the sequence's positions in the pass.
     """
 
     table: torch.Tensor
@@ -77,8 +77,9 @@ class Pages(NamedTuple):
 
 
 class Target(NamedTuple):
-    """out [T, Hq, D], contiguous. With splits also what they leave for the merge: float32 sums [n, Hq, splits, D], and
-    maxima and totals [n, Hq, splits, 2].
+    """The output [T, Hq, D], contiguous; with splits also their partial results for the merge.
+
+    These are sums [n, Hq, splits, D], and maxima and totals in `stats` [n, Hq, splits, 2], all in float32.
     """
 
     out: torch.Tensor
@@ -87,7 +88,7 @@ class Target(NamedTuple):
 
 
 class Features(NamedTuple):
-    """AttentionCall for a kernel. `shift` float32 [T, Hq] is added to a row's products with the stored keys."""
+    """An `AttentionCall` for a kernel. `shift` float32 [T, Hq] is added to a row's products with the stored keys."""
 
     scale: float
     window: int | None
@@ -100,10 +101,10 @@ class Features(NamedTuple):
 class Geometry(NamedTuple):
     """Sizes that a kernel is compiled for.
 
-    A program computes `rows` query rows: `heads` of the `group` query heads that share a KV head, of rows // heads
-    tokens. It takes `keys` keys at a time, of pages of `block` tokens. `key_width` and `value_width` are the parts
-    of a head (see Side) as powers of two. Strides of queries are multiples of `unit`. `dtype` is what products are
-    computed in; `dot` uses tensor cores.
+    A program computes `rows` query rows: `heads` of the `group` query heads that share a KV head, for rows // heads
+    tokens. It reads `keys` keys at a time, from blocks of `block` tokens. `key_width` and `value_width` are the widths
+    of a part of a head (see `Side`), padded to powers of two. Strides of queries are multiples of `unit`. Products are
+    computed in `dtype`; `dot` uses tensor cores.
     """
 
     head_dim: int
@@ -121,8 +122,10 @@ class Geometry(NamedTuple):
 
 
 class StoreGeometry(NamedTuple):
-    """Sizes that the store kernel is compiled for: a head and its half as powers of two, tokens per program, and what
-    strides are multiples of.
+    """Sizes that the store kernel is compiled for.
+
+    `width` and `half_width` are a head and half of it, padded to powers of two; a program stores `tokens` tokens;
+    strides are multiples of `unit`.
     """
 
     head_dim: int

@@ -1,7 +1,7 @@
-"""Attention of query rows over a paged cache, and the merge of its splits: Triton kernels.
+"""Triton kernels: attention of query rows over a paged cache, and the merge of its splits.
 
 Online softmax after Milakov & Gimelshein 2018 as in FlashAttention (Dao et al. 2022), split over keys as in
-Flash-Decoding (Dao et al. 2023). Exponents are of 2, which GPUs compute in one instruction.
+Flash-Decoding (Dao et al. 2023). Exponents have base 2, which GPUs compute in one instruction.
 """
 
 import triton
@@ -10,28 +10,28 @@ import triton.language as tl
 
 @triton.jit
 def locate(table, tokens, live, BLOCK: tl.constexpr):
-    """Block ids, 64-bit since blocks * stride exceeds 31 bits, and places in the block of tokens [N]."""
+    """Block ids and offsets in the block of tokens [N]. Ids are 64-bit, since blocks * stride exceeds 31 bits."""
     return tl.load(table + tokens // BLOCK, mask=live, other=0).to(tl.int64), tokens % BLOCK
 
 
 @triton.jit
-def load_codes(side, kv_head, blocks, places, live, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes [N, WIDTH] of one head; zeros where not live and beyond COLUMNS."""
+def load_codes(side, kv_head, blocks, offsets, live, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes [N, WIDTH] of one head, padded with zeros beyond COLUMNS and where tokens are not live."""
     columns = tl.arange(0, WIDTH)
-    rows = blocks * side.code_stride + kv_head * (BLOCK * COLUMNS) + places * COLUMNS
+    rows = blocks * side.code_stride + kv_head * (BLOCK * COLUMNS) + offsets * COLUMNS
     mask = live[:, None] & (columns < COLUMNS)[None, :]
     return tl.load(side.codes + rows[:, None] + columns[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def load_factors(plane, side, group_row, blocks, places, live, BLOCK: tl.constexpr):
+def load_factors(plane, side, group_row, blocks, offsets, live, BLOCK: tl.constexpr):
     """Scales or zeros [N] of one group of one head."""
-    return tl.load(plane + blocks * side.scale_stride + group_row * BLOCK + places, mask=live, other=0).to(tl.float32)
+    return tl.load(plane + blocks * side.scale_stride + group_row * BLOCK + offsets, mask=live, other=0).to(tl.float32)
 
 
 @triton.jit
 def product(a, b, DOT: tl.constexpr):
-    """a [M, W] times b [N, W] transposed, in float32."""
+    """Multiplies a [M, W] with b [N, W] transposed, in float32."""
     if DOT:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
     return tl.sum(a[:, None, :].to(tl.float32) * b[None, :, :].to(tl.float32), 2)
@@ -39,48 +39,48 @@ def product(a, b, DOT: tl.constexpr):
 
 @triton.jit
 def mixture(p, values, DOT: tl.constexpr):
-    """p [M, N] times values [N, W], in float32."""
+    """Multiplies p [M, N] with values [N, W], in float32."""
     if DOT:
         return tl.dot(p.to(values.dtype), values, input_precision="ieee")
     return tl.sum(p[:, :, None] * values[None, :, :].to(tl.float32), 1)
 
 
 @triton.jit
-def score(keys, low, high, kv_head, blocks, places, live, S: tl.constexpr):
-    """Products [M, N] of queries with stored keys: `low` [M, W] are whole heads, or the lower half where int4."""
+def score(keys, low, high, kv_head, blocks, offsets, live, S: tl.constexpr):
+    """Products [M, N] of queries with stored keys: `low` [M, W] are whole heads, or their lower halves for int4."""
     if keys.zeros is None:
-        codes = load_codes(keys, kv_head, blocks, places, live, S.head_dim, S.key_width, S.block)
+        codes = load_codes(keys, kv_head, blocks, offsets, live, S.head_dim, S.key_width, S.block)
         products = product(low, codes.to(S.dtype), S.dot)
         if keys.scales is not None:
-            products *= load_factors(keys.scales, keys, kv_head, blocks, places, live, S.block)[None, :]
+            products *= load_factors(keys.scales, keys, kv_head, blocks, offsets, live, S.block)[None, :]
     else:
-        codes = load_codes(keys, kv_head, blocks, places, live, S.head_dim // 2, S.key_width, S.block)
+        codes = load_codes(keys, kv_head, blocks, offsets, live, S.head_dim // 2, S.key_width, S.block)
         products = product(low, (codes & 15).to(S.dtype), S.dot)
-        products *= load_factors(keys.scales, keys, kv_head * 2, blocks, places, live, S.block)[None, :]
-        zeros = load_factors(keys.zeros, keys, kv_head * 2, blocks, places, live, S.block)
+        products *= load_factors(keys.scales, keys, kv_head * 2, blocks, offsets, live, S.block)[None, :]
+        zeros = load_factors(keys.zeros, keys, kv_head * 2, blocks, offsets, live, S.block)
         products += tl.sum(low.to(tl.float32), 1)[:, None] * zeros[None, :]
         upper = product(high, (codes >> 4).to(S.dtype), S.dot)
-        products += upper * load_factors(keys.scales, keys, kv_head * 2 + 1, blocks, places, live, S.block)[None, :]
-        zeros = load_factors(keys.zeros, keys, kv_head * 2 + 1, blocks, places, live, S.block)
+        products += upper * load_factors(keys.scales, keys, kv_head * 2 + 1, blocks, offsets, live, S.block)[None, :]
+        zeros = load_factors(keys.zeros, keys, kv_head * 2 + 1, blocks, offsets, live, S.block)
         products += tl.sum(high.to(tl.float32), 1)[:, None] * zeros[None, :]
     return products
 
 
 @triton.jit
-def add_values(values, p, low, high, kv_head, blocks, places, live, S: tl.constexpr):
-    """Adds p [M, N] times stored values to the sums `low` [M, W], and `high` where int4."""
+def add_values(values, p, low, high, kv_head, blocks, offsets, live, S: tl.constexpr):
+    """Adds p [M, N] times stored values to the sums `low` [M, W], and to `high` for int4."""
     if values.zeros is None:
-        codes = load_codes(values, kv_head, blocks, places, live, S.head_dim, S.value_width, S.block)
+        codes = load_codes(values, kv_head, blocks, offsets, live, S.head_dim, S.value_width, S.block)
         if values.scales is not None:
-            p *= load_factors(values.scales, values, kv_head, blocks, places, live, S.block)[None, :]
+            p *= load_factors(values.scales, values, kv_head, blocks, offsets, live, S.block)[None, :]
         low += mixture(p, codes.to(S.dtype), S.dot)
     else:
-        codes = load_codes(values, kv_head, blocks, places, live, S.head_dim // 2, S.value_width, S.block)
-        scales = load_factors(values.scales, values, kv_head * 2, blocks, places, live, S.block)
-        zeros = load_factors(values.zeros, values, kv_head * 2, blocks, places, live, S.block)
+        codes = load_codes(values, kv_head, blocks, offsets, live, S.head_dim // 2, S.value_width, S.block)
+        scales = load_factors(values.scales, values, kv_head * 2, blocks, offsets, live, S.block)
+        zeros = load_factors(values.zeros, values, kv_head * 2, blocks, offsets, live, S.block)
         low += mixture(p * scales[None, :], (codes & 15).to(S.dtype), S.dot) + tl.sum(p * zeros[None, :], 1)[:, None]
-        scales = load_factors(values.scales, values, kv_head * 2 + 1, blocks, places, live, S.block)
-        zeros = load_factors(values.zeros, values, kv_head * 2 + 1, blocks, places, live, S.block)
+        scales = load_factors(values.scales, values, kv_head * 2 + 1, blocks, offsets, live, S.block)
+        zeros = load_factors(values.zeros, values, kv_head * 2 + 1, blocks, offsets, live, S.block)
         high += mixture(p * scales[None, :], (codes >> 4).to(S.dtype), S.dot) + tl.sum(p * zeros[None, :], 1)[:, None]
     return low, high
 
@@ -90,7 +90,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S: tl.constexpr):
-    """Whole heads [M, W], twice, or the halves of heads where keys are int4; strides are in units of S.unit."""
+    """Whole heads [M, W], twice, or the two halves of heads where keys are int4; strides are in units of S.unit."""
     row = ((tokens * token_stride + heads * head_stride) * S.unit)[:, None]
     columns = tl.arange(0, S.key_width)[None, :]
     COLUMNS: tl.constexpr = S.head_dim if keys.zeros is None else S.head_dim // 2
@@ -105,7 +105,7 @@ def load_queries(q, token_stride, head_stride, tokens, heads, valid, keys, S: tl
 
 @triton.jit
 def row_shift(features, tokens, heads, valid, S: tl.constexpr):
-    """What is added to a row's products [M]."""
+    """The shifts [M] that are added to the rows' products."""
     if features.shift is None:
         shift = tl.full((S.rows,), 0.0, tl.float32)
     else:
@@ -115,7 +115,7 @@ def row_shift(features, tokens, heads, valid, S: tl.constexpr):
 
 @triton.jit
 def start_softmax(features, heads, valid, S: tl.constexpr):
-    """Maximum, in powers of 2, and total of rows before the first key; a sink counts once, in the first split."""
+    """Initial maximum (a log2) and total of rows; a sink counts once, in the first split."""
     highest = tl.full((S.rows,), float("-inf"), tl.float32)
     total = tl.full((S.rows,), 0.0, tl.float32)
     if features.sinks is not None:
@@ -126,8 +126,8 @@ def start_softmax(features, heads, valid, S: tl.constexpr):
 
 
 @triton.jit
-def first_seen(positions, features):
-    """The first key position that rows of these positions see."""
+def first_visible(positions, features):
+    """The first key position that rows of these positions attend to."""
     first = positions * 0
     if features.window is not None:
         first = tl.maximum(positions - features.window + 1, 0)
@@ -138,7 +138,7 @@ def first_seen(positions, features):
 
 @triton.jit
 def cap(scores, features):
-    """c * tanh(s / c), exact near 0 too, where exp(2x) - 1 would cancel."""
+    """c * tanh(s / c), accurate near 0 too, where exp(2x) - 1 would cancel."""
     if features.softcap is None:
         capped = scores
     else:
@@ -164,21 +164,21 @@ def store_rows(target, row, valid, low, high, values, S: tl.constexpr):
         tl.store(target + row[:, None] + COLUMNS + columns, high.to(dtype), mask=inside)
 
 
-# What changes while a job runs: Triton would compile a kernel for strides that are multiples of 16 and one for others.
+# Strides change while a job runs: Triton would compile one kernel for multiples of 16 and one for other strides.
 @triton.jit(do_not_specialize=["token_stride", "head_stride"])
 def attend_pages(q, target, keys, values, pages, features, token_stride, head_stride, S: tl.constexpr):
     """Grid (tiles, KV heads * programs per group, splits). Strides of q [T, Hq, D] are in units of S.unit.
 
-    Keys are taken in runs that start at multiples of S.keys whatever the tile, so that a row's result has the same
-    bits in every chunk that it may come in, as long as there is one split.
+    Keys are read in runs that start at multiples of S.keys in every tile, so that the bits of a row's result do not
+    depend on its chunk, as long as there is one split.
     """
     fields = pages.tiles + tl.program_id(0) * 5
     table, origin, first = pages.table + tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     begin, end = tl.load(fields + 3), tl.load(fields + 4)
-    SHARES: tl.constexpr = (S.group + S.heads - 1) // S.heads
-    kv_head = tl.program_id(1) // SHARES
+    PROGRAMS: tl.constexpr = (S.group + S.heads - 1) // S.heads
+    kv_head = tl.program_id(1) // PROGRAMS
     rows = tl.arange(0, S.rows)
-    heads = tl.program_id(1) % SHARES * S.heads + rows % S.heads
+    heads = tl.program_id(1) % PROGRAMS * S.heads + rows % S.heads
     positions = first + rows // S.heads
     valid = (rows // S.heads < S.rows // S.heads) & (heads < S.group) & (positions >= begin) & (positions < end)
     tokens = (origin + positions).to(tl.int64)
@@ -189,27 +189,27 @@ def attend_pages(q, target, keys, values, pages, features, token_stride, head_st
     sum_low = tl.full((S.rows, S.value_width), 0.0, tl.float32)
     sum_high = tl.full((S.rows, 1 if values.zeros is None else S.value_width), 0.0, tl.float32)
     last = tl.minimum(first + S.rows // S.heads, end)
-    since, run_begin, run_end = key_range(features, tl.maximum(first, begin), last, S)
+    first_key, run_begin, run_end = key_range(features, tl.maximum(first, begin), last, S)
     for run in range(run_begin, run_end, S.keys):
         key = run + tl.arange(0, S.keys)
-        live = (key >= since) & (key < run_end)
-        blocks, places = locate(table, key, live, S.block)
-        scores = score(keys, low, high, kv_head, blocks, places, live, S)
+        live = (key >= first_key) & (key < run_end)
+        blocks, offsets = locate(table, key, live, S.block)
+        scores = score(keys, low, high, kv_head, blocks, offsets, live, S)
         scores = cap((scores + shift[:, None]) * features.scale, features) * LOG2_E
-        seen = valid[:, None] & live[None, :] & (key[None, :] <= positions[:, None])
-        seen &= key[None, :] >= first_seen(positions, features)[:, None]
-        scores = tl.where(seen, scores, float("-inf"))
+        visible = valid[:, None] & live[None, :] & (key[None, :] <= positions[:, None])
+        visible &= key[None, :] >= first_visible(positions, features)[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        # Rows that have seen nothing yet: -inf - -inf is NaN.
+        # Rows without any visible key so far: -inf - -inf is NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(scores - base[:, None])
         fade = tl.exp2(highest - base)
         highest, total = higher, total * fade + tl.sum(p, 1)
         sum_low, sum_high = add_values(
-            values, p, sum_low * fade[:, None], sum_high * fade[:, None], kv_head, blocks, places, live, S
+            values, p, sum_low * fade[:, None], sum_high * fade[:, None], kv_head, blocks, offsets, live, S
         )
     if target.sums is None:
-        # A row that saw nothing, as of an empty sequence, is zeros.
+        # A row without any visible key, as of an empty sequence, is zeros.
         scale = (1.0 / tl.where(total > 0, total, float("inf")))[:, None]
         row = (tokens * (S.kv_heads * S.group) + heads) * S.head_dim
         store_rows(target.out, row, valid, sum_low * scale, sum_high * scale, values, S)
@@ -223,30 +223,30 @@ def attend_pages(q, target, keys, values, pages, features, token_stride, head_st
 
 @triton.jit
 def key_range(features, first, end, S: tl.constexpr):
-    """The first key that rows of positions first to end - 1 see, and the run of keys of this split: [begin, end)."""
-    since = first_seen(first, features)
-    begin = since // S.keys * S.keys
+    """The first key that rows of positions first to end - 1 attend to, and the keys [begin, end) of this split."""
+    first_key = first_visible(first, features)
+    begin = first_key // S.keys * S.keys
     runs = tl.cdiv(tl.maximum(end - begin, 0), S.keys)
-    share = tl.cdiv(runs, tl.num_programs(2)) * S.keys
-    begin += tl.program_id(2) * share
-    return since, begin, tl.minimum(begin + share, end)
+    split_keys = tl.cdiv(runs, tl.num_programs(2)) * S.keys
+    begin += tl.program_id(2) * split_keys
+    return first_key, begin, tl.minimum(begin + split_keys, end)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge_splits(target, tiles, num_splits, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST_SPLITS: tl.constexpr):
-    """Grid (tiles of one token, Hq): the splits' sums, each weighted by how far its maximum lies below the highest."""
+def merge_splits(target, tiles, num_splits, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Grid (tiles of one token, Hq): adds the splits' sums, each weighted by 2^(its maximum - the highest)."""
     tile, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    splits, columns = tl.arange(0, MOST_SPLITS), tl.arange(0, WIDTH)
-    there = splits < num_splits
+    splits, columns = tl.arange(0, MAX_SPLITS), tl.arange(0, WIDTH)
+    valid = splits < num_splits
     row = (tile.to(tl.int64) * num_heads + head) * num_splits
-    maxima = tl.load(target.stats + (row + splits) * 2, mask=there, other=float("-inf"))
+    maxima = tl.load(target.stats + (row + splits) * 2, mask=valid, other=float("-inf"))
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(weights * tl.load(target.stats + (row + splits) * 2 + 1, mask=there, other=0.0), 0)
+    total = tl.sum(weights * tl.load(target.stats + (row + splits) * 2 + 1, mask=valid, other=0.0), 0)
     inside = columns < HEAD_DIM
-    places = (row + splits)[:, None] * HEAD_DIM + columns[None, :]
-    sums = tl.load(target.sums + places, mask=there[:, None] & inside[None, :], other=0.0)
+    elements = (row + splits)[:, None] * HEAD_DIM + columns[None, :]
+    sums = tl.load(target.sums + elements, mask=valid[:, None] & inside[None, :], other=0.0)
     merged = tl.sum(sums * weights[:, None], 0) / tl.where(total > 0, total, float("inf"))
     token = (tl.load(tiles + tile * 5 + 1) + tl.load(tiles + tile * 5 + 2)).to(tl.int64)
-    place = target.out + (token * num_heads + head) * HEAD_DIM + columns
-    tl.store(place, merged.to(target.out.dtype.element_ty), mask=inside)
+    outputs = target.out + (token * num_heads + head) * HEAD_DIM + columns
+    tl.store(outputs, merged.to(target.out.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
-"""Keys and values of a pass into their blocks, coded on the way: a Triton kernel.
+"""A Triton kernel that encodes the keys and values of a pass and stores them in their blocks.
 
-The same arithmetic as `quant.kv_codec`, so that codes, scales and zeros are the same bits.
+It does the arithmetic of `quant.kv.codec`, so that codes, scales and zeros have the same bits.
 """
 
 import triton
@@ -9,25 +9,25 @@ import triton.language as tl
 SMALLEST_SCALE = tl.constexpr(2.0**-17)
 
 
-# What changes while a job runs, or may: a kernel must not be compiled for each.
+# These may change while a job runs: no kernel may be compiled for each value.
 @triton.jit(do_not_specialize=["num_tokens", "token_stride", "head_stride"])
 def store_tokens(k, v, keys, values, slots, num_tokens, token_stride, head_stride, S: tl.constexpr):
-    """Grid (runs of S.tokens tokens, KV heads). Token t goes to place slots[t] % block of block slots[t] // block;
-    a negative slot is left out. k and v [T, H, D] have the same strides, in units of S.unit.
+    """Grid (runs of S.tokens tokens, KV heads). Token t goes to offset slots[t] % block of block slots[t] // block;
+    tokens with a negative slot are skipped. k and v [T, H, D] have the same strides, in units of S.unit.
     """
     tokens = tl.program_id(0) * S.tokens + tl.arange(0, S.tokens)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
     live = slot >= 0
-    blocks, places = slot // S.block, slot % S.block
+    blocks, offsets = slot // S.block, slot % S.block
     head = tl.program_id(1)
     rows = (tokens.to(tl.int64) * token_stride + head * head_stride) * S.unit
-    store_side(k, rows, keys, head, blocks, places, live, S)
-    store_side(v, rows, values, head, blocks, places, live, S)
+    store_side(k, rows, keys, head, blocks, offsets, live, S)
+    store_side(v, rows, values, head, blocks, offsets, live, S)
 
 
 @triton.jit
-def store_side(x, rows, side, kv_head, blocks, places, live, S: tl.constexpr):
-    """Heads that begin at elements `rows` [N] of x."""
+def store_side(x, rows, side, kv_head, blocks, offsets, live, S: tl.constexpr):
+    """Encodes and stores the heads that begin at elements `rows` [N] of x."""
     if side.zeros is None:
         columns = tl.arange(0, S.width)[None, :]
         inside = live[:, None] & (columns < S.head_dim)
@@ -35,32 +35,32 @@ def store_side(x, rows, side, kv_head, blocks, places, live, S: tl.constexpr):
         if side.scales is None:
             codes = elements.to(side.codes.dtype.element_ty)
         else:
-            codes = code_int8(elements.to(tl.float32), side, kv_head, blocks, places, live, S)
-        target = blocks * side.code_stride + (kv_head * S.block + places) * S.head_dim
+            codes = code_int8(elements.to(tl.float32), side, kv_head, blocks, offsets, live, S)
+        target = blocks * side.code_stride + (kv_head * S.block + offsets) * S.head_dim
         tl.store(side.codes + target[:, None] + columns, codes, mask=inside)
     else:
         HALF: tl.constexpr = S.head_dim // 2
         columns = tl.arange(0, S.half_width)[None, :]
         inside = live[:, None] & (columns < HALF)
-        low = code_int4(x + rows[:, None] + columns, side, kv_head * 2, blocks, places, live, inside, S)
+        low = code_int4(x + rows[:, None] + columns, side, kv_head * 2, blocks, offsets, live, inside, S)
         upper = x + rows[:, None] + HALF + columns
-        high = code_int4(upper, side, kv_head * 2 + 1, blocks, places, live, inside, S)
-        target = blocks * side.code_stride + (kv_head * S.block + places) * HALF
+        high = code_int4(upper, side, kv_head * 2 + 1, blocks, offsets, live, inside, S)
+        target = blocks * side.code_stride + (kv_head * S.block + offsets) * HALF
         tl.store(side.codes + target[:, None] + columns, low | (high << 4), mask=inside)
 
 
 @triton.jit
-def code_int8(x, side, kv_head, blocks, places, live, S: tl.constexpr):
+def code_int8(x, side, kv_head, blocks, offsets, live, S: tl.constexpr):
     """Codes of heads [N, W], padded with zeros; stores their scales."""
     scales = round_scale(tl.max(tl.abs(x), 1), 127.0, x)
-    group = blocks * side.scale_stride + kv_head * S.block + places
+    group = blocks * side.scale_stride + kv_head * S.block + offsets
     tl.store(side.scales + group, scales, mask=live)
     codes = tl.floor(tl.div_rn(x, scales.to(tl.float32)[:, None]) + 0.5)
     return tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
 
 
 @triton.jit
-def code_int4(source, side, group_row, blocks, places, live, inside, S: tl.constexpr):
+def code_int4(source, side, group_row, blocks, offsets, live, inside, S: tl.constexpr):
     """Codes of halves of heads [N, W] as uint8; stores their scales and zeros."""
     x = tl.load(source, mask=inside, other=0).to(tl.float32)
     lowest = tl.min(tl.where(inside, x, float("inf")), 1)
@@ -68,7 +68,7 @@ def code_int4(source, side, group_row, blocks, places, live, inside, S: tl.const
     zeros = lowest.to(tl.float16)
     wide = zeros.to(tl.float32)
     scales = round_scale(highest - wide, 15.0, x)
-    group = blocks * side.scale_stride + group_row * S.block + places
+    group = blocks * side.scale_stride + group_row * S.block + offsets
     tl.store(side.scales + group, scales, mask=live)
     tl.store(side.zeros + group, zeros, mask=live)
     codes = tl.floor(tl.div_rn(x - wide[:, None], scales.to(tl.float32)[:, None]) + 0.5)
@@ -76,8 +76,8 @@ def code_int4(source, side, group_row, blocks, places, live, inside, S: tl.const
 
 
 @triton.jit
-def round_scale(extent, steps, x):
-    """extent / steps as float16; NaN where a row of x [N, W] is not finite, whose codes would look like numbers."""
-    scales = tl.maximum(tl.div_rn(extent, tl.zeros_like(extent) + steps), SMALLEST_SCALE)
+def round_scale(spread, steps, x):
+    """spread / steps as float16; NaN where a row of x [N, W] is not finite, because its codes would look valid."""
+    scales = tl.maximum(tl.div_rn(spread, tl.zeros_like(spread) + steps), SMALLEST_SCALE)
     strange = tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1)
     return tl.where(strange == 0, scales, float("nan")).to(tl.float16)

@@ -1,7 +1,7 @@
-"""How the attention kernels are cut, by GPU and head size, frozen: nothing is searched while a job starts.
+"""Tile sizes of the attention kernels, by GPU and head size. They are constants: nothing is tuned when a job starts.
 
 Chosen by what compiles without spills (docs/kernels.md), not by time: no GPU has timed them yet, and
-`bench/kernels.py time` is how one would. Free of Triton.
+`python -m bench.kernels` is how one would. Free of Triton.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """A program computes `rows` query rows, `heads` query heads of each token, and takes `keys` keys at a time.
+    """A program computes `rows` query rows, `heads` query heads of each token, and reads `keys` keys at a time.
 
-    `dot` uses tensor cores; `warps` run a program, and its loads run `stages` ahead.
+    `dot` uses tensor cores; `warps` and `stages` (of software pipelining) are Triton's launch options.
     """
 
     rows: int
@@ -23,13 +23,13 @@ class Cut(NamedTuple):
     dot: bool = True
 
 
-# rows, keys, warps, stages by head size, padded to a power of two.
+# (rows, keys, warps, stages) by head size, padded to a power of two.
 _DECODE = {64: (16, 64, 4, 2), 128: (16, 32, 4, 2), 256: (16, 32, 4, 2)}
 _EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
-# float32 has no tensor cores without losing bits: products are multiply-adds, which few rows keep in registers.
+# Tensor cores would round float32: products are multiply-adds, which only few rows keep in registers.
 _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
-# Below sm80 Triton turns tl.dot into multiply-adds (since 3.3) that spill: products are written out there, and few
-# rows keep them in registers. By the narrower of keys and values: a warp loads half as many bytes of int4.
+# Below sm80 Triton (since 3.3) turns tl.dot into multiply-adds that spill: products are written out there, and only few
+# rows keep them in registers. By the narrower format of keys and values: a warp loads half as many bytes of int4.
 _DECODE_NO_DOT = {
     "native": {64: (4, 16, 4, 1), 128: (4, 16, 8, 1), 256: (4, 16, 8, 1)},
     "int8": {64: (4, 16, 4, 1), 128: (2, 16, 8, 1), 256: (4, 16, 8, 1)},
@@ -44,8 +44,9 @@ def has_dot(capability: tuple[int, int]) -> bool:
 
 
 def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: bool, kind: str = "native") -> Cut:
-    """For single tokens; `group` query heads share a KV head; `wide` are float32 models; `kind` is the format of keys
-    or values that takes fewer bits: native, int8 or int4.
+    """The sizes for single tokens; `group` query heads share a KV head, and `wide` means a float32 model.
+
+    `kind` is the narrower of the formats of keys and values: native, int8 or int4.
     """
     if has_dot(capability):
         return _with_dot((_WIDE if wide else _DECODE)[_size(head_dim)], group)
@@ -55,12 +56,15 @@ def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: boo
 
 
 def extend_cut(head_dim: int, group: int, wide: bool) -> Cut:
-    """For runs of tokens, on GPUs with `has_dot`."""
+    """The sizes for runs of tokens, on GPUs with `has_dot`."""
     return _with_dot((_WIDE if wide else _EXTEND)[_size(head_dim)], group)
 
 
 def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:
-    """A power of two: enough programs to fill the GPU twice, none with fewer than four runs of keys."""
+    """The number of splits, a power of two.
+
+    There are enough programs to fill the GPU twice, none with fewer than four runs of keys.
+    """
     wanted = min(2 * processors // programs, longest // (4 * keys), MAX_SPLITS)
     return _power(max(wanted, 1) + 1) // 2
 
@@ -75,5 +79,5 @@ def _size(head_dim: int) -> int:
 
 
 def _power(count: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

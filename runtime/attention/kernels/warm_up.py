@@ -14,8 +14,9 @@ from .tuning import decode_cut, extend_cut, has_dot
 
 
 class LayerSample(NamedTuple):
-    """A layer with one row: k and v [1, H, D] as they are stored, q [1, Hq, D] as it meets stored keys, and what else
-    its kernels are given. `dtype` is the model's, and that of attention's results.
+    """The operands of a layer's kernels for one row: k and v [1, H, D] to store, q [1, Hq, D] in their basis.
+
+    `dtype` is the model's, which attention returns.
     """
 
     q: torch.Tensor
@@ -27,11 +28,11 @@ class LayerSample(NamedTuple):
 
 
 def warm_up_launches(layers: Iterable[LayerSample], capability: tuple[int, int], tiled: bool) -> list[Launch]:
-    """All (kernel, splits) of these layers: store, decode without and with splits, their merge, and extend.
+    """A launch of every kernel of these layers: store, decode without and with splits, their merge, and extend.
 
-    Where `tiled`, extend takes the place of decode. What else changes in a job (tokens, sequences, their lengths, the
-    number of splits, strides) is no part of what Triton compiles a kernel for. The launches store no token and read
-    none, so that they may run at any time between passes.
+    Where `tiled`, extend replaces decode. Triton does not specialize kernels for anything else that changes in a job:
+    tokens, sequences, their lengths, the number of splits, strides. The launches store no token and read none, so that
+    they may run at any time between passes.
     """
     return [launch for layer in layers for launch in _launches(layer, capability, tiled)]
 
@@ -39,7 +40,7 @@ def warm_up_launches(layers: Iterable[LayerSample], capability: tuple[int, int],
 def _launches(layer: LayerSample, capability: tuple[int, int], tiled: bool) -> list[Launch]:
     q, device = layer.q, layer.q.device
     group, wide = q.shape[1] // layer.cached.kv_heads, layer.dtype == torch.float32
-    # No slot; and a tile of which the pass has no position.
+    # A token without a slot, and a tile without a position in the pass.
     nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
     nothing = torch.zeros(1, 5, dtype=torch.int32, device=device)
     pages = Pages(nothing[:, :1], nothing)

@@ -1,1 +1,1 @@
-"""What a job has done, on disk before it counts: append-only, checked record by record, whole again after any kill."""
+"""The append-only record of a job, on disk before a row counts: checksummed by record, and intact after any kill."""

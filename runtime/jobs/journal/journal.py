@@ -58,7 +58,7 @@ class Committer:
 
     @property
     def synced(self) -> Mark:
-        """What is on disk for certain."""
+        """The counts of records that are synchronized to disk."""
         return self._synced
 
     def written(self, mark: Mark) -> None:
@@ -117,8 +117,8 @@ class Committer:
         if self._failure is not None:
             # The kernel may have dropped the pages it could not write: a second fsync would report success for them.
             raise JournalFailed(
-                f"the journal could not be written to disk ({self._failure}); rows confirmed before are safe. "
-                "Look after the disk, then start the same command again"
+                f"the journal could not be written to disk ({self._failure}); rows that were confirmed are safe. "
+                "Check the disk, then run the same command again"
             ) from self._failure
 
 
@@ -209,8 +209,8 @@ class RecordFile:
 
     def _failed(self, error: OSError) -> JournalFailed:
         return JournalFailed(
-            f"{self._path} could not be written ({error.strerror}); rows confirmed before are safe. "
-            "Free some disk space or look after the disk, then start the same command again"
+            f"{self._path} could not be written ({error.strerror}); rows that were confirmed are safe. "
+            "Free some disk space or check the disk, then run the same command again"
         )
 
 
@@ -301,13 +301,13 @@ class Journal:
         self._report()
 
     def _append_settled(self, kind: Kind, **content: Any) -> None:
-        """The record says that all before it is on disk: from now on, damage there is not taken for a torn tail."""
+        """Records that everything before is on disk: damage there is then not mistaken for a torn tail."""
         self.sync()
         self._append(kind, **content)
         self.sync()
 
     def _report(self) -> None:
-        """To the committer, what was written; to the caller, a disk that is full."""
+        """Passes written records to the committer, and a full disk to the caller."""
         self._committer.written(self._mark())
         self._records.raise_full()
 
@@ -316,15 +316,15 @@ class Journal:
 
 
 def _recover(path: Path, descriptor: int) -> tuple[JobState, JournalScan]:
-    """What the journal holds; a torn end is cut off."""
+    """The state of the journal; truncates a torn end."""
     # After an fsync that failed, memory may hold pages that the disk does not: read what the disk has.
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     with open(descriptor, "rb", closefd=False) as file:
         state, scan = replay(file)
     if scan.corrupt or not state.opened:
         raise BadJournal(
-            f"{path} is damaged at byte {scan.end}, where it had been safely on disk; "
-            "`moedge jobs repair` keeps every answer that is whole and has the others computed again"
+            f"{path} is damaged at byte {scan.end}, where its records had been synchronized; "
+            "`moedge jobs repair` keeps every intact answer and computes the others again"
         )
     if scan.torn_nbytes:
         os.ftruncate(descriptor, scan.end)

@@ -56,7 +56,7 @@ def encode(kind: Kind, synced: int, content: Mapping[str, Any]) -> bytes:
 
 
 def encode_done(done: Done, synced: int) -> bytes:
-    """As `encode`; the answer goes in as the bytes that will come out, never through a parser."""
+    """Like `encode`, for an answer that is already encoded: its bytes are copied, not parsed."""
     failed = "true" if done.failed else "false"
     return (
         f'{{"kind":"done","synced":{synced},"row":{done.row},"failed":{failed},'
@@ -85,7 +85,7 @@ def frame(payload: bytes, previous: int) -> bytes:
 
 
 def printed_crc(line: bytes) -> int | None:
-    """What a line gives as its own CRC32; None where it gives none."""
+    """The CRC32 that a line states for itself; None without one."""
     head = line[:HEAD_NBYTES]
     if len(head) < HEAD_NBYTES or head[-1:] != b" ":
         return None
@@ -160,7 +160,7 @@ def salvage(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _later_records(file: BinaryIO, line: bytes) -> Iterator[tuple[bytes | None, int]]:
-    """What follows `line`: JSON or None, and length. Each line is held against the CRC32 its predecessor gives."""
+    """The next line: its JSON or None, and its length. Checks each line against the CRC32 in its predecessor."""
     while following := file.readline():
         previous = printed_crc(line)
         yield None if previous is None else unframe(following, previous), len(following)

@@ -22,10 +22,10 @@ class Repaired:
 
 
 def repair(path: Path) -> Repaired:
-    """Writes the journal anew from its sound records; the caller has the job's lock.
+    """Rewrites the journal from its intact records; the caller holds the lock of the job.
 
     Only the first record and each row's last answer are kept: what processes did to each other is over. Raises
-    BadJournal where the first record is not sound, because then nobody knows what was asked.
+    BadJournal if the first record is damaged, because it holds the request.
     """
     with path.open("rb") as file:
         lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
@@ -52,7 +52,7 @@ def _last_answers(file: BinaryIO) -> dict[int, int]:
             last[done.row] = number
     else:
         return last
-    raise BadJournal("the first record is damaged, which says what the job is; begin it anew")
+    raise BadJournal("the first record, which describes the job, is damaged; start the job over")
 
 
 def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:

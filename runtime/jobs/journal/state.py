@@ -1,4 +1,4 @@
-"""What the records of a journal add up to: which rows have answers and where, and which rows are under suspicion.
+"""The state that the records of a journal add up to: answered rows with their offsets, and suspect rows.
 
 Applies records one by one, read or just written: both ways give the same state.
 """
@@ -44,16 +44,16 @@ class Suspicion:
 
     @property
     def isolated(self) -> bool:
-        """Whether the row runs with no other."""
+        """Whether the row must run alone."""
         return self.deaths >= _DEATHS_BEFORE_ISOLATION
 
     @property
     def condemned(self) -> bool:
-        """Whether the row becomes an error row: it killed when nothing else could have."""
+        """Whether the row becomes an error row: the process died while it ran alone."""
         return self.alone > 0
 
     def __str__(self) -> str:
-        return f"{self.deaths} processes crashed with this row in work, the last of them with no other"
+        return f"{self.deaths} processes crashed while this row was running, the last one while no other row was"
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ def replay(file: BinaryIO) -> tuple[JobState, JournalScan]:
 
 
 def read_state(path: Path) -> JobState:
-    """Of a journal that somebody may be writing: up to the last whole record."""
+    """Reads a journal that another process may be writing, up to the last whole record."""
     with path.open("rb") as file:
         state, _ = replay(file)
     if not state.opened:
-        raise BadJournal(f"{path} is no journal, or its first record is damaged")
+        raise BadJournal(f"{path} is not a journal, or its first record is damaged")
     return state
 
 
@@ -109,7 +109,7 @@ class JobState:
         self.export_is_current = False
         self.cancelled: Mapping[str, Any] | None = None
         self.key_offsets: str | None = None
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._offsets = array("Q")
         self._failed: set[int] = set()
 
@@ -119,7 +119,7 @@ class JobState:
 
     @property
     def running(self) -> bool:
-        """Whether the last process said that it started, and has not said that it stopped."""
+        """Whether the last process recorded its start and not its end."""
         return self.started is not None and self.stopped is None
 
     @property
@@ -146,16 +146,16 @@ class JobState:
         record = json.loads(payload)
         kind = record.get("kind")
         if (kind == Kind.OPEN) is bool(self.opened):
-            raise BadJournal(f"the journal has a record of kind {kind!r} at byte {offset}, where none belongs")
+            raise BadJournal(f"the journal has a record of kind {kind!r} at byte {offset}, where none is allowed")
         if kind == Kind.OPEN:
             self._open(record)
         elif kind == Kind.START:
             self._start(record)
         elif kind == Kind.BEGIN:
-            self._begun.update(record["rows"])
+            self._started.update(record["rows"])
         elif kind == Kind.STOP:
             self.stopped = record
-            self._begun.clear()
+            self._started.clear()
         elif kind == Kind.RETRY:
             self._retry(record["rows"])
         elif kind == Kind.EXPORT:
@@ -169,7 +169,7 @@ class JobState:
         if record.get("version") != VERSION:
             raise OtherVersion(
                 f"the journal has version {record.get('version')}, this moedge writes {VERSION}; "
-                "continue the job with the moedge that began it"
+                "resume the job with the moedge that started it"
             )
         self.opened = record
         self._offsets = array("Q", bytes(8 * record["num_rows"]))
@@ -178,14 +178,14 @@ class JobState:
         """A process that begins learns here how the last one ended, and whom to suspect for it."""
         ending = Ending(record["ending"])
         if ending is Ending.CRASH:
-            for row in self._begun:
+            for row in self._started:
                 self.suspects.setdefault(row, Suspicion()).count()
-        self._begun.clear()
+        self._started.clear()
         self.started, self.stopped, self.cancelled = record, None, None
         self.key_offsets = record.get("key_offsets") or self.key_offsets
 
     def done(self, offset: int, done: Done) -> None:
-        """What `apply` does with the record of an answer."""
+        """Applies the record of an answer."""
         if done.row >= len(self._offsets) or self._offsets[done.row]:
             raise BadJournal(f"row {done.row} has a second answer at byte {offset} of the journal")
         self._offsets[done.row] = offset
@@ -193,14 +193,14 @@ class JobState:
         if done.failed:
             self._failed.add(done.row)
         self.counts.add(done)
-        self._begun.discard(done.row)
+        self._started.discard(done.row)
         self.suspects.pop(done.row, None)
 
     def _retry(self, rows: list[int]) -> None:
         """Rows that failed are open again; their tokens were spent all the same."""
         for row in rows:
             if row not in self._failed:
-                raise BadJournal(f"row {row} is retried, and it has not failed")
+                raise BadJournal(f"row {row} is retried although it has not failed")
             self._offsets[row] = 0
             self._failed.discard(row)
         self.counts.failed -= len(rows)

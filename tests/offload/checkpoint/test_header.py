@@ -61,8 +61,8 @@ def changed(**fields: Any) -> dict[str, Any]:
         ({**GOOD, "c\x00": GOOD["b"]}, "unprintable"),
         ({**GOOD, "n" * 513: GOOD["b"]}, "over 512"),
         ({"a": GOOD["a"]}, "tensors end at"),
-        ({**GOOD, "__metadata__": {"a": 1}}, "wanted texts by name"),
-        ({**GOOD, "__metadata__": {"a": "\ud800"}}, "wanted texts by name"),
+        ({**GOOD, "__metadata__": {"a": 1}}, "wanted strings by name"),
+        ({**GOOD, "__metadata__": {"a": "\ud800"}}, "wanted strings by name"),
         (b'{"a":[' + b"[]," * 500_000 + b"[]]}", "at most 100000 tensors"),
         (b'{"a":[' + b"1," * 1_300_000 + b"1]}", "at most 100000 tensors"),
         (changed(dtype=[[[]]]), "a list of 1"),
@@ -133,7 +133,7 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
         with pytest.raises(BadCheckpoint, match="disagree"):
             Checkpoint(index(tmp_path, **wrong))
     make(tmp_path, two={"x": np.ones(2, np.float32)})
-    with pytest.raises(BadCheckpoint, match="stands in both"):
+    with pytest.raises(BadCheckpoint, match="is in both"):
         Checkpoint(index(tmp_path, x="one.safetensors", y="two.safetensors"))
 
 

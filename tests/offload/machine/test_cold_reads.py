@@ -27,9 +27,9 @@ def test_every_whole_block_of_every_file_is_read_once(files: list[Path], monkeyp
     seen: list[tuple[str, int]] = []
     read = os.preadv
 
-    def preadv(descriptor: int, rooms: list[memoryview], offset: int) -> int:
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         seen.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset))
-        return read(descriptor, rooms, offset)
+        return read(descriptor, buffers, offset)
 
     monkeypatch.setattr(cold_reads.os, "preadv", preadv)
     before = len(os.listdir("/proc/self/fd"))

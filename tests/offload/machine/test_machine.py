@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moedge.offload.machine import profile as saved
 from moedge.offload.machine.hardware import Driver as NvidiaDriver
-from moedge.offload.machine.hardware import Gpu, Hardware, find_driver, find_gpus, find_hardware
+from moedge.offload.machine.hardware import GpuInfo, Hardware, find_driver, find_gpus, find_hardware
 from moedge.offload.machine.profile import (
     Disk,
     DiskRead,
@@ -30,7 +30,7 @@ from moedge.offload.machine.profile import (
     this_machine,
 )
 
-HARDWARE = Hardware("a CPU", 2, 1 << 34, (Gpu("a GPU", 8 << 30, "8.6", 28),), "/dev/sda ext4")
+HARDWARE = Hardware("a CPU", 2, 1 << 34, (GpuInfo("a GPU", 8 << 30, "8.6", 28),), "/dev/sda ext4")
 MACHINE = Machine(
     HARDWARE,
     1.5e10,
@@ -52,7 +52,9 @@ RATES = st.dictionaries(st.text(), st.dictionaries(COUNTS, SPEEDS, max_size=3), 
 READS = st.lists(st.builds(DiskRead, COUNTS, COUNTS, SPEEDS, st.booleans()), min_size=1, max_size=3).map(tuple)
 MACHINES = st.builds(
     Machine,
-    st.builds(Hardware, st.text(), COUNTS, COUNTS, st.lists(st.builds(Gpu, st.text(), COUNTS)).map(tuple), st.text()),
+    st.builds(
+        Hardware, st.text(), COUNTS, COUNTS, st.lists(st.builds(GpuInfo, st.text(), COUNTS)).map(tuple), st.text()
+    ),
     SPEEDS,
     st.none() | st.builds(Disk, st.booleans(), COUNTS, READS, st.none() | SPEEDS, st.none() | SPEEDS),
     st.none() | st.builds(Link, SPEEDS, st.none() | SPEEDS),
@@ -73,39 +75,39 @@ def test_json_gives_the_same_machine_back(machine: Machine) -> None:
     assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
 
 
-def places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to every value in a JSON object."""
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
+    return [path, *(inner for key, value in items for inner in paths(value, (*path, key)))]
 
 
-def damaged(place: tuple[Any, ...], value: Any) -> Any:
+def damaged(path: tuple[Any, ...], value: Any) -> Any:
     document = {"machine": MACHINE.to_json()}
     inner: Any = document
-    steps = ("machine", *place)
+    steps = ("machine", *path)
     for step in steps[:-1]:
         inner = inner[step]
     inner[steps[-1]] = value
     return document["machine"]
 
 
-@pytest.mark.parametrize("place", places(MACHINE.to_json()), ids=lambda place: ".".join(map(str, place)))
-def test_no_value_may_be_of_another_kind_or_out_of_range(place: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("path", paths(MACHINE.to_json()), ids=lambda path: ".".join(map(str, path)))
+def test_no_value_may_be_of_another_kind_or_out_of_range(path: tuple[Any, ...]) -> None:
     allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"]}
     allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8", "kernel_lacks")}
     allowed |= {name: ["x"] for name in ("attention", "cache")}
     allowed["pack_bytes_s"] = [{}, {"a": 1}]
     for wrong in (True, "x", -1, float("nan"), float("inf"), [], {}, 0, 0.5, [1], {"a": 1}):
         try:
-            machine = Machine.from_json(damaged(place, wrong))
+            machine = Machine.from_json(damaged(path, wrong))
         except ValueError:
             continue
         # What describes the hardware is compared with what is found.
-        assert machine.hardware != HARDWARE or wrong in allowed.get(place[-1], []) or fine_speed(place, wrong)
+        assert machine.hardware != HARDWARE or wrong in allowed.get(path[-1], []) or fine_speed(path, wrong)
 
 
-def fine_speed(place: tuple[Any, ...], value: Any) -> bool:
-    return value == 0.5 and (str(place[-1]).endswith("_s") or str(place[-1]).isdigit() or "pack_bytes_s" in place)
+def fine_speed(path: tuple[Any, ...], value: Any) -> bool:
+    return value == 0.5 and (str(path[-1]).endswith("_s") or str(path[-1]).isdigit() or "pack_bytes_s" in path)
 
 
 def test_the_best_way_to_read_is_the_fastest() -> None:
@@ -254,7 +256,7 @@ class Driver:
 
 
 def test_gpus_are_those_that_the_driver_shows() -> None:
-    assert find_gpus(Driver([b"one", b"two"])) == (Gpu("one", 1 << 33, "8.6", 28), Gpu("two", 2 << 33))
+    assert find_gpus(Driver([b"one", b"two"])) == (GpuInfo("one", 1 << 33, "8.6", 28), GpuInfo("two", 2 << 33))
     assert find_gpus(Driver([])) == ()
     assert find_gpus(Driver([b"no device for this process"], init=100)) == ()
     with pytest.raises(OSError, match="CUDA error 999"):
@@ -263,8 +265,8 @@ def test_gpus_are_those_that_the_driver_shows() -> None:
 
 def test_every_key_of_a_profile_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "machine.md").read_text()
-    for place in places(MACHINE.to_json()):
-        names = [str(step) for step in place if not isinstance(step, int)]
+    for path in paths(MACHINE.to_json()):
+        names = [str(step) for step in path if not isinstance(step, int)]
         key = (
             next((name for name in names if name.endswith("flop_s")), "")
             or ("loading.pack_bytes_s" if "pack_bytes_s" in names else "")

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moedge.offload.machine import device, disk
+from moedge.offload.machine import disk
+from moedge.offload.machine import link as link_module
 from moedge.offload.machine import measure as measuring
-from moedge.offload.machine.device import FINEST_NBYTES, probe_pin_limit
 from moedge.offload.machine.disk import measure_disk
 from moedge.offload.machine.hardware import find_hardware
+from moedge.offload.machine.link import FINEST_NBYTES, probe_pin_limit
 from moedge.offload.machine.profile import Disk, Link, PinLimit
 from moedge.offload.machine.timing import best_seconds, measure_memory, measure_rates
 
@@ -36,9 +37,9 @@ def test_the_file_s_blocks_are_read_in_turns_and_all_of_them(tmp_path: Path, mon
     monkeypatch.setattr(disk, "ORDERS", (False,))
     offsets: list[int] = []
 
-    def preadv(descriptor: int, rooms: list[memoryview], offset: int) -> int:
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         offsets.append(offset)
-        return rooms[0].nbytes
+        return buffers[0].nbytes
 
     monkeypatch.setattr(disk.os, "preadv", preadv)
     found = measure_disk(tmp_path, 16 * MIB, 0.01, (MIB,), (3,))
@@ -50,9 +51,9 @@ def test_random_reads_jump_and_take_whole_blocks(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(disk, "ORDERS", (True,))
     offsets: list[int] = []
 
-    def preadv(descriptor: int, rooms: list[memoryview], offset: int) -> int:
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         offsets.append(offset)
-        return rooms[0].nbytes
+        return buffers[0].nbytes
 
     monkeypatch.setattr(disk.os, "preadv", preadv)
     found = measure_disk(tmp_path, 64 * MIB, 0.01, (MIB,), (1,))
@@ -216,8 +217,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Cuda]:
 
     def install(limit: float) -> Cuda:
         cuda = Cuda(Pins(limit))
-        monkeypatch.setattr(device, "_cuda", lambda: cuda)
-        monkeypatch.setattr(device, "swallow_cuda_error", lambda: cuda.calls.append("clear"))
+        monkeypatch.setattr(link_module, "_cuda", lambda: cuda)
+        monkeypatch.setattr(link_module, "swallow_cuda_error", lambda: cuda.calls.append("clear"))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         return cuda
 
@@ -229,7 +230,7 @@ def test_the_link_is_measured_pinned_where_that_is_granted(
     limit: float, pinned: bool, fake_cuda: Callable[[float], Cuda]
 ) -> None:
     cuda = fake_cuda(limit)
-    link = device.measure_link(MIB, "cpu")
+    link = link_module.measure_link(MIB, "cpu")
     assert isinstance(link, Link)
     assert (link.pinned_bytes_s is not None) == pinned
     assert cuda.pins.held == {}
@@ -238,14 +239,14 @@ def test_the_link_is_measured_pinned_where_that_is_granted(
 
 def test_a_refusal_to_pin_is_cleared_before_anyone_meets_it(fake_cuda: Callable[[float], Cuda]) -> None:
     cuda = fake_cuda(64_000_000)
-    assert device.measure_pin_limit(256 * MIB) == PinLimit(48 * MIB, True)
+    assert link_module.measure_pin_limit(256 * MIB) == PinLimit(48 * MIB, True)
     assert cuda.calls == ["clear"] * cuda.pins.refusals != []
     assert cuda.pins.held == {}
 
 
 def test_memory_of_a_device_is_measured_by_what_it_reads_and_writes(fake_cuda: Callable[[float], Cuda]) -> None:
     cuda = fake_cuda(0)
-    rate = device.measure_device_memory(MIB, "cpu")
+    rate = link_module.measure_device_memory(MIB, "cpu")
     assert rate is not None
     assert rate > 1e6
     assert cuda.calls == ["empty_cache", "reset_peak"]
@@ -253,13 +254,18 @@ def test_memory_of_a_device_is_measured_by_what_it_reads_and_writes(fake_cuda: C
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
 def test_without_a_device_nothing_is_said_of_one() -> None:
-    assert device.measure_link(MIB) is device.measure_pin_limit(MIB) is device.measure_device_memory(MIB) is None
+    assert (
+        link_module.measure_link(MIB)
+        is link_module.measure_pin_limit(MIB)
+        is link_module.measure_device_memory(MIB)
+        is None
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_device_s_link_and_pin_limit_are_measured_and_leave_nothing() -> None:
-    link, pin = device.measure_link(64 * MIB), device.measure_pin_limit(512 * MIB)
+    link, pin = link_module.measure_link(64 * MIB), link_module.measure_pin_limit(512 * MIB)
     assert link is not None
     assert link.pinned_bytes_s is None or link.pinned_bytes_s > 1e8
     assert pin is not None

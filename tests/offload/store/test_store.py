@@ -100,13 +100,13 @@ def test_every_shard_is_read_back_from_an_aligned_place(folder: Path) -> None:
                 wanted[layer_file(index), "dense", 0] = content(f"{index}", dense)
             wanted |= {(layer_file(index), "experts", i): content(f"{index}.{i}", EXPERT) for i in range(experts)}
         found = {}
-        for place in store.places():
-            if place.path.name != RESIDENT_FILE:
-                assert place.offset % 4096 == 0
-                room = bytearray(place.nbytes)
-                store.read_into(place, memoryview(room), check=True)
-                name = "" if place.tensor == "head" else place.path.name
-                found[name, place.tensor, place.index] = room
+        for extent in store.extents():
+            if extent.path.name != RESIDENT_FILE:
+                assert extent.offset % 4096 == 0
+                buffer = bytearray(extent.nbytes)
+                store.read_into(extent, memoryview(buffer), check=True)
+                name = "" if extent.tensor == "head" else extent.path.name
+                found[name, extent.tensor, extent.index] = buffer
         assert found == wanted
         assert store.head is not None
         assert [(layer.dense is not None, len(layer.experts)) for layer in store.layers] == [
@@ -114,7 +114,7 @@ def test_every_shard_is_read_back_from_an_aligned_place(folder: Path) -> None:
             (False, 3),
             (True, 3),
         ]
-        first, second, third = (place.offset for place in store.layers[2].experts)
+        first, second, third = (extent.offset for extent in store.layers[2].experts)
         assert second - first == third - second == EXPERT
         assert all(sound for _, sound in store.verify())
 
@@ -123,9 +123,9 @@ def test_resident_tensors_keep_name_dtype_shape_and_bytes(folder: Path) -> None:
     with Store.open(folder) as store:
         assert {name: (tensor.dtype, tensor.shape) for name, tensor in store.resident.items()} == RESIDENT
         for name, tensor in store.resident.items():
-            room = bytearray(tensor.place.nbytes)
-            store.read_into(tensor.place, memoryview(room), check=True)
-            assert room == content(name, tensor.place.nbytes)
+            buffer = bytearray(tensor.extent.nbytes)
+            store.read_into(tensor.extent, memoryview(buffer), check=True)
+            assert buffer == content(name, tensor.extent.nbytes)
 
 
 def test_the_safetensors_library_reads_the_same_bytes(folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_every_bit_flip_is_detected(folder: Path) -> None:
         flip(path, offset, bit)
         try:
             with Store.open(folder) as store:
-                damaged = [place for place, sound in store.verify() if not sound]
+                damaged = [extent for extent, sound in store.verify() if not sound]
                 assert len(damaged) == 1, (path.name, offset, bit)
                 assert damaged[0].path == path
                 assert damaged[0].offset <= offset < damaged[0].offset + damaged[0].nbytes
@@ -245,7 +245,7 @@ def test_a_header_other_than_the_manifest_says_is_refused(folder: Path) -> None:
     """Even one that is a good header by itself."""
     path = folder / layer_file(2)
     path.write_bytes(path.read_bytes().replace(b'"dense"', b'"dance"', 1))
-    refused(folder, "another header")
+    refused(folder, "does not match the manifest")
     path.write_bytes(b"\xff" * path.stat().st_size)
     refused(folder, "header claims")
 
@@ -292,17 +292,20 @@ def test_a_manifest_that_contradicts_itself_or_the_files_is_refused(folder: Path
     crcs = last["shards_crc32"]
     for says, files in (
         ("damaged", [head, head, first, *others, last, resident]),
-        ("have gaps", [head, first, last, resident]),
+        ("without gaps", [head, first, last, resident]),
         (
-            "cannot share equally",
+            "cannot be cut into",
             [head, first, *others, {**last, "shards_crc32": crcs | {"experts": ["0" * 8] * 5}}, resident],
         ),
-        ("cannot share equally", [head, first, *others, {**last, "shards_crc32": crcs | {"experts": []}}, resident]),
+        ("cannot be cut into", [head, first, *others, {**last, "shards_crc32": crcs | {"experts": []}}, resident]),
         (
             "2 shards of 'dense'",
             [head, first, *others, {**last, "shards_crc32": crcs | {"dense": ["0" * 8] * 2}}, resident],
         ),
-        ("another header", [head, first, *others, {**last, "shards_crc32": {"dense": crcs["dense"]}}, resident]),
+        (
+            "does not match the manifest",
+            [head, first, *others, {**last, "shards_crc32": {"dense": crcs["dense"]}}, resident],
+        ),
     ):
         rewrite_manifest(folder, sign=True, files=files, nbytes=sum(file["nbytes"] for file in files))
         refused(folder, says)
@@ -329,7 +332,7 @@ def test_what_the_disk_cannot_read_is_damaged(folder: Path, monkeypatch: pytest.
     with Store.open(folder) as store:
         monkeypatch.setattr(os, "pread", broken)
         code = errno.EIO
-        assert [place for place, sound in store.verify() if not sound] == [store.head]
+        assert [extent for extent, sound in store.verify() if not sound] == [store.head]
         code = errno.EBADF
         with pytest.raises(OSError, match="Bad file descriptor"):
             list(store.verify())
@@ -345,7 +348,7 @@ def test_links_fifos_and_files_that_others_may_write_are_refused(folder: Path, t
     refused(folder, "cannot be opened")
     (folder / name).unlink()
     os.mkfifo(folder / name, 0o600)
-    refused(folder, "not a plain file")
+    refused(folder, "not a regular file")
 
 
 def test_a_store_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,9 +413,9 @@ def test_a_reader_refuses_a_store_that_is_written(folder: Path) -> None:
 
 
 def test_a_writer_refuses_a_store_that_is_used_or_written(folder: Path) -> None:
-    with Store.open(folder), pytest.raises(StoreInUse, match="used or written"):
+    with Store.open(folder), pytest.raises(StoreInUse, match="in use by another"):
         StoreWriter(folder, RECIPE, "abc")
-    with StoreWriter(folder, RECIPE, "abc"), pytest.raises(StoreInUse, match="used or written"):
+    with StoreWriter(folder, RECIPE, "abc"), pytest.raises(StoreInUse, match="in use by another"):
         StoreWriter(folder, RECIPE, "abc")
     StoreWriter(folder, RECIPE, "abc").close()
 

@@ -156,7 +156,7 @@ def test_a_damaged_record_of_progress_is_not_trusted(tmp_path: Path, text: bytes
 @pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", "layer-1.safetensors", ".bashrc"])
 def test_a_folder_with_other_files_is_never_touched(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("dear to somebody")
-    with pytest.raises(BadStore, match=f"holds '{name}'"):
+    with pytest.raises(BadStore, match=f"contains '{name}'"):
         StoreWriter(tmp_path, {}, "abc")
     assert os.listdir(tmp_path) == [name]
 
@@ -177,7 +177,7 @@ def test_incomplete_and_overfull_shards_are_refused(tmp_path: Path) -> None:
     page = memoryview(bytes(NBYTES))
     with StoreWriter(tmp_path, {}, "") as writer:
         with (
-            pytest.raises(ValueError, match=r"experts holds 8192 bytes, 4096 were written"),
+            pytest.raises(ValueError, match=r"experts has 8192 bytes, 4096 were written"),
             writer.layer(0, 0, 2, NBYTES) as layer,
         ):
             layer.write_expert(1, page)
@@ -196,7 +196,7 @@ def test_a_store_with_a_gap_or_unchecked_files_is_not_finished(tmp_path: Path) -
             layer.write_dense(memoryview(bytes(NBYTES)))
         with pytest.raises(ValueError, match=layer_file(0)):
             writer.finish({})
-    with StoreWriter(tmp_path, {}, "") as writer, pytest.raises(ValueError, match="ask has"):
+    with StoreWriter(tmp_path, {}, "") as writer, pytest.raises(ValueError, match="call has"):
         writer.finish({})
 
 
@@ -209,7 +209,7 @@ def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> Non
         writer.finish({})
     with Store.open(tmp_path) as store:
         assert list(store.resident) == ["z", "m", "a"]
-        assert {name: tensor.place.offset - 4096 for name, tensor in store.resident.items()} == {
+        assert {name: tensor.extent.offset - 4096 for name, tensor in store.resident.items()} == {
             "z": 0,
             "m": 8,
             "a": 18,
@@ -219,13 +219,13 @@ def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> Non
 def test_a_full_disk_is_one_sentence_and_the_next_run_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, pwrite, room = tmp_path / "other", os.pwrite, 60_000
+    other, pwrite, left = tmp_path / "other", os.pwrite, 60_000
 
     def full(descriptor: int, data: memoryview, offset: int) -> int:
-        nonlocal room
-        if len(data) > room:
+        nonlocal left
+        if len(data) > left:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        room -= len(data)
+        left -= len(data)
         return pwrite(descriptor, data, offset)
 
     with monkeypatch.context() as patch:

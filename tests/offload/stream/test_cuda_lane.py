@@ -12,7 +12,7 @@ import torch
 from moedge.offload.errors import swallow_cuda_error
 from moedge.offload.page_locked import Pinned, address_of, allocate
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.offload.stream.lane import ALIGNMENT, Place, Ring, Shard
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, Slot
 from moedge.offload.stream.stream import ShardStream
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def lane_of(simulator: ModuleType, machine: Any, nbytes: int, pin_limit: float =
 
 def test_a_copy_does_not_block_and_is_there_after_the_wait(simulator: ModuleType, machine: Any) -> None:
     lane, host, memory = lane_of(simulator, machine, 8 * ALIGNMENT)
-    ready = lane.start(Shard("s", 2 * ALIGNMENT, 3 * ALIGNMENT), Place(ALIGNMENT, 2 * ALIGNMENT), None)
+    ready = lane.start(Shard("s", 2 * ALIGNMENT, 3 * ALIGNMENT), Slot(ALIGNMENT, 2 * ALIGNMENT), None)
     assert set(memory.cells) == {None}
     assert not ready.query()
     lane.wait(ready)
@@ -47,8 +47,8 @@ def test_a_copy_does_not_block_and_is_there_after_the_wait(simulator: ModuleType
 
 def test_every_use_has_an_event_of_its_own(simulator: ModuleType, machine: Any) -> None:
     lane, _, _ = lane_of(simulator, machine, 8 * ALIGNMENT)
-    place = Place(0, ALIGNMENT)
-    events = [lane.start(Shard("s", ALIGNMENT, 0), place, None) for _ in range(3)]
+    slot = Slot(0, ALIGNMENT)
+    events = [lane.start(Shard("s", ALIGNMENT, 0), slot, None) for _ in range(3)]
     events += [lane.mark_used() for _ in range(3)]
     assert len({id(event) for event in events}) == 6
 
@@ -56,14 +56,14 @@ def test_every_use_has_an_event_of_its_own(simulator: ModuleType, machine: Any) 
 @pytest.mark.parametrize("limit_mib", [0, 300, float("inf")])
 def test_a_copy_is_cut_where_registrations_meet(simulator: ModuleType, machine: Any, limit_mib: float) -> None:
     lane, host, memory = lane_of(simulator, machine, 600 * MIB, limit_mib * MIB)
-    lane.copy(200 * MIB, Place(0, 400 * MIB), None)
+    lane.copy(200 * MIB, Slot(0, 400 * MIB), None)
     lane.close()
     assert memory.cells[: 400 * MIB // ALIGNMENT] == host.cells[200 * MIB // ALIGNMENT :]
 
 
 def test_close_waits_for_copies_and_for_compute(simulator: ModuleType, machine: Any) -> None:
     lane, host, memory = lane_of(simulator, machine, 4 * ALIGNMENT)
-    lane.start(Shard("s", 4 * ALIGNMENT, 0), Place(0, 4 * ALIGNMENT), None)
+    lane.start(Shard("s", 4 * ALIGNMENT, 0), Slot(0, 4 * ALIGNMENT), None)
     computed: list[int] = []
     machine.compute.steps.append(lambda: computed.append(1))
     lane.close()

@@ -37,11 +37,11 @@ class Interrupted:
         self.num_ended = 0
         self.is_closed = False
 
-    def read(self, room: memoryview, offset: int, nbytes: int) -> None:
+    def read(self, target: memoryview, offset: int, nbytes: int) -> None:
         assert not self.is_closed
         index, self.num_reads = self.num_reads, self.num_reads + 1
         self.before(index)
-        self.source.read(room, offset, nbytes)
+        self.source.read(target, offset, nbytes)
         self.num_ended += 1
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def test_a_reader_killed_from_outside_is_noticed() -> None:
     stream.close()
 
 
-def test_a_reader_that_dies_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_ends_without_an_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(index: int) -> None:
         if index == 3:
             raise SystemExit
@@ -198,7 +198,7 @@ def test_a_reader_that_dies_without_a_word_is_noticed(monkeypatch: pytest.Monkey
     stream, lane = open_stream(Interrupted(before), num_threads=1)
     fail = lane.fail
     monkeypatch.setattr(lane, "fail", lambda cause: None)
-    with pytest.raises(StreamBroken, match="died without a word"):
+    with pytest.raises(StreamBroken, match="ended without an error"):
         check(stream, 100)
     monkeypatch.setattr(lane, "fail", fail)
     stream.close()
@@ -216,9 +216,9 @@ def test_the_second_waiter_hears_of_a_failure_too() -> None:
             heard.append(str(error))
 
     shard = schedule()[0]
-    place = Ring(9 * ALIGNMENT).try_reserve(shard.nbytes)
-    assert place is not None
-    fetch = lane.start(shard, place, None)
+    slot = Ring(9 * ALIGNMENT).try_reserve(shard.nbytes)
+    assert slot is not None
+    fetch = lane.start(shard, slot, None)
 
     def wait_directly() -> None:
         with pytest.raises(StreamBroken, match="stopped by a watchdog"):
@@ -328,10 +328,10 @@ def test_a_reader_waits_for_the_mark_of_its_place() -> None:
 def test_bytes_outside_the_memory_or_between_pages_are_refused() -> None:
     memory = memoryview(mmap.mmap(-1, 2 * ALIGNMENT))
     lane = ReaderLane({}, memory, 1)
-    place = Ring(4 * ALIGNMENT).try_reserve(3 * ALIGNMENT)
-    assert place is not None
-    with pytest.raises(ValueError, match="lies outside"):
-        lane.start(Shard("s", 3 * ALIGNMENT, 0), place, None)
+    slot = Ring(4 * ALIGNMENT).try_reserve(3 * ALIGNMENT)
+    assert slot is not None
+    with pytest.raises(ValueError, match="is outside"):
+        lane.start(Shard("s", 3 * ALIGNMENT, 0), slot, None)
     with pytest.raises(ValueError, match="multiple of 4096"):
-        lane.start(Shard("s", 10, 10), place, None)
+        lane.start(Shard("s", 10, 10), slot, None)
     lane.close()

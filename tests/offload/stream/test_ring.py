@@ -1,4 +1,4 @@
-"""The ring's places: never two on one byte, always room when nothing is held, freed in the order they were taken."""
+"""The ring's slots: they never overlap, an empty ring always has one, and they are released in order."""
 
 from collections import deque
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.offload.stream.lane import ALIGNMENT, Place, Ring
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Slot
 
 PAGES = 12
 SIZES = st.integers(1, PAGES * ALIGNMENT)
@@ -18,37 +18,37 @@ def padded(nbytes: int) -> int:
 
 @given(st.lists(st.one_of(SIZES, st.none()), max_size=200))
 def test_live_places_never_overlap_nor_leave_the_ring(moves: list[int | None]) -> None:
-    """None releases the oldest place, a number asks for a place of that size."""
-    ring, live = Ring(PAGES * ALIGNMENT), deque[Place]()
+    """None releases the oldest slot, a number reserves a slot of that size."""
+    ring, live = Ring(PAGES * ALIGNMENT), deque[Slot]()
     for nbytes in moves:
         if nbytes is None:
             if live:
                 ring.release(live.popleft())
-        elif place := ring.try_reserve(nbytes):
-            assert place.nbytes == nbytes
-            assert place.offset % ALIGNMENT == 0
-            assert place.offset >= 0
-            assert place.offset + padded(nbytes) <= ring.capacity
+        elif slot := ring.try_reserve(nbytes):
+            assert slot.nbytes == nbytes
+            assert slot.offset % ALIGNMENT == 0
+            assert slot.offset >= 0
+            assert slot.offset + padded(nbytes) <= ring.capacity
             for other in live:
-                assert place.offset >= other.offset + padded(other.nbytes) or other.offset >= place.offset + padded(
+                assert slot.offset >= other.offset + padded(other.nbytes) or other.offset >= slot.offset + padded(
                     nbytes
                 )
-            live.append(place)
+            live.append(slot)
         else:
-            assert live, "an empty ring had no room"
+            assert live, "an empty ring had no free slot"
 
 
 @given(st.lists(st.integers(1, PAGES * ALIGNMENT // 2), min_size=1, max_size=100), st.data())
-def test_a_refusal_means_that_the_room_is_really_in_use(sizes: list[int], data: st.DataObject) -> None:
-    """The model: bytes free behind the youngest place, up to the ring's end or from its start to the oldest place."""
-    ring, live = Ring(PAGES * ALIGNMENT), deque[Place]()
+def test_a_refusal_means_that_the_bytes_are_really_in_use(sizes: list[int], data: st.DataObject) -> None:
+    """The model: bytes free behind the youngest slot, up to the ring's end or from its start to the oldest slot."""
+    ring, live = Ring(PAGES * ALIGNMENT), deque[Slot]()
     for nbytes in sizes:
-        while not (place := ring.try_reserve(nbytes)):
+        while not (slot := ring.try_reserve(nbytes)):
             oldest, youngest = live[0].offset, live[-1].offset + padded(live[-1].nbytes)
             runs = [oldest - youngest] if youngest <= oldest else [ring.capacity - youngest, oldest]
             assert padded(nbytes) > max(runs)
             ring.release(live.popleft())
-        live.append(place)
+        live.append(slot)
         if data.draw(st.booleans()):
             ring.release(live.popleft())
 
@@ -63,7 +63,7 @@ def test_a_place_that_would_cross_the_end_begins_at_the_start() -> None:
     third = ring.try_reserve(4 * ALIGNMENT)
     assert third is not None
     assert third.offset == 0
-    assert ring.try_reserve(1) is None, "the two pages skipped at the end are free only with the place before them"
+    assert ring.try_reserve(1) is None, "the two pages skipped at the end are free only with the slot before them"
     ring.release(second)
     fourth = ring.try_reserve(1)
     assert fourth is not None

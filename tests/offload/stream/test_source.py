@@ -33,7 +33,7 @@ def file(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     return file
 
 
-def room(nbytes: int) -> memoryview:
+def buffer(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
@@ -41,7 +41,7 @@ def room(nbytes: int) -> memoryview:
     ("offset", "nbytes"), [(0, 1), (0, ALIGNMENT), (ALIGNMENT, 2 * ALIGNMENT + 7), (4 * ALIGNMENT, ALIGNMENT + 100)]
 )
 def test_the_bytes_asked_for_arrive(file: DirectFile, offset: int, nbytes: int) -> None:
-    target = room(8 * ALIGNMENT)
+    target = buffer(8 * ALIGNMENT)
     file.read(target, offset, nbytes)
     assert target[:nbytes] == CONTENT[offset : offset + nbytes]
     assert not any(target[-(-nbytes // ALIGNMENT) * ALIGNMENT :]), "nothing beyond the last page was touched"
@@ -51,13 +51,13 @@ def test_the_bytes_asked_for_arrive(file: DirectFile, offset: int, nbytes: int) 
 def test_short_reads_go_on_where_they_stopped(file: DirectFile, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, starts = os.preadv, []
 
-    def read(descriptor: int, rooms: Sequence[memoryview], offset: int) -> int:
+    def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         starts.append(offset)
         # A direct read gives whole blocks at least.
-        return min(max(most, ALIGNMENT if file.direct else 1), preadv(descriptor, rooms, offset))
+        return min(max(most, ALIGNMENT if file.direct else 1), preadv(descriptor, buffers, offset))
 
     monkeypatch.setattr(os, "preadv", read)
-    target = room(8 * ALIGNMENT)
+    target = buffer(8 * ALIGNMENT)
     file.read(target, 0, 3 * ALIGNMENT + 50)
     assert target[: 3 * ALIGNMENT + 50] == CONTENT[: 3 * ALIGNMENT + 50]
     assert len(starts) > 1
@@ -68,7 +68,7 @@ def test_short_reads_go_on_where_they_stopped(file: DirectFile, most: int, monke
 def test_a_file_cut_while_it_is_read_is_an_error_not_a_signal(file: DirectFile, size: int, path: Path) -> None:
     os.truncate(path, size)
     with pytest.raises(OSError, match=r"ends at byte|changed"):
-        file.read(room(8 * ALIGNMENT), ALIGNMENT, 3 * ALIGNMENT)
+        file.read(buffer(8 * ALIGNMENT), ALIGNMENT, 3 * ALIGNMENT)
 
 
 @pytest.mark.parametrize("grow", [True, False])
@@ -77,7 +77,7 @@ def test_a_file_edited_while_it_is_read_is_an_error(file: DirectFile, grow: bool
         other.write(b"x")
     os.utime(path, ns=(1, 1))
     with pytest.raises(OSError, match="changed") as caught:
-        file.read(room(8 * ALIGNMENT), 0, ALIGNMENT)
+        file.read(buffer(8 * ALIGNMENT), 0, ALIGNMENT)
     assert caught.value.errno == errno.ESTALE
 
 
@@ -85,7 +85,7 @@ def test_a_file_renamed_or_removed_meanwhile_is_read_on(file: DirectFile, path: 
     path.rename(path.with_name("elsewhere"))
     path.write_bytes(b"another")
     path.with_name("elsewhere").unlink()
-    target = room(8 * ALIGNMENT)
+    target = buffer(8 * ALIGNMENT)
     file.read(target, 0, len(CONTENT))
     assert target[: len(CONTENT)] == CONTENT
 
@@ -107,16 +107,16 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
             direct.discard(descriptor)
         return descriptor
 
-    def read(descriptor: int, rooms: Sequence[memoryview], offset: int) -> int:
+    def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         if descriptor in direct:
             raise OSError(errno.EINVAL, "no direct reads here")
-        return preadv(descriptor, rooms, offset)
+        return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "preadv", read)
     file = DirectFile(path)
     assert not file.direct
-    target = room(ALIGNMENT)
+    target = buffer(ALIGNMENT)
     file.read(target, 0, 50)
     assert target[:50] == CONTENT[:50]
     file.close()
@@ -133,7 +133,7 @@ def test_any_other_error_on_opening_is_told(fails: str, path: Path, monkeypatch:
 
 
 def test_host_bytes_are_copied() -> None:
-    target = room(2 * ALIGNMENT)
+    target = buffer(2 * ALIGNMENT)
     HostBytes(memoryview(CONTENT)).read(target, ALIGNMENT, ALIGNMENT + 9)
     assert target[: ALIGNMENT + 9] == CONTENT[ALIGNMENT : 2 * ALIGNMENT + 9]
     assert not any(target[ALIGNMENT + 9 :])

@@ -29,7 +29,8 @@ class Tiers:
         host, self.device = simulator.Memory(cuda, 4 * ALIGNMENT), simulator.Memory(cuda, pages * ALIGNMENT)
         slab = simulator.Memory(cuda, 8 * ALIGNMENT, None)
         ring, whole = (
-            Pinned(cuda, place, len(memory), cuda.clear_error) for place, memory in ((1 << 40, host), (1 << 41, slab))
+            Pinned(cuda, address, len(memory), cuda.clear_error)
+            for address, memory in ((1 << 40, host), (1 << 41, slab))
         )
         self.readers = simulator.Readers(self.machine, host)
         staging, direct = CudaLane(cuda, host, ring, self.device), CudaLane(cuda, slab, whole, self.device)
@@ -98,6 +99,6 @@ def test_a_second_asker_of_the_host_s_stream_is_noticed(simulator: ModuleType) -
     tiers = Tiers(simulator)
     tiers.host.ask(tiers.shards[2])
     tiers.ask()
-    with pytest.raises(ValueError, match="somebody else asks it too"):
+    with pytest.raises(ValueError, match="another consumer"):
         tiers.stream.next()
     tiers.close()

@@ -1,10 +1,10 @@
-"""What was asked for comes in turn, the stream runs ahead as far as room goes, and no timing of a machine breaks it."""
+"""Shards arrive in the order of requests, the stream runs ahead as far as the ring allows, whatever the timing."""
 
 from types import ModuleType
 
 import pytest
 
-from moedge.offload.stream.lane import ALIGNMENT, Mark, Place, Ring, Shard, StreamBroken
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, Slot, StreamBroken, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 
 SOURCE = bytes(range(256)) * 4096
@@ -23,14 +23,14 @@ class MemoryLane:
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
         self.started: list[str] = []
-        self.after: list[Mark | None] = []
+        self.after: list[SyncPoint | None] = []
         self.closed = False
         self.nbytes_moved = 0
         self.seconds_waited = 0.0
         self.seconds_busy = 0.0
 
-    def start(self, shard: Shard, place: Place, after: Mark | None) -> Copied:
-        self.memory[place.offset : place.end] = SOURCE[shard.offset : shard.offset + shard.nbytes]
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Copied:
+        self.memory[slot.offset : slot.end] = SOURCE[shard.offset : shard.offset + shard.nbytes]
         self.started.append(shard.name)
         self.after.append(after)
         self.nbytes_moved += shard.nbytes
@@ -107,7 +107,7 @@ def test_asking_for_more_than_fits_beside_what_is_held_is_an_error_not_a_hang() 
     stream, _ = stream_of(4)
     stream.ask(*shards(2, 3))
     stream.next()
-    with pytest.raises(ValueError, match="finds no room"):
+    with pytest.raises(ValueError, match="does not fit"):
         stream.next()
 
 
@@ -119,7 +119,7 @@ def test_a_shard_larger_than_the_ring_is_refused() -> None:
 
 def test_what_was_not_asked_for_does_not_come() -> None:
     stream, _ = stream_of(4)
-    with pytest.raises(ValueError, match="nothing was asked for"):
+    with pytest.raises(ValueError, match="no shard was requested"):
         stream.next()
 
 

@@ -69,7 +69,7 @@ def test_a_forced_stall_ends_as_a_broken_stream(seed: int, monkeypatch: pytest.M
     class Disk:
         num_reads = 0
 
-        def read(self, room: memoryview, offset: int, nbytes: int) -> None:
+        def read(self, target: memoryview, offset: int, nbytes: int) -> None:
             self.num_reads += 1
             if self.num_reads > seed:
                 gate.wait()

@@ -26,7 +26,7 @@ def test_the_interpreter_is_for_who_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("needs", "reason"),
     [
-        (AttentionNeeds(SMALL), "runs on NVIDIA GPUs, and this run computes on the processor"),
+        (AttentionNeeds(SMALL), "runs on NVIDIA GPUs, and this run computes on the CPU"),
         (AttentionNeeds(SMALL, BROKEN), "Triton is not installed"),
         (AttentionNeeds(LARGE, AMPERE), "at most 256 elements, this model's have 320"),
     ],

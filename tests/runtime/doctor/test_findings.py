@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.machine.hardware import Driver, Gpu, Hardware
+from moedge.offload.machine.hardware import Driver, GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
 from moedge.offload.memory import MemoryGroup
 from moedge.runtime.doctor import host as places
@@ -140,7 +140,7 @@ def test_little_room_is_to_mend_and_folders_that_cannot_be_written_are_in_the_wa
 
 
 MACHINE = Machine(
-    Hardware("a CPU", 2, 32 * GIB, (Gpu("a GPU", 8 * GIB),), "/dev/sda ext4"),
+    Hardware("a CPU", 2, 32 * GIB, (GpuInfo("a GPU", 8 * GIB),), "/dev/sda ext4"),
     2e10,
     Disk(True, GIB, (DiskRead(1 << 20, 1, 3e9), DiskRead(1 << 22, 2, 2e9, random=True))),
     Link(8e9, 2.2e10),

@@ -11,7 +11,7 @@ from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import FORMATS
 from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks
-from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.runtime.doctor import kernels
 from moedge.runtime.doctor.finding import Verdict
 
@@ -57,7 +57,7 @@ def test_kernels_that_run_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch)
     lacking(monkeypatch, Lacks())
     (finding,) = kernels.check_kernels(device((8, 6)))
     assert finding.verdict is Verdict.OK
-    assert "attention, cache, experts were compiled and are right" in finding.found
+    assert "attention, cache, experts compiled and passed their tests" in finding.found
 
 
 @pytest.mark.parametrize("family", Lacks._fields)
@@ -78,7 +78,7 @@ def test_a_family_that_does_not_run_costs_speed(
 
 def test_an_old_gpu_and_fp16_on_one_without_bf16_are_said() -> None:
     arithmetic, old = kernels.check_kernels(device((6, 1)))
-    assert "arithmetic is fp16: compute capability 6.1" in arithmetic.found
+    assert "dtype is fp16: compute capability 6.1" in arithmetic.found
     assert "7.5 and newer, this GPU has 6.1" in old.found
 
 

@@ -42,7 +42,7 @@ THREE = Limits(max_rows=3)
 def begun(job: Job, rows_in: Callable[[int], Path], tmp_path: Path) -> JobFolder:
     """A job of ten rows, three of which are done."""
     rows_in(10)
-    assert job(limits=THREE).reason == "--max-rows 3 was reached"
+    assert job(limits=THREE).reason == "--max-rows 3 reached"
     return JobFolder(tmp_path / "out.job")
 
 
@@ -176,8 +176,11 @@ def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (lambda lines: [lines[0].replace(b"row 0", b"row x"), *lines[1:]], "line 1 is not what was answered"),
-        (lambda lines: lines[1:], "line 1 is not what was answered"),
+        (
+            lambda lines: [lines[0].replace(b"row 0", b"row x"), *lines[1:]],
+            "line 1 differs from the row that was answered",
+        ),
+        (lambda lines: lines[1:], "line 1 differs from the row that was answered"),
         (lambda lines: [*lines, lines[0].replace(b"r0", b"new")], "no answer yet"),
         (lambda lines: lines[:1], "has 1 row, and row 2 was answered"),
         (lambda lines: [*lines[:9], lines[9].replace(b"row 9", b"row x")], "no answer yet"),
@@ -307,7 +310,7 @@ def test_j9_another_job_for_the_same_output_is_refused(begun: JobFolder, job: Jo
         ("x" * 250 + ".jsonl", "shorter output name|cannot be an output"),
         ("x" * 245 + ".jsonl", "shorter output name"),
         ("a\0b.jsonl", "cannot be an output"),
-        ("out.job", "what the folder of a job is called"),
+        ("out.job", ".job names the folder of a job"),
         ("in.jsonl/out.jsonl", "does not exist"),
         ("x/" * 3000 + "out.jsonl", "cannot be an output"),
     ],
@@ -338,7 +341,7 @@ def test_j14_a_folder_that_cannot_be_made_is_refused(
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    with pytest.raises(OutputRefused, match="cannot be made"):
+    with pytest.raises(OutputRefused, match="cannot be created"):
         job()
 
 
@@ -544,12 +547,13 @@ def test_a_job_runs_on_an_engine_that_somebody_else_loaded_and_keeps(
     rows_in(10)
     fake.install(lambda: pytest.fail("another engine is loaded"), monkeypatch.setattr)
     closed: list[bool] = []
-    engine, plan = given_engine(fake, closed), None
+    engine, plan, memory = given_engine(fake, closed), None, None
     for name in ("one", "two"):
         request = BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / f"{name}.jsonl")
         with states.Checked.open(request) as checked:
-            planned = checked.measure().plan(plan)
-            plan = planned.chosen
+            planned = checked.measure().plan(plan, memory)
+            plan, memory = planned.chosen, planned.memory
+            monkeypatch.setattr(states, "open_memory", lambda *given: pytest.fail("memory is opened again"))
             running = planned.with_engine(engine).run()
             for _ in running.passes():
                 pass

@@ -117,7 +117,7 @@ def test_what_comes_through_a_pipe_is_kept_and_must_be_the_same_the_next_time(
     job(input=Path("-"), limits=Limits(max_rows=2))
     assert (tmp_path / "out.job" / "input").read_bytes() == rows
     piped(pack(b'{"id":"9","prompt":"x"}\n'))
-    with pytest.raises(InputChanged, match="the rows from the pipe are not those"):
+    with pytest.raises(InputChanged, match="the rows from the pipe differ from those"):
         job(input=Path("-"))
     assert (tmp_path / "out.job" / "input").read_bytes() == rows
     piped(rows)

@@ -49,7 +49,7 @@ def test_the_batch_object_is_one_to_openais_own_types(folder: JobFolder, job: Jo
 
 def test_a_job_stands_where_its_last_process_left_it(folder: JobFolder, job: Job, tmp_path: Path) -> None:
     assert status(folder).phase is JobPhase.STOPPED
-    assert status(folder).reason == "--max-rows 3 was reached"
+    assert status(folder).reason == "--max-rows 3 reached"
     lock = JobLock(folder)
     assert status(folder).phase is JobPhase.RUNNING
     assert cancel(folder) == "stopping after the current pass"

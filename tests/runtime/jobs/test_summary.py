@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ from moedge.runtime.jobs.summary import (
     Tokens,
     Utilisation,
     Weights,
+    json_schema,
 )
 
-SCHEMA = json.loads(files("moedge.runtime.jobs").joinpath("run.schema.json").read_text())
+SCHEMA = json_schema()
 FREE = ("model", "plan", "experts.modes", "weights.requested", "weights.packed")
 
 
@@ -81,7 +81,7 @@ def test_a_summary_written_to_a_file_fits_the_schema(tmp_path: Path, summary: Ru
     assert list(tmp_path.iterdir()) == [path]
     found = json.loads(path.read_text())
     jsonschema.validate(found, SCHEMA, jsonschema.Draft202012Validator)
-    assert found["schema"] == "moedge.run/4"
+    assert found["schema"] == "moedge.run/5"
 
 
 def fixed(value: dict[str, Any], path: str = "") -> Iterator[dict[str, Any]]:

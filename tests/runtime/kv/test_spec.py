@@ -26,4 +26,4 @@ def test_bytes_per_token(name: str, block: int) -> None:
 @pytest.mark.parametrize(("kv", "share"), [("bf16", 0), ("int8", 2 / 130), ("int4", 8 / 72)])
 def test_share_of_scales(kv: str, share: float) -> None:
     """For each head of 128 elements: int8 has one of 16 bits, int4 two groups with a scale and a zero each."""
-    assert KVSpec(KVGroup((0,), 4, 128, None), kv).scale_share == pytest.approx(share)
+    assert KVSpec(KVGroup((0,), 4, 128, None), kv).scale_fraction == pytest.approx(share)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from known_shapes import plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan.cost_model import CostModel, Rates
@@ -14,6 +13,7 @@ from moedge.runtime.plan.what_if import suggestions
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Settings
+from support.known_shapes import plain_model
 
 GIB = 1 << 30
 SHAPE = plain_model(num_layers=8)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_shapes import choose, known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan import candidate, planner
@@ -19,6 +18,7 @@ from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
+from support.known_shapes import choose, known_shape, plain_model
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
@@ -240,7 +240,7 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
 
         return call
 
-    monkeypatch.setattr(planner, "place", counted("placed", planner.place))
+    monkeypatch.setattr(planner, "choose_placement", counted("placed", planner.choose_placement))
     monkeypatch.setattr(candidate, "model_shards", counted("packed", candidate.model_shards))
     monkeypatch.setattr(CostModel, "least_seconds", counted("candidates", CostModel.least_seconds))
     costs, job = CostModel(known_shape("gpt-oss-120b"), FAST), Workload(1000, 768, 768, 512_000, 256_000)
@@ -255,7 +255,7 @@ def test_a_refusal_names_the_budget_of_every_row_where_the_smallest_fits_only_so
     job = Workload(200, 4000, 60, 100_000, 20_000)
     shape = plain_model()
     smallest = budget_range(shape, Settings(), job)[0]
-    with pytest.raises(DoesNotFit, match=f"every row takes --ram {-(-smallest // MIB)}MiB"):
+    with pytest.raises(DoesNotFit, match=f"--ram {-(-smallest // MIB)}MiB runs all"):
         choose(shape, Settings(), MemoryBudget(GIB // 2), job, FAST)
     with pytest.raises(DoesNotFit) as refused:
         choose(shape, Settings(), MemoryBudget(GIB // 2), replace(job, shortest=4000), FAST)

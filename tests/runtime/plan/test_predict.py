@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from known_shapes import choose, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, SLOW_FLOP_S, CostModel, Rates, rates_of
@@ -13,6 +12,7 @@ from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_e
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards
+from support.known_shapes import choose, plain_model
 
 GIB = 1 << 30
 NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15, 1e-12)

@@ -130,7 +130,7 @@ def test_the_length_of_the_first_look_changes_no_token(monkeypatch, first_look):
         )
     )
     expected = choose(logits, asked)
-    monkeypatch.setattr(choice, "FIRST_LOOK", first_look)
+    monkeypatch.setattr(choice, "FIRST_RANKS", first_look)
     assert torch.equal(choose(logits, asked), expected)
 
 

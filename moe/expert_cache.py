@@ -1,0 +1,202 @@
+"""The streaming expert cache: slots of held experts, and the experts that a layer gets."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..offload.stream.lane import ShardKey
+from ..offload.stream.stream import Arrival
+from .expert import ExpertWeights, OneShotEvent, ResidentExpert
+from .forecast import ForecastCounts
+from .groups import ExpertGroups
+from .policy import HoldPolicy
+from .routing_stats import RoutingStats
+from .streaming_mode import Mode
+from .streaming_order import StreamingOrder
+
+Bind = Callable[[ShardKey, torch.Tensor], ExpertWeights]
+
+
+class SlotMemory(Protocol):
+    """Memory that knows which expert is in which slot; slots hold uint8 bytes."""
+
+    def shard(self, key: ShardKey) -> torch.Tensor:
+        """The slot of a held expert."""
+        ...
+
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        """Copies `entering`, whose bytes are `view`, into the slot of `leaving`, and returns that slot."""
+        ...
+
+
+class ExpertSlots:
+    """The weights of the experts that are held in slots of `memory`, and the policy that swaps them.
+
+    `bind` makes an expert's matrices from its bytes. `held` lists the experts that are held at first.
+    """
+
+    def __init__(self, held: Iterable[ShardKey], memory: SlotMemory, bind: Bind, policy: HoldPolicy) -> None:
+        self._memory = memory
+        self.bind = bind
+        self._policy = policy
+        self._weights: defaultdict[int, dict[int, ExpertWeights]] = defaultdict(dict)
+        for key in held:
+            self._weights[key.layer][key.expert] = bind(key, memory.shard(key))
+
+    def held(self, layer: int) -> AbstractSet[int]:
+        """The experts of a layer that are held now; the set follows later swaps."""
+        return self._weights[layer].keys()
+
+    def weights(self, layer: int, expert: int) -> ExpertWeights:
+        """The weights of an expert that is held."""
+        return self._weights[layer][expert]
+
+    def begin_pass(self) -> None:
+        self._policy.begin_pass()
+
+    def observe(self, layer: int, wanted: list[int]) -> None:
+        """A layer wants these experts, held or not."""
+        self._policy.observe(layer, wanted)
+
+    def offer(self, entering: ShardKey, view: torch.Tensor, may_leave: Callable[[ShardKey], bool]) -> bool:
+        """Lets `entering`, whose bytes are `view`, evict an expert that `may_leave`. Returns whether it did."""
+        leaving = self._policy.victim(entering, may_leave)
+        if leaving is not None:
+            self.swap(leaving, entering, view)
+        return leaving is not None
+
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> None:
+        """`entering`, whose bytes are `view`, takes the slot of `leaving`, which must have the same size.
+
+        The copy is ordered like any other compute: work that reads the slot finishes before it is overwritten.
+        """
+        del self._weights[leaving.layer][leaving.expert]
+        slot = self._memory.swap(leaving, entering, view)
+        self._weights[entering.layer][entering.expert] = self.bind(entering, slot)
+
+
+class RingExpert(NamedTuple):
+    """An expert in the ring while it is computed; `resident` is None where no token wants it."""
+
+    key: ShardKey
+    arrival: Arrival[torch.Tensor]
+    resident: ResidentExpert | None
+
+    @property
+    def is_computed(self) -> bool:
+        return self.resident is None or self.resident.computed is None or self.resident.computed.is_set()
+
+    def wait(self) -> None:
+        if self.resident is not None and self.resident.computed is not None:
+            self.resident.computed.wait()
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Counts of experts, one for each use: `wanted` by a layer, `hits` among them, `fetched`, `unwanted` among these.
+
+    `swaps` counts slots that changed their expert; `turns` counts layers of passes by mode.
+    """
+
+    turns: Counter[Mode] = field(default_factory=Counter)
+    wanted: int = 0
+    hits: int = 0
+    fetched: int = 0
+    unwanted: int = 0
+    swaps: int = 0
+
+
+class StreamingExpertCache:
+    """Serves the layers of a pass one after the other; all layers share it, because they share a ring and the slots.
+
+    Every wanted expert is either held in a slot or arrives through the ring. An expert that arrives and is wanted often
+    enough evicts a held one.
+    """
+
+    def __init__(self, stats: RoutingStats, order: StreamingOrder, slots: ExpertSlots) -> None:
+        self._stats = stats
+        self.order = order
+        self._slots = slots
+        # In the order in which they arrived, which is the order of the ring.
+        self._computing: deque[RingExpert] = deque()
+        self.counts = CacheCounts()
+
+    def start_counting(self) -> None:
+        """Passes so far do not belong to the job."""
+        self.counts, self.order.forecast.counts = CacheCounts(), ForecastCounts()
+
+    def fetch(self, layer: int, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+        """Yields the experts that `groups` want as they become usable: first the held ones, then those that arrive.
+
+        Compute the first list before asking for the next one: held experts may be evicted afterwards.
+        """
+        wanted = set(groups.wanted)
+        self._begin(layer, groups)
+        self.order.request_ahead()
+        held = self.order.request_missing(layer, wanted)
+        self.counts.hits += len(held)
+        self.order.guess_next(groups, hidden)
+        self.order.request_ahead()
+        yield [ResidentExpert(expert, self._slots.weights(layer, expert)) for expert in sorted(held)]
+        while self.order.is_pending:
+            # A thread that would wait for the lane first lets the others finish, so that only this call waits.
+            self._release(wait=not self.order.is_ready)
+            yield self._hand_out(self.order.arrivals(), wanted)
+        self._release(wait=True)
+
+    def _begin(self, layer: int, groups: ExpertGroups) -> None:
+        while self._computing:
+            # Left over from a pass that was aborted.
+            self.order.release(self._computing.popleft().arrival)
+        if self.order.begin(layer, groups):
+            self._slots.begin_pass()
+        self._stats.observe(layer, groups)
+        self._slots.observe(layer, groups.wanted)
+        self.counts.turns[self.order.mode(layer)] += 1
+        self.counts.wanted += len(groups.wanted)
+
+    def _hand_out(
+        self, together: list[tuple[ShardKey, Arrival[torch.Tensor]]], wanted: set[int]
+    ) -> list[ResidentExpert]:
+        handed = []
+        for key, arrival in together:
+            resident = None
+            if key.expert in wanted:
+                resident = ResidentExpert(key.expert, self._slots.bind(key, arrival.view), OneShotEvent())
+                handed.append(resident)
+            self._computing.append(RingExpert(key, arrival, resident))
+        return handed
+
+    def _release(self, wait: bool) -> None:
+        """Frees the ring slots of computed experts, oldest first; with `wait`, waits until all are computed."""
+        while self._computing and (wait or self._computing[0].is_computed):
+            oldest = self._computing.popleft()
+            oldest.wait()
+            self._offer_slot(oldest)
+            self.order.release(oldest.arrival)
+        self.order.request_ahead()
+
+    def _offer_slot(self, expert: RingExpert) -> None:
+        wanted = expert.resident is not None
+        self.counts.fetched += 1
+        self.counts.unwanted += not wanted
+        if wanted and self._slots.offer(expert.key, expert.arrival.view, self.order.may_leave):
+            self.counts.swaps += 1
+
+
+@dataclass(slots=True)
+class StreamedExperts:
+    """The source of one layer's experts where a model's experts stream (an ExpertSource, expert.py)."""
+
+    layer: int
+    num_experts: int
+    cache: StreamingExpertCache
+
+    def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
+        return self.cache.fetch(self.layer, groups, hidden)

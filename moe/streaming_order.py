@@ -1,0 +1,231 @@
+"""The order in which experts stream: what is requested for which layer, and what is recalled when a router has chosen.
+
+A *turn* is one visit to a layer with experts; turns are counted from the first pass on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+import torch
+
+from ..offload.stream.lane import Shard, ShardKey
+from ..offload.stream.stream import Arrival, ShardStream
+from .forecast import Forecast
+from .groups import ExpertGroups
+from .streaming_mode import Mode, ModeChoice, RouterLatency, num_guesses
+
+# The most experts that are handed out at once when the stream waits for compute. Nothing is read into their ring slots
+# until they are computed, so this is a small part of a ring.
+MAX_TOGETHER = 4
+
+
+class PendingFetch(NamedTuple):
+    """A read of an expert that was requested for a turn and was not handed out yet."""
+
+    turn: int
+    key: ShardKey
+
+
+class ExpertFetchQueue:
+    """The pending fetches of a stream, sorted by turn; reads that have begun cannot be reordered.
+
+    `shard` finds the bytes of an expert.
+    """
+
+    def __init__(self, stream: ShardStream[torch.Tensor], shard: Callable[[ShardKey], Shard]) -> None:
+        self._stream = stream
+        self._shard = shard
+        self._pending: deque[PendingFetch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, turn: int) -> bool:
+        return any(fetch.turn == turn for fetch in self._pending)
+
+    def experts(self, turn: int) -> set[int]:
+        """The experts that are pending for this turn."""
+        return {fetch.key.expert for fetch in self._pending if fetch.turn == turn}
+
+    def request(self, turn: int, keys: Iterable[ShardKey]) -> None:
+        """Adds fetches before every fetch of a later turn that has not begun."""
+        self._push(self._recall(), [PendingFetch(turn, key) for key in keys])
+
+    def keep(self, turn: int, wanted: Collection[int]) -> None:
+        """Cancels this turn's fetches of experts that are not `wanted`, except those that have begun."""
+        self._push([fetch for fetch in self._recall() if fetch.turn != turn or fetch.key.expert in wanted])
+
+    def is_ready(self, turn: int) -> bool:
+        """Whether the next fetch belongs to this turn and its bytes are there."""
+        return bool(self._pending) and self._pending[0].turn == turn and self._stream.is_ready()
+
+    def arrivals(self, turn: int, most: int) -> list[tuple[ShardKey, Arrival[torch.Tensor]]]:
+        """Waits for one expert of this turn; returns it with those of the turn that are there too, `most` in all."""
+        self._skip_to(turn)
+        together = [(self._pending.popleft().key, self._stream.next())]
+        while len(together) < most and self.is_ready(turn):
+            together.append((self._pending.popleft().key, self._stream.next()))
+        return together
+
+    def done(self, arrival: Arrival[torch.Tensor]) -> None:
+        """The arrival's ring slot may be overwritten."""
+        self._stream.done(arrival)
+
+    def _skip_to(self, turn: int) -> None:
+        """Drops reads that had begun for other turns and precede this turn's; those of later turns are repeated."""
+        while self._pending[0].turn != turn:
+            skipped = self._pending.popleft()
+            self._stream.done(self._stream.next())
+            again = [skipped] if skipped.turn > turn else []
+            self._push(again, self._recall())
+
+    def _recall(self) -> list[PendingFetch]:
+        recalled = [self._pending.pop() for _ in self._stream.recall()]
+        return recalled[::-1]
+
+    def _push(self, *runs: list[PendingFetch]) -> None:
+        ordered = sorted((fetch for run in runs for fetch in run), key=lambda fetch: fetch.turn)
+        self._pending.extend(ordered)
+        self._stream.ask(*(self._shard(fetch.key) for fetch in ordered))
+
+
+class StreamingOrder:
+    """Decides what the queue fetches: the misses of a layer once its router has chosen, and ahead of the router what
+    the layer's mode allows."""
+
+    def __init__(
+        self,
+        queue: ExpertFetchQueue,
+        held: Callable[[int], AbstractSet[int]],
+        modes: ModeChoice,
+        forecast: Forecast,
+        latency: RouterLatency,
+        most_ahead: int,
+    ) -> None:
+        """`held` returns the experts of a layer that need no fetch now.
+
+        `most_ahead` is the number of pending fetches that keeps the lane busy until a router has chosen.
+        """
+        self._queue = queue
+        self._held = held
+        self._modes = modes
+        self.forecast = forecast
+        self.latency = latency
+        self._most_ahead = most_ahead
+        self._layers = forecast.stats.layers
+        self._positions = {layer: position for position, layer in enumerate(self._layers)}
+        self._tokens = 0
+        self._turn = -1
+        # The first turn for which nothing was requested ahead of its router.
+        self._ahead = 0
+        self._mode = dict.fromkeys(self._layers, Mode.WANTED)
+        # Experts that the next turn may want, best first; None until a forecast was made.
+        self._guess: list[int] | None = None
+
+    def mode(self, layer: int) -> Mode:
+        """The mode of a layer in this pass."""
+        return self._mode[layer]
+
+    def begin(self, layer: int, groups: ExpertGroups) -> bool:
+        """Begins the next turn, a visit to `layer`. Returns whether a pass begins with it; then it chooses the modes.
+
+        Fetches that an aborted pass requested for turns that are skipped are dropped when later ones arrive.
+        """
+        tokens = len(groups.expert_ids)
+        self._turn, self._guess = self._next_turn(layer), None
+        self._ahead = max(self._ahead, self._turn)
+        first = layer == self._layers[0]
+        guessed = self._mode[self._layer_of(self._turn - 1)] is Mode.FORECAST
+        self.latency.end(tokens, guessed, first)
+        if first:
+            self._choose_modes(tokens)
+        self.latency.begin()
+        self.forecast.observe(layer, groups.wanted)
+        return first
+
+    def _choose_modes(self, tokens: int) -> None:
+        self._tokens = tokens
+        for layer in self._layers:
+            waits = self.latency.mean(tokens, layer == self._layers[0])
+            precision = self.forecast.precision(layer)
+            self._mode[layer] = self._modes.choose(layer, tokens, self._held(layer), waits, precision)
+
+    def request_missing(self, layer: int, wanted: set[int]) -> set[int]:
+        """Requests the `wanted` experts that are neither held nor pending, and cancels fetches of unwanted ones.
+
+        Returns the wanted experts that are held.
+        """
+        requested = self._queue.experts(self._turn)
+        held = wanted & self._held(layer)
+        if self._mode[layer] is not Mode.ALL and not requested <= wanted:
+            self._queue.keep(self._turn, wanted)
+        if self._mode[layer] is Mode.FORECAST:
+            idle = self.latency.mean(self._tokens).idle
+            self.forecast.count(self._queue.experts(self._turn), wanted - held, idle)
+        self._request(self._turn, sorted(wanted - requested - held))
+        self._ahead = max(self._ahead, self._turn + 1)
+        return held
+
+    def request_ahead(self) -> None:
+        """Requests experts of later layers, those of the next pass included, until enough fetches are pending."""
+        while len(self._queue) < self._most_ahead and self._ahead < self._turn + len(self._layers):
+            layer = self._layer_of(self._ahead)
+            if self._mode[layer] is Mode.ALL:
+                every = range(self.forecast.stats.num_experts(layer))
+                self._request(self._ahead, [expert for expert in every if expert not in self._held(layer)])
+            elif self._mode[layer] is Mode.FORECAST and self._guess is not None and self._ahead == self._turn + 1:
+                self._request(self._ahead, self._guess)
+            else:
+                break
+            self._ahead += 1
+
+    def guess_next(self, groups: ExpertGroups, hidden: torch.Tensor) -> None:
+        """Guesses what the next layer wants from this layer's groups and hidden states [T, D].
+
+        In mode `wanted`, too: guesses that are not used show whether they would be good.
+        """
+        layer = self._layer_of(self._turn + 1)
+        if self._mode[layer] is Mode.ALL:
+            return
+        same_pass = layer != self._layers[0]
+        most = num_guesses(self.latency.mean(self._tokens, not same_pass).idle)
+        self._guess = self.forecast.guess(layer, groups, hidden if same_pass else None, self._held(layer), most)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether experts of this turn were requested and not handed out yet."""
+        return self._turn in self._queue
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next expert of this turn is there."""
+        return self._queue.is_ready(self._turn)
+
+    def arrivals(self) -> list[tuple[ShardKey, Arrival[torch.Tensor]]]:
+        """Waits for the next experts of this turn: at least one, and at most MAX_TOGETHER."""
+        together = self._queue.arrivals(self._turn, MAX_TOGETHER)
+        self.latency.begin()
+        return together
+
+    def release(self, arrival: Arrival[torch.Tensor]) -> None:
+        """The arrival was computed: its ring slot may be overwritten."""
+        self._queue.done(arrival)
+
+    def may_leave(self, key: ShardKey) -> bool:
+        """Whether an expert may be evicted: not where its layer's misses were requested already, without it."""
+        return self._next_turn(key.layer) >= self._ahead
+
+    def _layer_of(self, turn: int) -> int:
+        return self._layers[turn % len(self._layers)]
+
+    def _next_turn(self, layer: int) -> int:
+        """The turn of the next visit to a layer."""
+        return self._turn + 1 + (self._positions[layer] - self._turn - 1) % len(self._layers)
+
+    def _request(self, turn: int, experts: Iterable[int]) -> None:
+        layer = self._layer_of(turn)
+        self._queue.request(turn, [ShardKey(layer, expert) for expert in experts])

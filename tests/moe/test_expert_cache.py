@@ -1,0 +1,149 @@
+"""Experts are taken by whoever is free, and none loses its place while somebody computes on it."""
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
+from moedge.moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
+from moedge.moe.forecast import Forecast, LookAhead
+from moedge.moe.policy import HoldPolicy, Lru, Popular
+from moedge.moe.routing_stats import RoutingStats
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
+from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
+from moedge.offload.stream.lane import ALIGNMENT, ShardKey
+from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
+from support.experts.instant_lane import InstantLane, number, open_stream, shard
+
+LAYERS, EXPERTS, TOKENS = 3, 8, 4
+
+
+class Bytes(ExpertBody):
+    """An expert whose weights are its number over and over; a slow computer looks at them twice."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+
+    def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
+        before = weights.clone()
+        time.sleep(random.uniform(0, 2e-4))
+        assert torch.equal(weights, before), "overwritten while somebody computed on it"
+        rows.fill_(float(weights[0]))
+
+
+class Forgetful(Bytes):
+    """Says that it is done before it is."""
+
+    def __init__(self, arrived: list[ResidentExpert]) -> None:
+        super().__init__()
+        object.__setattr__(self, "arrived", arrived)
+
+    def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
+        for one in self.arrived:  # type: ignore[attr-defined]
+            one.finish()
+        super().forward(rows, weights, compute)
+
+
+class SlotMemory:
+    """Slots that hold an expert's number over and over."""
+
+    def __init__(self, held: list[ShardKey]) -> None:
+        self.slots = {key: torch.full((ALIGNMENT,), number(key), dtype=torch.uint8) for key in held}
+
+    def shard(self, key: ShardKey) -> torch.Tensor:
+        return self.slots[key]
+
+    def swap(self, leaving: ShardKey, entering: ShardKey, view: torch.Tensor) -> torch.Tensor:
+        self.slots[entering] = self.slots.pop(leaving).copy_(view)
+        return self.slots[entering]
+
+
+def make_cache(ring: int, mode: Mode, lru: bool, num_held: int) -> tuple[StreamingExpertCache, InstantLane]:
+    counts = dict.fromkeys(range(LAYERS), EXPERTS)
+    stats = RoutingStats(counts)
+    stream, lane = open_stream(ring)
+    held = [ShardKey(layer, expert) for layer in range(LAYERS) for expert in range(num_held)]
+    sizes = dict.fromkeys(counts, ALIGNMENT)
+    probabilities = {layer: one.wanted_by(TOKENS) for layer, one in stats.popularity.layers.items()}
+    policy: HoldPolicy = Lru(held, sizes) if lru else Popular(held, sizes, probabilities)
+    slots = ExpertSlots(held, SlotMemory(held), lambda key, view: view, policy)  # type: ignore[arg-type, return-value]
+    order = StreamingOrder(
+        ExpertFetchQueue(stream, shard),
+        slots.held,
+        ModeChoice(stats, mode),
+        Forecast(stats, LookAhead({})),
+        RouterLatency(lambda: 1.0, lambda: ALIGNMENT, lambda: 0.0, ALIGNMENT),
+        most_ahead=ring + 1,
+    )
+    return StreamingExpertCache(stats, order, slots), lane
+
+
+def run(cache: StreamingExpertCache, body: ExpertBody, threads: int, passes: int) -> None:
+    """Layers of passes; every assignment must get the number of its expert."""
+    compute = ParallelMatmul(Workspace(0), helpers=[Workspace(0) for _ in range(threads - 1)])
+    for _ in range(passes):
+        for layer in range(LAYERS):
+            expert_ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(TOKENS)])
+            weights = torch.rand(TOKENS, 2)
+            source = StreamedExperts(layer, EXPERTS, cache)
+            out = mix_experts(torch.zeros(TOKENS, 1), expert_ids, weights, source, body, compute)
+            wanted = ((16.0 * layer + expert_ids) * weights).sum(1, keepdim=True)
+            assert torch.allclose(out, wanted)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("lru", [False, True])
+@pytest.mark.parametrize(("ring", "threads"), [(2, 1), (2, 3), (5, 2)])
+def test_whoever_is_free_takes_the_next(mode: Mode, lru: bool, ring: int, threads: int) -> None:
+    cache, _ = make_cache(ring, mode, lru, num_held=2)
+    run(cache, Bytes(), threads, passes=20)
+    assert cache.counts.fetched > 0
+    assert cache.counts.swaps > 0 or not lru
+
+
+def test_a_place_that_is_given_back_too_early_is_noticed() -> None:
+    """What the tests above would see if an expert's place went before it was computed."""
+    cache, _ = make_cache(2, Mode.ALL, lru=False, num_held=0)
+    arrived: list[ResidentExpert] = []
+    hand_out = cache._hand_out
+
+    def noted(*given: Any) -> list[ResidentExpert]:
+        handed = hand_out(*given)
+        arrived.extend(handed)
+        return handed
+
+    cache._hand_out = noted  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        run(cache, Forgetful(arrived), 3, passes=50)
+
+
+def test_an_expert_that_fails_holds_nobody_up() -> None:
+    class Failing(Bytes):
+        def forward(self, rows: torch.Tensor, weights: Any, compute: Matmul) -> None:
+            raise ZeroDivisionError
+
+    cache, _ = make_cache(2, Mode.ALL, lru=False, num_held=0)
+    running = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        run(cache, Failing(), 3, passes=1)
+    assert threading.active_count() <= running + 2, "threads of the pool, none that waits"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_happens_once_is_waited_for(times: int) -> None:
+    happened, order = OneShotEvent(), []
+    waiting = threading.Thread(target=lambda: (happened.wait(), order.append("waited")))
+    waiting.start()
+    assert not happened.is_set()
+    order.append("set")
+    for _ in range(times):
+        happened.set()
+    waiting.join(timeout=60)
+    assert order == ["set", "waited"]
+    assert happened.is_set()
+    # Whoever comes later need not wait.
+    happened.wait()

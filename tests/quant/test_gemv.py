@@ -1,0 +1,28 @@
+"""The choice of kernels is measured, and is one of which both sides give the same product."""
+
+import pytest
+import torch
+
+from moedge.quant.formats import int4
+from moedge.quant.matmul import gemv as gemv_max_rows
+from moedge.quant.matmul.gemv import MOST_ROWS, measure_gemv_max_rows
+
+pytestmark = pytest.mark.numerics
+
+
+@pytest.mark.parametrize("name", ["none", "nf4"])
+def test_formats_without_such_a_kernel_have_nothing_to_choose(name: str) -> None:
+    assert measure_gemv_max_rows(name) == {}
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_meeting_point_follows_the_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "int4" and not int4.has_kernel():
+        assert measure_gemv_max_rows(name) == {}
+        return
+    threads = torch.get_num_threads()
+    for seconds, rows in (((2.0, 1.0), 8), ((1.0, 2.0), 32), ((1.0, 99.0), MOST_ROWS), ((99.0, 1.0), 1)):
+        times = iter(seconds)
+        monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
+        assert measure_gemv_max_rows(name) == {name: rows}
+    assert torch.get_num_threads() == threads
