@@ -39,7 +39,7 @@ class ConfigError(MoedgeError):
 class Entry:
     """`command` is "" for a setting that serves every command; `origin` is `FILE:LINE`.
 
-    `table` is "" or the name of a [profile.NAME] or [machine.HOST] that the setting stands in, as "profile.night".
+    `table` is "" or the [profile.NAME] or [machine.HOST] that has the setting, such as "profile.night".
     """
 
     command: str

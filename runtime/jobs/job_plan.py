@@ -187,7 +187,7 @@ def plan_request(
 ) -> PlanRequest:
     """A request for a model of which only headers were read; no device is opened.
 
-    `machine` is a file with the profile of another machine, `gpu` the name of a GPU to plan for in its place. Raises
+    `machine` is a file with the profile of another machine, `gpu` the name of a GPU to plan for instead. Raises
     SettingError, BadSize.
     """
     known = _Machine.here(budgets) if machine is None else _Machine.of_file(machine)

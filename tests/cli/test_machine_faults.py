@@ -126,7 +126,9 @@ CONTRADICTIONS: dict[str, tuple[list[str], int, str]] = {
     ),
     "a GPU that is not there": (["--gpu-mem", "6GiB"], 4, "--gpu-mem 6GiB was asked for and CUDA finds no device"),
     "a backend that cannot": (["--attention", "triton"], 4, "triton cannot compute this run: it runs on NVIDIA GPUs"),
-    "less memory than a process": (["--ram", "200MiB"], 4, r"200 MiB .* works is --ram \d+MiB \([\d,]+ MiB for the process"),
+    "less memory than a process": (
+        ["--ram", "200MiB"], 4, r"200 MiB .* works is --ram \d+MiB \([\d,]+ MiB for the process",
+    ),
 }  # fmt: skip
 
 
