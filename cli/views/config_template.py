@@ -26,7 +26,7 @@ _EMPTY = """# Settings of moedge: docs/configuration.md. A key is an option with
 # [batch]
 # max-tokens = 1024
 
-# Counts with --profile night (or MOEDGE_PROFILE=night), before all that stands above.
+# Overrides everything above, with --profile night or MOEDGE_PROFILE=night.
 # [profile.night]
 # ram = "90%"
 
@@ -53,7 +53,7 @@ def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:
         yield "# Counts on this machine only; other machines that share the file have tables of their own."
         yield f"[machine.{json.dumps(host)}]"
     yield ""
-    yield "# Budgets, never exceeded. What the plan uses of each stands behind it."
+    yield "# Budgets, never exceeded. The comments say what the plan uses of each."
     for tier in plan["tiers"]:
         used = sum(tier["parts"].values())
         if tier["tier"] == "disk":

@@ -334,7 +334,7 @@ def test_tables_of_machines_and_profiles_count_where_their_name_is_that_of_this_
         ('[machine.x]\nrom = "1GiB"', [], "moedge.toml:2: unknown key 'rom' of [machine.x]; nearest: ram"),
         ("[profile.x]\n\nram = 8", [], "moedge.toml:3: ram = 8"),
         ('[profile]\nram = "8GiB"', [], "[profile] wants a table for each name, such as [profile.night]"),
-        ('[profil.x]\nram = "8GiB"', [], "there is no table [profil]; nearest: profile"),
+        ('[profil.x]\nram = "8GiB"', [], "unknown table [profil]; nearest: profile"),
     ],
 )
 def test_what_is_wrong_in_such_tables_is_refused_wherever_they_count(

@@ -116,6 +116,7 @@ def test_budgets_for_a_machine_are_planned_explained_refused_and_written_down(
     assert written["quant"] == json.loads((tmp_path / "plan.json").read_text())["plan"]["quant"]
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_gpu_of_a_data_sheet_says_so(said: Said, config_only: Path) -> None:
     code, text = said("plan", config_only, "--gpu", "nvidia rtx 3060", "--ram", "32GiB", "--disk", "100GiB")
     assert code == 0
@@ -137,6 +138,7 @@ def test_presets_are_found_by_what_people_call_them() -> None:
     assert (kept.disk, kept.loading, kept.pin) == (RECORDED.disk, RECORDED.loading, None)
 
 
+@pytest.mark.slow
 def test_budgets_above_the_machine_are_refused_with_both_numbers(said: Said, machine: Path, tmp_path: Path) -> None:
     model = files("moedge.demo") / "model"
     rows = tmp_path / "in.jsonl"
