@@ -3,6 +3,7 @@
 python -m bench.make_model --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
 python -m bench.make_model --shape s --out models/s       # 0.48 GB
 python -m bench.make_model --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
+python -m bench.make_model --shape q24 --out models/q24   # 30.7 GB: Qwen3-30B-A3B with 24 of its 48 layers
 python -m bench.make_model --shape s --skew --out models/k # a fifth of the experts takes four fifths of the tokens
 """
 
@@ -38,6 +39,7 @@ SHAPES = {
     "m": Shape(2048, 16, 16, 4, 128, 64, 8, 512),
     "toy": Shape(128, 2, 4, 2, 32, 16, 2, 256, max_position_embeddings=512),
     "wide": Shape(2048, 1, 16, 4, 128, 320, 8, 1024),
+    "q24": Shape(2048, 24, 32, 4, 128, 128, 8, 768, vocab_size=151936),
 }
 
 

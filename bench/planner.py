@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from support.known_shapes import GPT_OSS_120B, QWEN3_30B, headers
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.formula import tensor_shapes
+from support.known_shapes import GPT_OSS_120B, QWEN3_30B
 
 # One file with a few large tensors; many files with an expert's matrices apart from each other.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
@@ -249,16 +251,17 @@ def make_headers(name: str, folder: Path) -> Path:
     path = folder / name
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    tensors = list(headers(config).items())
+    tensors = list(tensor_shapes(ModelConfig.read(path)).items())
     size = math.ceil(len(tensors) / num_files)
     weight_map: dict[str, str] = {}
     for begin in range(0, len(tensors), size):
         file = f"model-{begin // size + 1:05}-of-{num_files:05}.safetensors"
         weight_map |= dict.fromkeys((tensor for tensor, _ in tensors[begin : begin + size]), file)
         at, content = 0, {}
-        for tensor, entry in tensors[begin : begin + size]:
-            content[tensor] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
-            at += entry.nbytes
+        for tensor, shape in tensors[begin : begin + size]:
+            end = at + 2 * math.prod(shape)
+            content[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+            at = end
         text = json.dumps(content).encode()
         with (path / file).open("wb") as opened:
             opened.write(struct.pack("<Q", len(text)) + text)

@@ -27,7 +27,13 @@ OUTPUT_TOKENS = Annotated[int, typer.Option("--output-tokens", min=1, help="Toke
 MACHINE = Annotated[
     Path | None, typer.Option("--machine", help="Plan for the machine that `moedge doctor --json` wrote to this file.")
 ]
-EXPLAIN = Annotated[bool, typer.Option("--explain", help="Explain which alternatives were compared.")]
+GPU = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help='Plan for a GPU that is not here, by its data sheet: "RTX 3060 12GB".'),
+]
+EXPLAIN = Annotated[
+    bool, typer.Option("--explain", help="Explain which alternatives were compared, and what the numbers are based on.")
+]
 JSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON: docs/plan.md.")]
 SAVE = Annotated[Path | None, typer.Option("--save", help="Write the plan to this file, for `moedge batch --plan`.")]
 
@@ -58,11 +64,12 @@ def plan(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     machine: MACHINE = None,
+    gpu: GPU = None,
     explain: EXPLAIN = False,
     as_json: JSON = False,
     save: SAVE = None,
 ) -> None:
-    """Estimate placement, speed and bottleneck before running (reads headers only).
+    """Estimate placement, speed and bottleneck before running; reads headers only, or config.json alone.
 
     If the job does not fit, prints the nearest job that does and exits with 4.
     """
@@ -93,4 +100,5 @@ def _report(given: Mapping[str, Any]) -> PlanReport:
         defaults=row_defaults_of(given, Defaults(max_tokens=given["max_tokens"])),
         input_format=input_format_of(given),
         machine=given["machine"],
+        gpu=given["gpu"],
     )

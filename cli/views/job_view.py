@@ -271,9 +271,12 @@ def _estimate(chosen: PlanResult) -> Iterator[str]:
     measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
     yield (
         f"estimate: about {predicted.generated_tok_s:,.3g} tok/s, {duration(predicted.seconds)}, "
-        f"{predicted.bottleneck}-bound{measured}"
+        f"{predicted.bottleneck}-bound, after loading for ~{duration(predicted.loading_s)}{measured}"
     )
-    times = {quant: taken / predicted.seconds for quant, taken in seconds.items() if quant != chosen.plan.quant}
+    if predicted.written_nbytes:
+        yield f"loading writes {gib(predicted.written_nbytes)} of prepared weights to disk, once (--disk 0 writes none)"
+    now = seconds[chosen.plan.quant]
+    times = {quant: taken / now for quant, taken in seconds.items() if quant != chosen.plan.quant}
     if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:
         yield f"estimated time with other formats: {', '.join(others)}"
 

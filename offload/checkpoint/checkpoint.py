@@ -120,6 +120,11 @@ SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds any file of weights, readable or not."""
+    return any(path.suffix in (".safetensors", *_PICKLES) for path in folder.iterdir())
+
+
 class Checkpoint:
     """All tensors of a checkpoint. Its files stay open until `close`.
 

@@ -117,10 +117,14 @@ class RowOptions(TypedDict, total=False):
 
 
 class PlanOptions(EngineOptions, WorkloadOptions, RowOptions, total=False):
-    """`max_tokens` are generated for rows of an input file that do not say. `machine` is a file of `moedge doctor`."""
+    """`max_tokens` are generated for rows of an input file that do not say. `machine` is a file of `moedge doctor`.
+
+    `gpu` is the name of a GPU to plan for by its data sheet, such as "RTX 3060 12GB".
+    """
 
     max_tokens: int
     machine: str | Path | None
+    gpu: str | None
 
 
 class BatchOptions(EngineOptions, StreamingOptions, RowOptions, total=False):

@@ -107,6 +107,7 @@ def plan(model: str | Path, input_file: str | Path | None = None, **options: Unp
         defaults=row_defaults_of(options, Defaults(max_tokens=options.get("max_tokens", 256))),
         input_format=input_format_of(options),
         machine=None if machine is None else Path(machine),
+        gpu=options.get("gpu"),
     )
 
 
@@ -120,6 +121,7 @@ def make_report(
     defaults: Defaults,
     input_format: InputFormat,
     machine: Path | None,
+    gpu: str | None = None,
 ) -> PlanReport:
     """`rows` are the arguments of `equal_rows`, for a job without an input file; `defaults` are for one with it."""
     headers, size = read_headers(model), None
@@ -128,7 +130,7 @@ def make_report(
         size, found = measured_job(headers, input_file, defaults, input_format)
         notes = tuple(_left_out(found, size))
     workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
-    request = plan_request(headers, settings, budgets, machine, workload)
+    request = plan_request(headers, settings, budgets, machine, workload, gpu)
     try:
         result = solve(request)
     except DoesNotFit as error:
@@ -136,7 +138,8 @@ def make_report(
     points = [*by_sequences(request, result), *by_budget(request, result)]
     # Rows of equal length fit all of them or not at all.
     left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
-    return PlanReport(document(model, result, points, suggestions(request, result), left_out), result, notes)
+    shown = document(headers.name, result, points, suggestions(request, result), left_out, headers.download)
+    return PlanReport(shown, result, notes)
 
 
 def _left_out(found: Preflight, size: JobSize) -> Iterator[str]:
@@ -148,9 +151,27 @@ def _left_out(found: Preflight, size: JobSize) -> Iterator[str]:
         yield f"planned without {counted(size.too_long, 'row')} longer than the model's context"
 
 
-WIDTH = 40
-# One letter of a bar for each arena, in the order in which a tier lists them.
-LETTERS = "-:.@^=#~"
+WIDTH = 30
+# The letter of a bar for each arena; the same in every tier.
+LETTERS = {
+    "process": "-",
+    "context and libraries": "-",
+    "small parameters": ":",
+    "scratch of products": ".",
+    "activations": "@",
+    "slack of allocators": "+",
+    "loading": "!",
+    "KV cache": "#",
+    "parked blocks": "^",
+    "weights held": "=",
+    "weights staged for the device": "=",
+    "rings of streamed weights": "~",
+    "store of weights": "=",
+}
+# Arenas as --explain subtracts them, before what is left for weights that stay.
+_WEIGHTS = ("weights held", "weights staged for the device")
+_NAMES = {"host": "RAM", "device": "GPU memory", "disk": "disk"}
+_LEAST_SHOWN = 1 << 20
 
 
 def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
@@ -162,7 +183,7 @@ def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
     for line in _head(found):
         console.print(line)
     console.print(_tiers(found["tiers"]))
-    for line in (*_speed(found), *_curves(found["points"]), *_suggestions(found)):
+    for line in (*_legend(found["tiers"]), *_speed(found), *_curves(found["points"]), *_suggestions(found)):
         console.print(line)
     if explain:
         for line in _explanation(found):
@@ -171,14 +192,23 @@ def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
 
 def _head(found: Mapping[str, Any]) -> Iterator[str]:
     model, job, plan = found["model"], found["job"], found["plan"]
-    yield f"{model['name']}: {count(model['parameters'])} parameters, {count(model['active_parameters'])} active"
+    yield (
+        f"{model['name']}: {model['type']}, {count(model['parameters'])} parameters "
+        f"({count(model['active_parameters'])} active), {_layers(model)}"
+    )
+    if download := found["download"]:
+        yield f"not here: a job downloads {gib(download['nbytes'])} first; {gib(download['free'])} free for it"
+    yield f"computing on {found['machine']['computes']}"
+    if preset := found["machine"]["preset"]:
+        yield f"preset {preset}: figures of its data sheet, not measured"
     yield (
         f"{counted(job['sequences'], 'row')} of {job['prompt_tokens'] / job['sequences']:,.0f} prompt tokens and up to "
         f"{job['generated_tokens'] / job['sequences']:,.0f} generated tokens; the longest row has {job['longest']:,}"
     )
     yield (
-        f"weights {plan['quant']}, KV cache {plan['kv']}, dtype {plan['dtype']}; "
-        f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass"
+        f"plan: weights {plan['quant']}, KV cache {plan['kv']}, dtype {plan['dtype']}; "
+        f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass; "
+        f"{_held(found)}"
     )
     yield from kernel_lines(plan["lacks"], plan["notes"])
     if left_out := found["left_out"]:
@@ -189,40 +219,60 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def _layers(model: Mapping[str, Any]) -> str:
+    if not model["experts"]:
+        return counted(model["layers"], "layer")
+    each, used = model["experts_per_layer"], model["experts_per_token"]
+    return f"{counted(model['layers'], 'layer')} x {each} experts, {used} per token"
+
+
+def _held(found: Mapping[str, Any]) -> str:
+    """The share of the weights, or the number of experts, that stays in the memory that computes."""
+    plan, experts = found["plan"], found["model"]["experts"]
+    if not experts:
+        return f"holds {plan['held_nbytes'] / plan['weights_nbytes']:.0%} of the weights"
+    return f"holds {sum(plan['placement']['held_experts']):,} of {experts:,} experts"
+
+
 def _tiers(tiers: list[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("", "budget", "used", "contents"):
-        table.add_column(name, no_wrap=name != "contents", justify="right" if name in ("budget", "used") else "left")
+    for name in ("", "budget", "used", "free", ""):
+        table.add_column(name, no_wrap=True, justify="right" if name else "left")
     for tier in tiers:
         parts = {name: nbytes for name, nbytes in tier["parts"].items() if nbytes}
-        used = sum(parts.values())
-        budget = tier["budget"]
-        contents = ", ".join(
-            f"{letter} {name} {gib(nbytes)}" for letter, (name, nbytes) in zip(LETTERS, parts.items(), strict=False)
-        )
-        table.add_row(tier["tier"], "-" if budget is None else gib(budget), gib(used), contents or "nothing")
-        if budget and parts:
-            table.add_row("", "", "", Text(f"[{_bar(list(parts.values()), budget)}]"))
+        used, budget = sum(parts.values()), tier["budget"]
+        free = "-" if budget is None else gib(max(0, budget - used))
+        bar = Text(f"[{_bar(parts, budget)}]") if budget and parts else ""
+        table.add_row(_NAMES[tier["tier"]], "-" if budget is None else gib(budget), gib(used), free, bar)
     return table
 
 
-def _bar(parts: list[int], budget: int) -> str:
+def _bar(parts: Mapping[str, int], budget: int) -> str:
     """Letters in proportion to the parts, at least one each; free memory is blank."""
-    letters = "".join(
-        letter * max(1, round(WIDTH * nbytes / budget)) for letter, nbytes in zip(LETTERS, parts, strict=False)
-    )
+    letters = "".join(LETTERS[name] * max(1, round(WIDTH * nbytes / budget)) for name, nbytes in parts.items())
     return letters[:WIDTH].ljust(WIDTH)
 
 
+def _legend(tiers: list[Mapping[str, Any]]) -> Iterator[str]:
+    """One line per tier; parts of less than a MiB count in the sums only."""
+    for tier in tiers:
+        shown = [(name, nbytes) for name, nbytes in tier["parts"].items() if nbytes >= _LEAST_SHOWN]
+        if shown:
+            parts = ", ".join(f"{LETTERS[name]} {name} {gib(nbytes)}" for name, nbytes in shown)
+            yield f"{_NAMES[tier['tier']]}: {parts}"
+
+
 def _speed(found: Mapping[str, Any]) -> Iterator[str]:
-    predicted = found["prediction"]
+    predicted, machine = found["prediction"], found["machine"]
     yield ""
     yield (
-        f"{predicted['generated_tok_s']:,.1f} tok/s generated, {predicted['prompt_tok_s']:,.1f} tok/s prompt; "
-        f"{duration(predicted['seconds'])} in total after loading"
+        f"estimate: {predicted['generated_tok_s']:,.1f} tok/s generated, {predicted['prompt_tok_s']:,.1f} tok/s of "
+        f"prompts; loading ~{duration(predicted['loading_s'])}, then {duration(predicted['seconds'])}"
     )
+    if written := predicted["written_nbytes"]:
+        yield f"loading writes {gib(written)} of prepared weights to disk, once (--disk 0 writes none)"
     yield f"bottleneck: {_busy(predicted)}"
-    if not found["machine"]["measured"]:
+    if not machine["measured"]:
         yield "machine not measured: assuming a slow one; run `moedge doctor`"
 
 
@@ -239,17 +289,22 @@ def _curves(points: list[Mapping[str, Any]]) -> Iterator[str]:
     best = max((point["generated_tok_s"] or 0 for point in points), default=0) or 1
     for varied, curve in groupby(points, key=lambda point: point["varied"]):
         yield ""
-        yield "tok/s by number of sequences" if varied == "sequences" else f"tok/s by {varied} budget"
+        yield "tok/s by number of sequences" if varied == "sequences" else f"tok/s by {_NAMES[varied]} budget"
         points_of_curve = list(curve)
         shown = _until_flat(points_of_curve)
         for point in shown:
             rate = point["generated_tok_s"]
-            value = f"{point['value']:,}" if varied == "sequences" else gib(point["value"])
+            value = f"{point['value']:,}" if varied == "sequences" else _budget(point["value"])
             if rate is None:
                 yield f"{value:>12}  does not fit"
                 continue
             more = "  (no gain from more)" if point is shown[-1] and len(shown) < len(points_of_curve) else ""
             yield f"{value:>12}  {rate:>9,.1f}  {'#' * max(1, round(WIDTH * rate / best))}{more}"
+
+
+def _budget(nbytes: int) -> str:
+    """As a person would give it: `8 GiB`, `2.5 GiB`, `768 MiB`."""
+    return f"{nbytes / 2**30:.1f}".removesuffix(".0") + " GiB" if nbytes >= 2**31 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def _until_flat(curve: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -272,16 +327,47 @@ def _suggestions(found: Mapping[str, Any]) -> Iterator[str]:
 def _explanation(found: Mapping[str, Any]) -> Iterator[str]:
     plan, predicted = found["plan"], found["prediction"]
     yield ""
-    yield "weight formats, from exact to lossy, each with its fastest plan that fits:"
+    yield from _subtraction(found)
+    yield "weight formats, from exact to lossy, each with its fastest plan that fits, loading included:"
+    chosen_s = found["formats"][plan["quant"]]
     for name, seconds in found["formats"].items():
-        taken = " <- chosen" if name == plan["quant"] else ""
-        yield f"{name:>12}  {duration(seconds)}, {seconds / predicted['seconds']:.2f}x this plan's time{taken}"
+        chosen = " <- chosen" if name == plan["quant"] else ""
+        yield f"{name:>12}  {duration(seconds)}, {seconds / chosen_s:.2f}x this plan's time{chosen}"
     yield (
         "auto is the checkpoint's own precision if all of it fits, else the least lossy format that takes "
         "at most 1.5x the time of the fastest"
     )
+    loading = found["loading"]
+    steps = {name.removesuffix("_s").replace("_", " "): loading[name] for name in loading if name.endswith("_s")}
+    yield f"loading: {', '.join(f'{name} {duration(seconds)}' for name, seconds in steps.items() if seconds)}"
     held = plan["held_nbytes"] / plan["weights_nbytes"]
     read = gib(predicted["disk_nbytes"])
     yield f"{held:.0%} of the weights stay in the memory that computes; {read} are read from disk in total"
     passes, sequences = predicted["passes"], predicted["sequences"]
     yield f"{passes:,.0f} passes with {sequences:,.0f} sequences, at the rates that docs/plan.md lists"
+
+
+def _subtraction(found: Mapping[str, Any]) -> Iterator[str]:
+    """The part of each budget that is left for weights, and its share of all weights."""
+    plan = found["plan"]
+    for tier in found["tiers"]:
+        name, parts = _NAMES[tier["tier"]], tier["parts"]
+        weights = sum(parts.get(each, 0) for each in _WEIGHTS)
+        if tier["tier"] == "disk":
+            if store := sum(parts.values()):
+                streamed = _on_disk(plan) / plan["weights_nbytes"]
+                yield f"{name}: {gib(store)} of prepared weights, of which passes read {streamed:.0%}; written once"
+            continue
+        needed = [f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes >= _LEAST_SHOWN]
+        needed = [part for part in needed if not part.startswith(_WEIGHTS)]
+        left = tier["budget"] - sum(nbytes for part, nbytes in parts.items() if part not in _WEIGHTS)
+        yield (
+            f"{name} {gib(tier['budget'])}: {' + '.join(needed)} leave {gib(left)} for weights of "
+            f"{gib(plan['weights_nbytes'])}; {gib(weights)} are held ({weights / plan['weights_nbytes']:.0%})"
+        )
+
+
+def _on_disk(plan: Mapping[str, Any]) -> int:
+    staging = plan["staging"]
+    nbytes: int = plan["weights_nbytes"] - plan["held_nbytes"] if staging is None else staging["disk_nbytes"]
+    return nbytes

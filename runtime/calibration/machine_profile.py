@@ -24,9 +24,11 @@ def machine_profile(folder: Path, again: bool = False) -> Machine:
 
 def _measure(folder: Path, hardware: Hardware) -> Machine:
     from .overheads import measure_overheads
+    from .pass_rates import loading_rates
 
     machine = measure_machine(folder, hardware, measure_flop_s=_rates)
-    profile = replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks())
+    overheads, loading = measure_overheads(), loading_rates()
+    profile = replace(machine, overheads=overheads, kernel_lacks=_kernel_lacks(), loading=loading)
     # What measuring has left free in the heap would count against the budget of the job that comes next.
     trim()
     return profile

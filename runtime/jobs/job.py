@@ -287,7 +287,8 @@ class Running:
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
-        remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
+        took = self._loaded.load_seconds, self._seconds or 0
+        remember(chosen, source, self.metrics, took, engine.ledger)
         return summary
 
 

@@ -8,7 +8,9 @@ from datetime import datetime, timedelta
 
 
 def gib(nbytes: float) -> str:
-    """`12.34 GiB`; `5 MiB` below 0.1 GiB."""
+    """`12.34 GiB`; `5 MiB` below 0.1 GiB, `1.50 TiB` from 1 TiB."""
+    if nbytes >= 2**40:
+        return f"{nbytes / 2**40:.2f} TiB"
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.0f} MiB"
 
 

@@ -1,22 +1,17 @@
 """Shapes of models without their weights: a plain one to vary, and well-known ones from their published configs."""
 
 import json
-import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from moedge.offload.checkpoint.header import TensorEntry
 from moedge.runtime.plan.cost_model import CostModel, Rates
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.formula import shape_of_config
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
-from moedge.runtime.shape.read import model_shape
-
-ITEM = 2
 
 
 def plain_model(
@@ -39,7 +34,7 @@ def choose(
     budget: MemoryBudget,
     workload: Workload,
     rates: Rates | None = None,
-    factors: dict[str, dict[str, float]] | None = None,
+    factors: dict[str, float] | None = None,
 ) -> PlanResult:
     """What the planner makes of a request, on a machine with these rates."""
     costs = CostModel(shape, rates, factors)
@@ -75,62 +70,7 @@ CONFIGS = {
 
 
 def known_shape(name: str) -> ModelShape:
-    """As it is read from the config and from headers with the names that checkpoints of the family have."""
+    """As it is worked out from the config, in bfloat16."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIGS[name]))
-        return model_shape(ModelConfig.read(Path(folder)), headers(CONFIGS[name]))
-
-
-def headers(config: dict[str, Any]) -> dict[str, TensorEntry]:
-    """What the safetensors headers of such a model say, in bfloat16."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        parts = _attention(config) | _experts(config)
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
-    return {name: TensorEntry(name, "BF16", shape, 0, ITEM * math.prod(shape)) for name, shape in shapes.items()}
-
-
-def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    dim = config.get("head_dim", hidden // heads)
-    queries, keys = heads * dim, config["num_key_value_heads"] * dim
-    sides = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
-    found: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": shape for name, shape in sides.items()}
-    if config["model_type"] == "gpt_oss":
-        found |= {f"self_attn.{name}.bias": shape[:1] for name, shape in sides.items()}
-        found["self_attn.sinks"] = (heads,)
-    if config["model_type"] == "qwen3_moe":
-        found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-
-
-def _experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
-    count = config.get("num_experts", config.get("num_local_experts"))
-    if config["model_type"] == "gpt_oss":
-        return {
-            "mlp.router.weight": (count, hidden),
-            "mlp.router.bias": (count,),
-            "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
-            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
-            "mlp.experts.down_proj": (count, inner, hidden),
-            "mlp.experts.down_proj_bias": (count, hidden),
-        }
-    place, up, down = ("block_sparse_moe", ("w1", "w3"), "w2")
-    if config["model_type"] == "qwen3_moe":
-        place, up, down = "mlp", ("gate_proj", "up_proj"), "down_proj"
-    found: dict[str, tuple[int, ...]] = {f"{place}.gate.weight": (count, hidden)}
-    for expert in range(count):
-        found |= {f"{place}.experts.{expert}.{name}.weight": (inner, hidden) for name in up}
-        found[f"{place}.experts.{expert}.{down}.weight"] = (hidden, inner)
-    return found
+        return shape_of_config(ModelConfig.read(Path(folder)))

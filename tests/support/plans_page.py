@@ -1,7 +1,7 @@
 """docs/plans.md: the planner's choices for well-known models on small GPUs; needs neither."""
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
-from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, Overheads, PinLimit
+from moedge.offload.machine.profile import Disk, DiskRead, Link, LoadingRates, Machine, Overheads, PinLimit
 from moedge.runtime.plan.cost_model import CostModel, rates_of
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
@@ -23,13 +23,14 @@ JOB = Workload(2000, 768, 768, 2000 * 512, 2000 * 256)
 PROFILE = Machine(
     Hardware("any", 8, 64 * GIB, (GpuInfo("any", 8 * GIB),), "nvme"),
     4e10,
-    Disk(True, GIB, (DiskRead(1 << 22, 4, 3e9),)),
+    Disk(True, GIB, (DiskRead(1 << 22, 4, 3e9),), write_bytes_s=2e9),
     Link(1e10, 2.2e10),
     PinLimit(4 * GIB, False),
     {},
     device_memory_bytes_s=4e11,
     device_flop_s={name: {1: 2e11, 64: 8e12, 1024: 2e13} for name in ("none", "int8", "int4", "nf4")},
     overheads=Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4),
+    loading=LoadingRates(1e9, {"none": 4e9, "int8": 1e9, "int4": 3e8, "nf4": 3e8}),
 )
 
 HEAD = """# Plans

@@ -35,7 +35,7 @@ assert "torch" not in sys.modules
 print(moedge.__version__, report)
 """
     shown = python(code, tmp_path)
-    assert "tok/s by host budget" in shown
+    assert "tok/s by RAM budget" in shown
 
 
 def test_every_name_is_there_and_no_other() -> None:
@@ -59,7 +59,7 @@ def test_a_report_is_the_text_of_the_command_and_html() -> None:
     assert re.sub(r"[\d.,]+", "0", repr(report)).split() == re.sub(r"[\d.,]+", "0", said).split()
     html = report._repr_html_()
     assert html.startswith("<pre>")
-    assert "tok/s by host budget" in html
+    assert "tok/s by RAM budget" in html
     refused = moedge.plan(ROOT / "examples/tiny_moe/model", ram="20MiB")
     assert not refused.fits
     assert repr(refused).startswith("does not fit: 20 MiB of host memory is too little")

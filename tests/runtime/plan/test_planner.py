@@ -83,7 +83,7 @@ def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budge
     return choose(shape, wanted, MemoryBudget(AMPLE, replace(ROOM, nbytes=budget)), job, FAST)
 
 
-@pytest.mark.parametrize("tier", ["host", "device"])
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "device"])
 @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(

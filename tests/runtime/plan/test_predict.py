@@ -72,7 +72,7 @@ def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
     job, shape = Workload(64, 64, 64, 64 * 32, 64 * 32), plain_model()
     wanted = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
     plain = choose(shape, wanted, MemoryBudget(3 * GIB), job).prediction
-    slowed = choose(shape, wanted, MemoryBudget(3 * GIB), job, factors={"none": {resource: 3.0}}).prediction
+    slowed = choose(shape, wanted, MemoryBudget(3 * GIB), job, factors={resource: 3.0}).prediction
     assert slowed.busy_s[resource] == pytest.approx(3 * plain.busy_s[resource])
     assert slowed.seconds >= plain.seconds
 
