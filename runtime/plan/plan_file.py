@@ -152,8 +152,10 @@ def computes_on(request: PlanRequest) -> str:
     device, hardware = request.budget.device, request.hardware
     assert hardware is not None
     if device is not None:
-        gpu = hardware.gpus[0]
-        return f"the GPU ({gpu.name}), {device.nbytes / GIB:.1f} of {gpu.nbytes / GIB:.1f} GiB granted"
+        granted = f"{device.nbytes / GIB:.1f}"
+        if not hardware.gpus:
+            return f"the GPU, {granted} GiB granted"
+        return f"the GPU ({hardware.gpus[0].name}), {granted} of {hardware.gpus[0].nbytes / GIB:.1f} GiB granted"
     threads = f"the CPU ({hardware.cores} threads)"
     if hardware.gpus:
         return f"{threads}: --gpu-mem 0 was given"

@@ -81,7 +81,7 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
 ) -> None:
     # Prompts that take more than what torch's attention takes for decoding.
     shape = case("qwen3_moe").source.shape
-    settings = Settings(dtype="bf16", quant=quant, kv="int8", tokens_per_pass=65536)
+    settings = Settings(dtype="bf16", quant=quant, kv="int8", tokens_per_pass=65536, max_sequences=3)
     plans = [
         make_plan(shape, settings, MemoryBudget(AMPLE, replace(ROOM, nbytes=1 << 32, gpu=each)), JOB)
         for each in (gpu, WITHOUT_KERNELS)
