@@ -88,7 +88,8 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
     ]
     assert (plans[0].attention, plans[0].grouped_experts) == (attention, grouped)
     assert (plans[1].attention, plans[1].grouped_experts) == ("torch", False)
-    assert (plans[0].scratch_nbytes > plans[1].scratch_nbytes) == (attention == "triton")
+    # Grouped experts alone take a tenth more.
+    assert (plans[0].scratch_nbytes > 1.2 * plans[1].scratch_nbytes) == (attention == "triton")
     assert plans[0].lacks == gpu.lacks.reasons
     assert plans[0].stores_by_kernel == (not gpu.lacks.cache)
 
