@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +15,9 @@ from ..offload.errors import ExitCode
 from .options import options
 
 if TYPE_CHECKING:
+    from ..runtime.jobs.answer_stream import AnswerStream
     from ..runtime.jobs.request import BatchRequest
-    from ..runtime.rows.row import Defaults
+    from .views.job_view import JobView
 
 OUTPUT = Annotated[
     Path,
@@ -76,84 +78,42 @@ def batch(
     An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
     name with .job until you remove it.
     """
-    request = _request(locals())
-    if os.fspath(output) == "-":
-        raise typer.Exit(_to_stdout(request, job_dir, progress, quiet, output_format, summary))
-    raise typer.Exit(_to_file(request, job_dir, progress, quiet, output_format, summary))
+    from ..runtime.api.batch import request_of
+
+    request = request_of(model, input_file, output, locals())
+    run = _to_stdout if os.fspath(output) == "-" else _to_file
+    raise typer.Exit(run(request, job_dir, partial(_view, progress, quiet, output_format), summary))
 
 
-def _request(given: Mapping[str, Any]) -> BatchRequest:
-    """`given` are the arguments of the command, by name."""
-    from ..runtime.api.options import input_format_of, row_defaults_of, settings_of
-    from ..runtime.jobs.request import BatchRequest, ResumeOptions
-    from ..runtime.jobs.stop import Limits
-    from ..runtime.sampling.model_defaults import unset_names
+def _view(
+    progress: options.Progress, quiet: bool, output_format: options.Format, answers: AnswerStream | None = None
+) -> JobView:
+    from ..runtime.settings.errors import OutputRefused
+    from .views.job_view import JobView
 
-    return BatchRequest(
-        model=given["model"],
-        input=given["input_file"],
-        output=given["output"],
-        settings=settings_of(given),
-        defaults=row_defaults_of(given, _defaults(given)),
-        input_format=input_format_of(given),
-        unset=unset_names(given["temperature"]),
-        budgets=options.budgets(given["ram"], given["gpu_mem"], given["disk"], given["disk_dir"]),
-        experts=options.experts(given["stream"], given["hold"]),
-        limits=Limits(given["until"], given["max_rows"], given["max_failures"]),
-        lenient=given["lenient"],
-        resume=ResumeOptions(drift=tuple(given["accept_drift"] or ())),
-        plan=given["plan"],
-    )
-
-
-def _defaults(given: Mapping[str, Any]) -> Defaults:
-    """What rows get that do not say otherwise, as far as the command says it."""
-    from ..runtime.rows.row import Defaults
-
-    effort = given["reasoning_effort"]
-    return Defaults(
-        max_tokens=given["max_tokens"],
-        temperature=given["temperature"] or 0.0,
-        seed=given["seed"],
-        max_thinking_tokens=given["max_thinking_tokens"],
-        chat_template_kwargs=given["chat_template_kwargs"] or "",
-        reasoning_effort=None if effort is None else str(effort),
-    )
+    if answers is not None and output_format is options.Format.JSON:
+        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
+    return JobView(progress, quiet, output_format, answers)
 
 
 def _to_file(
-    request: BatchRequest,
-    job_dir: Path | None,
-    progress: options.Progress,
-    quiet: bool,
-    output_format: options.Format,
-    summary: Path | None,
+    request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
 ) -> ExitCode:
     from ..runtime.settings.errors import OutputRefused
-    from .views.job_view import JobView
 
     if job_dir is not None:
         raise OutputRefused("--job-dir is for -o -; the folder of other jobs is beside OUTPUT")
-    return JobView(progress, quiet, output_format).run(request, summary)
+    return view().run(request, summary)
 
 
 def _to_stdout(
-    request: BatchRequest,
-    job_dir: Path | None,
-    progress: options.Progress,
-    quiet: bool,
-    output_format: options.Format,
-    summary: Path | None,
+    request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
 ) -> ExitCode:
     from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
-    from ..runtime.settings.errors import OutputRefused
-    from .views.job_view import JobView
 
-    if output_format is options.Format.JSON:
-        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
+    shown = view(AnswerStream(sys.stdout.buffer))
     request = into_folder(request, job_dir)
-    view = JobView(progress, quiet, output_format, AnswerStream(sys.stdout.buffer))
-    code = view.run(request, summary)
+    code = shown.run(request, summary)
     if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
         remove_finished(request)
     return code

@@ -11,7 +11,6 @@ import typer
 from ...offload.budget import BadSize, parse_size
 
 if TYPE_CHECKING:
-    from ...moe.streaming_mode import ExpertOptions
     from ...runtime.settings.budgets import Budgets
 
 # More bytes than `auto` keeps free on any machine.
@@ -362,14 +361,6 @@ PROGRESS = Annotated[
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-
-
-def experts(stream: Stream, hold: Hold) -> ExpertOptions:
-    """How experts are streamed and held."""
-    from ...moe.streaming_mode import ExpertOptions, Mode
-    from ...moe.streaming_mode import Hold as Policy
-
-    return ExpertOptions(None if stream == "auto" else Mode(stream), Policy(hold))
 
 
 def budgets(ram: str, gpu_mem: str, disk: str, disk_dir: Path | None) -> Budgets:

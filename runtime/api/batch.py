@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from ...offload.memory import reset_host_peak
 from ..jobs.answer_stream import STDOUT
@@ -158,16 +158,24 @@ def batch_request(
 ) -> BatchRequest:
     """The request that a call of `run_batch` makes. Raises BadArgument."""
     check(options, BatchOptions)
-    drift, failures, plan = options.get("accept_drift"), options.get("max_failures"), options.get("plan")
     if str(output) == STDOUT:
         raise BadArgument('output "-" is for the command; give a file')
+    return request_of(model, input_file, output, options)
+
+
+def request_of(
+    model: str | Path, input_file: str | Path, output: str | Path, options: Mapping[str, Any]
+) -> BatchRequest:
+    """The request that these of `BatchOptions` make, for `run_batch` and the command. Other names are ignored."""
+    drift, failures, plan = options.get("accept_drift"), options.get("max_failures"), options.get("plan")
+    effort = options.get("reasoning_effort")
     defaults = Defaults(
         max_tokens=options.get("max_tokens", 256),
         temperature=options.get("temperature") or 0.0,
         seed=options.get("seed", 0),
         max_thinking_tokens=options.get("max_thinking_tokens"),
         chat_template_kwargs=template_variables_of(options),
-        reasoning_effort=options.get("reasoning_effort"),
+        reasoning_effort=None if effort is None else str(effort),
     )
     return BatchRequest(
         model=str(model),
