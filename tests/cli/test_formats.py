@@ -83,8 +83,8 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path) -> None:
         if name:
             (tmp_path / name).write_text(text)
             continue
-        package = next(iter(re.findall(r"^(?:import|from) (\w+)", text)), "json")
-        if language == "python" and find_spec(package) is None:
+        # The one package of the page that the extra for tests does not have: no other block needs what it writes.
+        if text.startswith("from datasets") and find_spec("datasets") is None:
             continue
         command = [sys.executable, "-c", text] if language == "python" else ["bash", "-ec", text]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
