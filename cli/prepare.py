@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.formatting import duration, gib
 from .options import options
-from .views.formatting import duration, gib
 
 if TYPE_CHECKING:
     from ..runtime.settings.budgets import Budgets

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import options
+
+if TYPE_CHECKING:
+    from ..runtime.settings.budgets import Budgets
+    from ..runtime.settings.settings import Settings
 
 
 def run(
@@ -30,8 +36,11 @@ def run(
             help="Most tokens to generate; 512 by default if the context allows.",
         ),
     ] = None,
-    temperature: options.TEMPERATURE = 0.0,
+    temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,
+    reasoning_effort: options.REASONING_EFFORT = None,
+    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
+    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -41,15 +50,8 @@ def run(
 
     The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
-    from rich.console import Console
-
-    from ..runtime.doctor.packages import computing_line
     from ..runtime.settings.errors import PromptError
     from ..runtime.settings.settings import Settings
-    from ..runtime.settings.stages import stage, watching
-    from ..runtime.source.model_source import open_source
-    from .views.formatting import escape_controls
-    from .views.progress import stages_on
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -60,15 +62,39 @@ def run(
     settings = Settings(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
-    budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
+    variables = json.loads(chat_template_kwargs or "{}")
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = str(reasoning_effort)
+    asked = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "raw": raw,
+        "max_thinking_tokens": max_thinking_tokens,
+        "variables": variables,
+    }
+    _print_answer(model, prompt, settings, options.budgets(ram, gpu_mem, disk, disk_dir), asked)
+
+
+def _print_answer(model: str, prompt: str, settings: Settings, budgets: Budgets, asked: Mapping[str, Any]) -> None:
+    """`asked` are the fields of PromptOptions."""
+    from rich.console import Console
+
+    from ..runtime.doctor.packages import computing_line
+
     console = Console(stderr=True, highlight=False)
     console.print(computing_line(budgets), markup=False, soft_wrap=True)
+    from ..runtime.settings.formatting import escape_controls
+    from ..runtime.settings.stages import stage, watching
+    from ..runtime.source.model_source import open_source
+    from .views.progress import stages_on
+
     with watching(stages_on(console)):
         with open_source(model):
             # A model that is refused is refused before torch is imported.
             pass
         with stage("importing torch"):
-            from ..runtime.api.single_prompt import Wish, answer
-        for piece in answer(model, prompt, settings, budgets, Wish(max_tokens, temperature, seed, raw)):
+            from ..runtime.api.single_prompt import PromptOptions, answer
+        for piece in answer(model, prompt, settings, budgets, PromptOptions(**asked)):
             print(escape_controls(piece), end="", flush=True)
     print()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ...offload.errors import ExitCode
+from ...runtime.api.batch import JobObserver, run_job
 from ...runtime.doctor.packages import computing_line
+from ...runtime.jobs.answer_stream import AnswerStream
+from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import Checked, Ended
 from ...runtime.jobs.summary import Percentiles, RunSummary
@@ -20,10 +23,10 @@ from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
-from ...runtime.settings.stages import stage, watching
+from ...runtime.settings.formatting import duration, gib, kernel_lines
+from ...runtime.settings.stages import watching
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
-from .formatting import duration, gib, kernel_lines
 from .progress import (
     BarProgress,
     BarStages,
@@ -91,61 +94,92 @@ def _percentiles(values: Percentiles) -> str:
     return f"p50 {values.p50:.3g} s, p99 {values.p99:.3g} s"
 
 
-class JobView:
+class JobView(JobObserver):
     """Runs a job, state by state, and reports it in the requested style."""
 
-    def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
+    def __init__(
+        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, answers: AnswerStream | None = None
+    ) -> None:
+        """`answers` also go there while the job runs."""
+        self._answers = answers
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
         self._style = Progress.NONE if quiet or as_json else progress
         self._events = Events(as_json)
+        self._signals = StopSignals()
+        self._bar: ProgressView = NoProgress()
+        self._eta: Eta | None = None
+        self._num_rows = self._said = 0
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
-        with StopSignals() as signals:
+        with self._signals:
             try:
                 self._say(computing_line(request.budgets))
                 with watching(self._stages()):
-                    return self._run(request, summary_path, signals)
+                    ended = run_job(request, self)
             except Stopped as stopped:
                 self._say("Stopped before the first row started; run the same command again to continue.")
                 self._events.emit("stopped", reason="signal", id=None, done=0)
                 return stopped.code
+            return self._report(ended, summary_path)
 
-    def _run(self, request: BatchRequest, summary_path: Path | None, signals: StopSignals) -> ExitCode:
-        with ExitStack() as opened:
-            # The hub's library shows downloads itself.
-            with stage(f"checking {request.input}") if Path(request.model).is_dir() else nullcontext():
-                checked = opened.enter_context(Checked.open(request))
-            running = None if checked.finished else self._prepare(checked).run()
-            with signals.deferred():
-                ended = checked.publish() if running is None else self._generate(checked, running, signals)
+    def _report(self, ended: Ended, summary_path: Path | None) -> ExitCode:
         if summary_path is not None:
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
             self._console.print(summary_table(ended.summary))
-        if ended.reason is None:
-            return self._conclude(ended)
-        return self._stopped(ended, checked.preflight.num_rows, signals.requested)
+        if self._answers is not None:
+            self._answers.upto(ended.session.folder.journal)
+        return self._conclude(ended) if ended.reason is None else self._stopped(ended)
 
-    def _prepare(self, checked: Checked) -> Loaded:
+    def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
+        self._num_rows = found.num_rows
         self._say(found.report(checked.request.lenient))
         if checked.claim.job_id is not None:
             left = found.num_rows - done
             self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
-        with stage("importing torch"):
-            from ...runtime.jobs.job import Measured
-        with stage("counting tokens"):
-            measured = Measured.of(checked)
+
+    def measured(self, measured: Measured) -> None:
         self._say_size(measured)
-        planned = measured.plan()
-        self._say_plan(planned, done)
-        loaded = planned.load()
-        self._say_fallbacks(loaded.policy, 0)
+        for note in (*_sampling(measured.checked), *measured.notes):
+            self._say(note)
+
+    def planned(self, planned: Planned) -> None:
+        self._say_plan(planned, planned.measured.checked.claim.num_done)
+
+    def loaded(self, loaded: Loaded) -> None:
+        self._say_fallbacks(loaded.policy)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)
-        return loaded
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._signals.deferred():
+            yield
+
+    @contextmanager
+    def running(self, running: Running) -> Iterator[None]:
+        self._eta = running.eta()
+        with self._progress(self._eta.total) as self._bar:
+            yield
+
+    def after_pass(self, running: Running) -> str | None:
+        assert self._eta is not None
+        self._say_fallbacks(running.policy)
+        committed = running.session.committed
+        done, hit_rate = committed.ok + committed.failed, running.expert_hit_rate
+        self._eta.update(done, committed.failed, running.metrics, hit_rate)
+        self._bar.show(self._eta)
+        if self._answers is not None:
+            self._answers.upto(running.session.folder.journal, committed.end)
+            if self._answers.closed:
+                return "nobody reads standard output any more"
+        if self._signals.requested is None:
+            return None
+        self._say("Stopping after this pass... (Ctrl-C again to quit now)")
+        return "signal"
 
     def _say_size(self, measured: Measured) -> None:
         size, context = measured.size, measured.checked.source.shape.context
@@ -182,26 +216,12 @@ class JobView:
         for line in _estimate(planned.chosen):
             self._say(line)
 
-    def _generate(self, checked: Checked, running: Running, signals: StopSignals) -> Ended:
-        eta = running.eta()
-        with self._progress(eta.total) as progress:
-            said = len(running.policy.applied)
-            for _ in running.passes():
-                said = self._say_fallbacks(running.policy, said)
-                committed = running.session.committed
-                eta.update(committed.ok + committed.failed, committed.failed, running.metrics, running.expert_hit_rate)
-                progress.show(eta)
-                if signals.requested is not None:
-                    self._say("Stopping after this pass... (Ctrl-C again to quit now)")
-                    break
-        return running.end("signal" if signals.requested is not None else None)
-
-    def _say_fallbacks(self, policy: FallbackPolicy, said: int) -> int:
-        """Reports the fallbacks after the first `said` ones; returns how many there are now."""
-        for each in policy.applied[said:]:
+    def _say_fallbacks(self, policy: FallbackPolicy) -> None:
+        """Reports the fallbacks that were applied since the last call."""
+        for each in policy.applied[self._said :]:
             self._say(str(each))
             self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
-        return len(policy.applied)
+        self._said = len(policy.applied)
 
     def _stages(self) -> BarStages | PlainStages | NoStages:
         style = self._shown
@@ -232,7 +252,7 @@ class JobView:
                 name = "RAM" if tier.tier == "host" else "GPU memory"
                 self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
-        self._say(f"{counted(rows.ok, 'answer')} in {paths.out}")
+        self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
         if rows.failed:
             self._say(
                 f"{counted(rows.failed, 'row')} failed (see {paths.errors}); "
@@ -241,16 +261,22 @@ class JobView:
             return ExitCode.SOME_ROWS_FAILED
         return ExitCode.OK
 
-    def _stopped(self, ended: Ended, num_rows: int, requested: ExitCode | None) -> ExitCode:
-        done, job_id = ended.summary.rows.total, ended.session.job_id
+    def _stopped(self, ended: Ended) -> ExitCode:
+        done, job_id, requested = ended.summary.rows.total, ended.session.job_id, self._signals.requested
         why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
-        self._say(f"{why}: {done:,} of {counted(num_rows, 'row')} done ({ended.paths.partial}).")
+        self._say(f"{why}: {done:,} of {counted(self._num_rows, 'row')} done ({ended.paths.partial}).")
         self._say(f"Resume with the same command, or: moedge jobs resume {job_id}")
         self._events.emit("stopped", reason=ended.reason, id=job_id, done=done)
         return requested or ExitCode.STOPPED
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _sampling(checked: Checked) -> Iterator[str]:
+    if checked.sampling.values:
+        yield f"sampling defaults from generation_config.json: {checked.sampling} (--temperature 0 is greedy)"
+    yield from checked.sampling.ignored
 
 
 def _are(number: int, noun: str) -> str:
@@ -275,9 +301,12 @@ def _estimate(chosen: PlanResult) -> Iterator[str]:
     measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
     yield (
         f"estimate: about {predicted.generated_tok_s:,.3g} tok/s, {duration(predicted.seconds)}, "
-        f"{predicted.bottleneck}-bound{measured}"
+        f"{predicted.bottleneck}-bound, after loading for ~{duration(predicted.loading_s)}{measured}"
     )
-    times = {quant: taken / predicted.seconds for quant, taken in seconds.items() if quant != chosen.plan.quant}
+    if predicted.written_nbytes:
+        yield f"loading writes {gib(predicted.written_nbytes)} of prepared weights to disk, once (--disk 0 writes none)"
+    now = seconds[chosen.plan.quant]
+    times = {quant: taken / now for quant, taken in seconds.items() if quant != chosen.plan.quant}
     if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:
         yield f"estimated time with other formats: {', '.join(others)}"
 

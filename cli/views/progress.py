@@ -30,8 +30,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...runtime.jobs.eta import Eta
+from ...runtime.settings.formatting import clock, gib, short_duration
 from ...runtime.settings.stages import Advance, Stage
-from .formatting import clock, gib, short_duration
 
 
 class SafeStream:

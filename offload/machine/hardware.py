@@ -152,6 +152,18 @@ def num_threads() -> int:
     return int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
 
 
+def gpu_text(granted: int, gpu: GpuInfo | None = None) -> str:
+    """Says that a GPU computes, and how many bytes of it are granted: `the GPU (RTX 3060), 7.0 of 8.0 GiB granted`."""
+    if gpu is None:
+        return f"the GPU, {granted / 2**30:.1f} GiB granted"
+    return f"the GPU ({gpu.name}), {granted / 2**30:.1f} of {gpu.nbytes / 2**30:.1f} GiB granted"
+
+
+def cpu_text(threads: int, reason: str) -> str:
+    """Says that the CPU computes, and why no GPU does: `the CPU (8 threads): no NVIDIA driver found`."""
+    return f"the CPU ({threads} thread{'' if threads == 1 else 's'}): {reason}"
+
+
 def num_workers() -> int:
     """The number of threads that compute in parallel, including the main one: one per core, at most MAX_WORKERS."""
     return min(MAX_WORKERS, num_threads())

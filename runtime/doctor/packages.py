@@ -12,10 +12,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from ...offload.budget import GIB, auto_device, parse_size
-from ...offload.machine.hardware import Driver, GpuInfo, find_driver, find_gpus, num_threads
+from ...offload.budget import auto_device, parse_size
+from ...offload.machine.hardware import Driver, GpuInfo, cpu_text, find_driver, find_gpus, gpu_text, num_threads
 from ..settings.budgets import Budgets
-from ..settings.errors import counted
 from .finding import Finding, Verdict, fail, ok
 
 # Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.
@@ -81,9 +80,8 @@ class Computing:
 
     def line(self, granted: int = 0) -> str:
         """A line for the head of a command; `granted` are the bytes of the GPU that may be used."""
-        if self.gpu is None:
-            return f"computing on the CPU ({counted(num_threads(), 'thread')}): {self.reason}"
-        return f"computing on the GPU {self.gpu.name}: {granted / GIB:.1f} of {self.gpu.nbytes / GIB:.1f} GiB granted"
+        where = cpu_text(num_threads(), self.reason) if self.gpu is None else gpu_text(granted, self.gpu)
+        return f"computing on {where}"
 
 
 _MORE = "; `moedge doctor` says more"

@@ -27,6 +27,23 @@ class StopText(Protocol):
     def append(self, token_id: int) -> None: ...
 
 
+class AnswerParts(Protocol):
+    """Knows from the tokens of an answer in which part of it the next one is; the same object follows its text.
+
+    Where it is not `masked` a grammar does not apply. `begin_id` may come although the grammar forbids it: it begins
+    the reasoning before the answer. `forced` must come next, if it is not None.
+    """
+
+    @property
+    def masked(self) -> bool: ...
+
+    @property
+    def begin_id(self) -> int | None: ...
+
+    @property
+    def forced(self) -> int | None: ...
+
+
 @dataclass(slots=True)
 class Clock:
     """Seconds (monotonic) at which a sequence was added, gave its first token, and ended."""
@@ -41,8 +58,9 @@ class Sequence:
     """`table.num_tokens` tokens of `token_ids` have their keys and values in the cache; the rest is pending.
 
     `sample` tells the n continuations of one prompt apart. `forks` are those that share this one's prompt and part
-    from it where the prompt ends. `grammar` allows its tokens, where it is asked for one. `num_lost` tokens were stored
-    when it was preempted. `finish_reason` is None until it is finished.
+    from it where the prompt ends. `grammar` allows its tokens, where it is asked for one, and where `parts` says so,
+    for answers that have parts. `num_lost` tokens were stored when it was preempted. `finish_reason` is None until it
+    is finished.
     """
 
     prompt_ids: list[int]
@@ -61,6 +79,7 @@ class Sequence:
     history: TokenHistory | None = None
     forks: list[Sequence] = field(default_factory=list)
     num_lost: int = 0
+    parts: AnswerParts | None = None
 
     def __post_init__(self) -> None:
         if self.params.penalised:
@@ -78,6 +97,28 @@ class Sequence:
     def max_tokens(self) -> int:
         """Tokens that it holds at most, prompt included."""
         return len(self.prompt_ids) + self.params.max_tokens
+
+    @property
+    def masked(self) -> bool:
+        """Whether its grammar, if it has one, applies to the next token."""
+        return self.parts is None or self.parts.masked
+
+    @property
+    def begin_id(self) -> int | None:
+        return None if self.parts is None else self.parts.begin_id
+
+    @property
+    def forced(self) -> int | None:
+        return None if self.parts is None else self.parts.forced
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Tokens that would end it too early: before `min_tokens`, or before an answer that has to follow a grammar."""
+        too_short = len(self.output_ids) < self.params.min_tokens
+        if not too_short and (self.grammar is None or self.masked):
+            return ()
+        ending = set() if self.params.ignore_eos else set(self.eos_ids)
+        return tuple(sorted(ending.union(self.params.stop_token_ids if too_short else ())))
 
     @property
     def finished(self) -> bool:
@@ -121,11 +162,13 @@ class Sequence:
             return True
         if token_id in self.params.stop_token_ids:
             return True
+        # A token that begins or ends the reasoning belongs to no answer.
+        masked = self.masked
         if self.text is not None:
             self.text.append(token_id)
             if self.text.stopped:
                 return True
-        if self.grammar is not None:
+        if self.grammar is not None and masked and self.masked:
             self.grammar.append(token_id)
             return self.grammar.complete
         return False

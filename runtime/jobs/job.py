@@ -40,7 +40,10 @@ from .summary import RunSummary, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Every row to be run is tokenized; `order` are their numbers, the first to run first."""
+    """Every row to be run is tokenized; `order` are their numbers, the first to run first.
+
+    `notes` say what rows ask for and the model does not do.
+    """
 
     checked: Checked
     tokenizer: Tokenizer
@@ -48,6 +51,7 @@ class Measured:
     file: RowFile
     size: JobSize
     order: array[int]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, checked: Checked) -> Self:
@@ -63,16 +67,17 @@ class Measured:
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
-        return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()))
+        return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
-    def plan(self, given: PlanResult | None = None) -> Planned:
+    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became.
 
-        `given` is the plan of an engine that is loaded already. Raises DoesNotFit, SettingError, JobMismatch.
+        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
+        opened again. Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = open_memory(budgets, source.settle(settings), source.shape)
+        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
         chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
         memory.limit_pins(chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
@@ -226,8 +231,10 @@ class Running:
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
+        summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
         summary.bytes.written = self._loaded.nbytes_written
-        remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
+        took = self._loaded.load_seconds, self._seconds or 0
+        remember(chosen, source, self.metrics, took, engine.ledger)
         return summary
 
 

@@ -19,6 +19,7 @@ from .folder import JobFolder, now_text
 from .journal.journal import Journal
 from .journal.record import HEAD_NBYTES, Done, decode_done
 from .journal.state import JobState
+from .table_files import Sink, is_table, refuse_suffix, schema_fields, write_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def _claim(
         raise OutputRefused(f"{out} is a folder; give a file name in it, such as {paths.out / 'out.jsonl'}")
     if paths.out.suffix == ".gz":
         raise OutputRefused(f"{out}: output is not compressed; drop .gz")
+    refuse_suffix(out)
     if out.suffix == ".job":
         raise OutputRefused(f"{out}: .job names the folder of a job; choose another output name")
     _check_folder(out.parent, model_path)
@@ -122,8 +124,14 @@ def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
     answered = _HashedFile(paths.out, folder.unfinished("out"))
     failed = _HashedFile(paths.errors, folder.unfinished("errors"))
     try:
+        table = is_table(paths.out)
         for done in read_answers(folder.journal, journal.state):
-            (failed if done.failed else answered).write(done.line)
+            if done.failed:
+                failed.write_line(done.line)
+            elif not table:
+                answered.write_line(done.line)
+        if table:
+            _write_table(paths.out, folder.journal, journal.state, answered)
         exported = Exported(answered.sha256, failed.sha256 if failed.nbytes else None)
         before = Exported(**_hashes(journal.state.exported))
         _refuse_foreign(paths.out, {exported.out, before.out})
@@ -142,12 +150,20 @@ def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
     return exported
 
 
+def _write_table(out: Path, journal: Path, state: JobState, file: Sink) -> None:
+    fields = schema_fields(state.opened["request"]["defaults"].get("schema"))
+    write_table(out.suffix, lambda: (done.line for done in read_answers(journal, state)), fields, file)
+
+
 def export_partial(journal: Path, state: JobState, target: Path) -> None:
-    """Every row that is finished, answered or failed, in one file."""
+    """Every row that is finished, answered or failed, in one file, which is a table where its name says so."""
     file = AtomicFile(target, own_name(target))
     try:
-        for done in read_answers(journal, state):
-            file.write(done.line.encode("ascii") + b"\n")
+        if is_table(target):
+            _write_table(target, journal, state, file)
+        else:
+            for done in read_answers(journal, state):
+                file.write(done.line.encode("ascii") + b"\n")
         file.publish()
     finally:
         file.discard()
@@ -194,8 +210,10 @@ class _HashedFile:
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    def write(self, line: str) -> None:
-        data = line.encode("ascii") + b"\n"
+    def write_line(self, line: str) -> None:
+        self.write(line.encode("ascii") + b"\n")
+
+    def write(self, data: bytes) -> None:
         self.nbytes += len(data)
         self._digest.update(data)
         self._file.write(data)

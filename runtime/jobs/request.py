@@ -17,12 +17,15 @@ from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.placement import Plan
+from ..rows.columns import settled
 from ..rows.row import Defaults
+from ..rows.tables import InputFormat, input_format
 from ..settings.budgets import Budgets
 from ..settings.errors import JobMismatch
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, model_fingerprint
+from ..text.folder import has_chat_template
 from .outputs import OutputPaths
 from .stop import Limits
 
@@ -44,7 +47,10 @@ class ResumeOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file."""
+    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file.
+
+    `unset` names sampling defaults that nobody has given: the model's generation_config.json may set them.
+    """
 
     model: str
     input: Path
@@ -55,8 +61,10 @@ class BatchRequest:
     limits: Limits = field(default_factory=Limits)
     experts: ExpertOptions = DEFAULTS
     lenient: bool = False
+    input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
+    unset: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
         """The identity of the job; budgets, limits and expert streaming belong to a single run."""
@@ -67,7 +75,18 @@ class BatchRequest:
             "settings": asdict(self.settings),
             "defaults": asdict(self.defaults),
             "lenient": self.lenient,
+            "input_format": self.input_format,
         }
+
+
+def settled_rows(request: BatchRequest, model_folder: Path) -> BatchRequest:
+    """The request with the format of its input as found, and with what its prompts are made of on this model.
+
+    Raises InputUnreadable, InputRefused, SettingError.
+    """
+    kind = input_format(request.input, request.input_format)
+    defaults = settled(request.defaults, kind is InputFormat.TXT, has_chat_template(model_folder))
+    return replace(request, input_format=kind, defaults=defaults)
 
 
 def resumed(
@@ -87,6 +106,7 @@ def resumed(
         budgets=budgets,
         limits=limits,
         lenient=request["lenient"],
+        input_format=InputFormat(request.get("input_format", InputFormat.AUTO)),
         resume=replace(resume, cancelled=True),
     )
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import blake2b
 from heapq import merge
@@ -26,15 +26,26 @@ from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
+from ..rows.tables import InputFormat, input_format
+from ..sampling.model_defaults import ModelDefaults, model_defaults
 from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, open_source
-from .folder import JobFolder, JobLock, now_text, regular_input
+from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
 from .journal.journal import Journal, Mark
 from .journal.state import JobState
 from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, read_answers
-from .request import BatchRequest, Identity, identity, recall_offsets, resolved, settle, settle_offsets
+from .request import (
+    BatchRequest,
+    Identity,
+    identity,
+    recall_offsets,
+    resolved,
+    settle,
+    settle_offsets,
+    settled_rows,
+)
 from .status import register
 from .stop import CrashMarker, StopRule, boot_id, last_ending, memory_kills
 from .summary import RunSummary, summarise_rows
@@ -67,9 +78,16 @@ class JobInput:
 
     @classmethod
     def check(cls, request: BatchRequest, folder: JobFolder) -> Self:
-        """Reads every row once, and keeps what comes through a pipe. Raises InputUnreadable, InputChanged."""
-        path = regular_input(request.input, folder)
-        return cls(path, request.defaults, preflight(path, request.defaults))
+        """Reads every row once, and keeps what comes through a pipe, or is converted to JSON lines.
+
+        Raises InputUnreadable, InputChanged, InputRefused.
+        """
+        kind = input_format(request.input, request.input_format)
+        path = json_lines(regular_input(request.input, folder), kind, folder)
+        found = preflight(path, request.defaults)
+        if kind is not InputFormat.JSONL:
+            found = replace(found, path=str(request.input), unit="row")
+        return cls(path, request.defaults, found)
 
     def refuse_other(self, folder: JobFolder, state: JobState) -> None:
         """Raises InputChanged where these are not the rows that the job was started with, naming the row."""
@@ -310,8 +328,9 @@ def _disk_errors(path: Path) -> Iterator[None]:
 class Checked:
     """The model's headers are read, the input is valid, and the output is claimed; nothing was written.
 
-    A job whose last row has its answer is `finished`: end it with `publish`. Every other is measured next. Leaving
-    the context ends every process and thread of the job; every answer that was confirmed is kept.
+    `sampling` are those defaults of rows that the model sets. A job whose last row has its answer is `finished`: end it
+    with `publish`. Every other is measured next. Leaving the context ends every process and thread of the job; every
+    answer that was confirmed is kept.
     """
 
     request: BatchRequest
@@ -320,6 +339,7 @@ class Checked:
     stop_rule: StopRule
     resources: ExitStack
     begun: float
+    sampling: ModelDefaults
 
     @classmethod
     def open(cls, request: BatchRequest) -> Self:
@@ -327,6 +347,9 @@ class Checked:
         stop_rule, begun = StopRule(request.limits), time.perf_counter()
         with ExitStack() as resources:
             source = resources.enter_context(open_source(request.model))
+            sampling = model_defaults(source.folder).only(request.unset)
+            request = replace(request, defaults=replace(request.defaults, **sampling.values))
+            request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
             rows = JobInput.check(request, folder)
@@ -335,7 +358,7 @@ class Checked:
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
-            return cls(request, source, claim, stop_rule, resources.pop_all(), begun)
+            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling)
 
     @property
     def finished(self) -> bool:

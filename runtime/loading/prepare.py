@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...offload.budget import gib
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload
@@ -26,16 +24,11 @@ from ..settings.stages import stage
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
-from ..source.model_source import ModelSource, model_fingerprint
+from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
 from ..weights.preparation import Preparation, StoreSink, window_nbytes
 from .engine_loader import load_engine
-
-
-def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
-    """The settings that determine the bytes of a store, together with the checkpoint."""
-    return {"quant": quant, "dtype": dtype}
 
 
 def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
@@ -112,18 +105,18 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
         gc.collect()
 
 
-class StoreInPlace(NamedTuple):
+class FinishedStore(NamedTuple):
     """The folder of a finished store, and the bytes of it that were written just now."""
 
     folder: Path
     nbytes_written: int = 0
 
 
-def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> StoreInPlace | None:
+def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStore | None:
     """The store that a plan streams from, prepared now if it is missing; None where none is needed."""
     if source.store is not None:
-        return StoreInPlace(source.store)
+        return FinishedStore(source.store)
     if not plan.streams:
         return None
     target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir)
-    return StoreInPlace(target, prepare(source, target, plan.quant, plan.dtype, budgets))
+    return FinishedStore(target, prepare(source, target, plan.quant, plan.dtype, budgets))

@@ -5,8 +5,10 @@ A `RowFailure` is the only form of it, from the line that was read to the line t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 
 class Severity(Enum):
@@ -21,6 +23,7 @@ class ErrorCode(StrEnum):
     EMPTY_FILE = "empty_file"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
     DAMAGED_GZIP = "damaged_gzip"
+    DAMAGED_ZSTD = "damaged_zstd"
     INPUT_CHANGED = "input_changed"
 
     LINE_TOO_LONG = "line_too_long"
@@ -42,6 +45,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_JSON_SCHEMA = "invalid_json_schema"
+    INVALID_GRAMMAR = "invalid_grammar"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     NUMERICAL_ERROR = "numerical_error"
     WORKER_CRASHED = "worker_crashed"
@@ -57,6 +61,7 @@ _FILE = {
     ErrorCode.EMPTY_FILE,
     ErrorCode.UNSUPPORTED_ENCODING,
     ErrorCode.DAMAGED_GZIP,
+    ErrorCode.DAMAGED_ZSTD,
     ErrorCode.INPUT_CHANGED,
 }
 _ROW = {
@@ -66,6 +71,7 @@ _ROW = {
     ErrorCode.UNKNOWN_PARAMETER,
     ErrorCode.UNSUPPORTED_PARAMETER,
     ErrorCode.INVALID_JSON_SCHEMA,
+    ErrorCode.INVALID_GRAMMAR,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
     ErrorCode.NUMERICAL_ERROR,
     ErrorCode.WORKER_CRASHED,
@@ -77,7 +83,8 @@ class RowFailure:
     """The error of one row, and its line and id.
 
     `param` is the field at fault, in the words of the row. `index` counts rows from 0, `line` counts the lines of the
-    file from 1; line 0 is the whole file. `short` says in which form the error is answered.
+    file from 1; line 0 is the whole file. `short` says in which form the error is answered; `own` are the fields of the
+    user that the answer repeats.
     """
 
     code: ErrorCode
@@ -87,6 +94,7 @@ class RowFailure:
     line: int = 0
     id: str = ""
     short: bool = False
+    own: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         where = f"line {self.line}" if self.line else "file"

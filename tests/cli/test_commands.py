@@ -53,7 +53,7 @@ def test_a_batch_answers_rows_of_every_form(
             "body": {"prompt": ["a", "b"], "max_tokens": 3},
         },
         {"id": "long", "prompt": "x" * 600},
-        {"id": "odd", "prompt": "x", "tools": [{"type": "function"}]},
+        {"id": "odd", "prompt": "x", "echo": True},
         {"id": "messages", "messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 3, "temperature": 1},
     ]
     out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"

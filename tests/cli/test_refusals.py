@@ -95,4 +95,4 @@ def test_the_first_lines_come_before_torch(folder: Path) -> None:
     first, second = stderr.splitlines()[:2]
     assert first.startswith("computing on the CPU (")
     assert first.endswith("): --gpu-mem 0")
-    assert second == "in.jsonl: 1 row (1 short)"
+    assert second == "in.jsonl: 1 row: all valid (1 short)"
