@@ -4,8 +4,10 @@
     python bench/first_output.py --runs 3         fewer runs
     python bench/first_output.py --only refuse    commands whose name has this text
 
-Wall time as a user sees it, processor time of the process beside it: on a machine that others use, only the latter
-repeats. A first output later than 0.5 s and a refusal that ends later than 1 s are marked.
+Outputs go to a terminal, as for a person. Wall time, and processor time (user and system) of the process beside it: on
+a machine that others use, only the latter repeats. `first` are the seconds until the first byte, beside the processor
+time that the process had used by then. A first output later than 0.5 s and a refusal that ends later than 1 s are
+marked "late"; where processor time alone is more than that, "slow".
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import selectors
+import pty
 import statistics
 import subprocess
 import sys
@@ -22,14 +24,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 MODEL = str(Path(__file__).parents[1] / "examples" / "tiny_moe" / "model")
 FIRST_S, REFUSED_S = 0.5, 1.0
 
 
 class Taken(NamedTuple):
-    """Seconds of one run: until the first byte, until the exit, and of the processor."""
+    """Seconds of one run, by the clock and of the processor: until the first byte, and until the exit."""
 
     first: float
+    first_cpu: float
     ended: float
     cpu: float
 
@@ -44,7 +49,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "batch --help": ["batch", "--help"],
         "batch": [*batch, str(folder / "new.jsonl"), "--max-tokens", "2"],
         "batch, finished": [*batch, out],
-        "plan": ["plan", MODEL, rows],
+        "plan": ["plan", MODEL],
+        "plan, rows": ["plan", MODEL, rows],
         "run": ["run", MODEL, "hello", "--max-tokens", "2"],
         "prepare": ["prepare", MODEL, "-o", str(folder / "store")],
         "doctor --quick": ["doctor", "--quick"],
@@ -71,7 +77,7 @@ def main() -> None:
         (folder / "bad.jsonl").write_text('{"prompt": \n')
         timed(["batch", MODEL, str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--max-tokens", "2"], folder)
         print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores", flush=True)
-        print(f"{'command':18} {'first output':>13} {'exit':>8} {'processor':>10}", flush=True)
+        print(f"{'command':18} {'first':>10} {'CPU':>10} {'exit':>10} {'CPU':>10}", flush=True)
         for command, arguments in commands(folder).items():
             if options.only in command:
                 report(command, [fresh(arguments, folder) for _ in range(options.runs)])
@@ -84,32 +90,45 @@ def fresh(arguments: list[str], folder: Path) -> Taken:
 
 
 def timed(arguments: list[str], folder: Path) -> Taken:
-    """Runs a command to its end, reading both of its outputs."""
-    home = {"HOME": str(folder), "HF_HUB_OFFLINE": "1"} | {
+    """Runs a command to its end on a terminal of its own."""
+    home = {"HOME": str(folder), "HF_HUB_OFFLINE": "1", "TERM": "xterm-256color"} | {
         f"XDG_{kind}_HOME": str(folder / kind) for kind in ("STATE", "CACHE", "CONFIG")
     }
-    before, begun, first = os.times(), time.perf_counter(), None
-    command = [sys.executable, "-m", "moedge.cli", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | home) as process:
-        selector = selectors.DefaultSelector()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map():
-            for key, _ in selector.select():
-                if not os.read(key.fd, 1 << 16):
-                    selector.unregister(key.fileobj)
-                elif first is None:
-                    first = time.perf_counter() - begun
+    screen, terminal = pty.openpty()
+    before, begun = os.times(), time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "-m", "moedge.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+        env=os.environ | home,
+    ) as process:
+        os.close(terminal)
+        shown = bool(_read(screen))
+        first = time.perf_counter() - begun
+        used = psutil.Process(process.pid).cpu_times()
+        while shown:
+            shown = bool(_read(screen))
+    os.close(screen)
     ended, after = time.perf_counter() - begun, os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return Taken(ended if first is None else first, ended, cpu)
+    return Taken(first, used.user + used.system, ended, cpu)
+
+
+def _read(screen: int) -> bytes:
+    """What is shown next; nothing once the command has closed its terminal, which Linux reports as an error."""
+    try:
+        return os.read(screen, 1 << 16)
+    except OSError:
+        return b""
 
 
 def report(command: str, runs: list[Taken]) -> None:
-    first, ended, cpu = (statistics.median(values) for values in zip(*runs, strict=True))
-    late = "  late" if first > FIRST_S or (command.startswith("refuse") and ended > REFUSED_S) else ""
-    print(f"{command:18} {first:11.2f} s {ended:6.2f} s {cpu:8.2f} s{late}", flush=True)
+    first, first_cpu, ended, cpu = (statistics.median(values) for values in zip(*runs, strict=True))
+    refused = command.startswith("refuse")
+    late = "  late" if first > FIRST_S or (refused and ended > REFUSED_S) else ""
+    slow = "  slow" if first_cpu > FIRST_S or (refused and cpu > REFUSED_S) else ""
+    print(f"{command:18} {first:8.2f} s {first_cpu:8.2f} s {ended:8.2f} s {cpu:8.2f} s{late}{slow}", flush=True)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def batch(
     An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
     name with .job until you remove it.
     """
+    human = output_format is options.Format.HUMAN
+    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir), human and not quiet)
     from ..runtime.api.batch import request_of
 
     request = request_of(model, input_file, output, locals())

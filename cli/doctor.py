@@ -8,9 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..offload.errors import ExitCode
 from ..runtime.settings.errors import counted
@@ -34,14 +31,14 @@ def doctor(
     Every finding is ok, warn (it costs speed or memory) or fail (it prevents a run), with a fix. The measurements are
     saved for plans until the hardware changes. Exits with 6 if anything failed.
     """
+    options.say_device(options.budgets("auto", "auto", "auto", disk_dir))
+    from rich.console import Console
+
     from ..offload.store.stores import default_root
     from ..runtime.doctor.examination import examine
     from ..runtime.doctor.finding import Verdict
-    from ..runtime.doctor.packages import computing_line
-    from ..runtime.settings.budgets import Budgets
 
     console = Console(stderr=True, highlight=False)
-    console.print(computing_line(Budgets()), markup=False, soft_wrap=True)
     waiting = console.status("checking")
     watched: AbstractContextManager[object] = waiting if console.is_terminal else nullcontext()
     with watched:
@@ -62,6 +59,10 @@ def _print(examination: Examination) -> None:
                 print(f"{'':20}fix: {finding.fix}")
         print(_conclusion(examination))
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")

@@ -79,6 +79,8 @@ def resume(
     quiet: options.QUIET = False,
 ) -> None:
     """Resume a job with its original settings, under the budgets given here."""
+    budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
+    options.say_device(budgets, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.jobs.journal.state import read_state
     from ..runtime.jobs.request import ResumeOptions, resumed
     from ..runtime.jobs.status import find_job
@@ -89,7 +91,7 @@ def resume(
     request = resumed(
         read_state(folder.journal).opened,
         folder.input,
-        options.budgets(ram, gpu_mem, disk, disk_dir),
+        budgets,
         Limits(until, max_rows, max_failures),
         ResumeOptions(failed=failed, drift=tuple(accept_drift or ())),
     )

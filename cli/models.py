@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..runtime.settings.formatting import count, gib
 from .options import options
@@ -22,13 +20,19 @@ app = typer.Typer(help="List and inspect models; remove prepared weights.", no_a
 @app.command(cls=ConfiguredCommand)
 def ls(disk_dir: options.DISK_DIR = None) -> None:
     """List prepared weights, and the checkpoints in the hub's cache that this version can or cannot run."""
+    from rich.console import Console
+
     from ..offload.store.stores import default_root, stores
+    from ..runtime.settings.stages import stage, watching
     from ..runtime.source.hub import cached_models
+    from .views.progress import stages_on
 
     # Lines, not a table: a folder that is cut to fit the terminal cannot be copied into the next command.
     for store in stores(disk_dir or default_root()):
         print(f"{gib(store.nbytes):>12}  {'store' if store.complete else 'store, unfinished'}  {store.folder}")
-    for model in cached_models():
+    with watching(stages_on(Console(stderr=True))), stage("looking through the cache of the hub"):
+        cached = list(cached_models())
+    for model in cached:
         print(f"{gib(model.nbytes):>12}  checkpoint, runs: {model.verdict}  {model.name}")
 
 
@@ -96,6 +100,9 @@ def show(
     if as_json:
         print(description.to_json())
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("family", description.model_type)
     table.add_row(

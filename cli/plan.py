@@ -73,7 +73,7 @@ def plan(
 
     If the job does not fit, prints the nearest job that does and exits with 4.
     """
-    report = _report(locals())
+    report = _watched(locals())
     for line in report.left_out:
         print(line, file=sys.stderr)
     if save is not None and report.fits:
@@ -83,6 +83,17 @@ def plan(
     else:
         report.print(explain)
     raise typer.Exit(ExitCode.OK if report.fits else ExitCode.DOES_NOT_FIT)
+
+
+def _watched(given: Mapping[str, Any]) -> PlanReport:
+    """The report, with a line that says what is done meanwhile, before it imports what takes long."""
+    from rich.console import Console
+
+    from ..runtime.settings.stages import stage, watching
+    from .views.progress import stages_on
+
+    with watching(stages_on(Console(stderr=True))), stage(f"planning {given['model']}"):
+        return _report(given)
 
 
 def _report(given: Mapping[str, Any]) -> PlanReport:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..offload.errors import ExitCode
 from ..runtime.settings.formatting import duration, gib
@@ -33,6 +32,8 @@ def prepare(
     After a kill at any point, the same command resumes the work. On finished prepared weights, it writes damaged files
     again. `moedge batch FOLDER ...` runs prepared weights without the checkpoint.
     """
+    from rich.console import Console
+
     from ..runtime.settings.stages import watching
     from .options.signals import Stopped, StopSignals
     from .views.progress import stages_on

@@ -78,18 +78,15 @@ def run(
 
 def _print_answer(model: str, prompt: str, settings: Settings, budgets: Budgets, asked: Mapping[str, Any]) -> None:
     """`asked` are the fields of PromptOptions."""
+    options.say_device(budgets)
     from rich.console import Console
 
-    from ..runtime.doctor.packages import computing_line
-
-    console = Console(stderr=True, highlight=False)
-    console.print(computing_line(budgets), markup=False, soft_wrap=True)
     from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
 
-    with watching(stages_on(console)):
+    with watching(stages_on(Console(stderr=True, highlight=False))):
         with open_source(model):
             # A model that is refused is refused before torch is imported.
             pass

@@ -14,14 +14,14 @@ from enum import StrEnum
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ..offload.stream.lane import ShardKey
 from .policy import HoldPolicy, Lru, Popular
 from .running_mean import RunningMean
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from .routing_stats import RoutingStats
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -368,3 +370,13 @@ def budgets(ram: str, gpu_mem: str, disk: str, disk_dir: Path | None) -> Budgets
     from ...runtime.settings.budgets import Budgets
 
     return Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem)
+
+
+def say_device(budgets: Budgets, wanted: bool = True) -> None:
+    """Says on stderr which device computes: the first line of a command, before it imports what takes long."""
+    from ...runtime.doctor.packages import computing_line
+
+    line = computing_line(budgets)
+    if wanted:
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)

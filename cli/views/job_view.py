@@ -13,15 +13,10 @@ from rich.table import Table
 
 from ...offload.errors import ExitCode
 from ...runtime.api.batch import JobObserver, run_job
-from ...runtime.doctor.packages import computing_line
 from ...runtime.jobs.answer_stream import AnswerStream
 from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import Checked, Ended
-from ...runtime.jobs.summary import Percentiles, RunSummary
-from ...runtime.plan.fallback import FallbackPolicy
-from ...runtime.plan.placement import Plan
-from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import duration, gib, kernel_lines
 from ...runtime.settings.stages import watching
@@ -42,6 +37,10 @@ from .progress import (
 
 if TYPE_CHECKING:
     from ...runtime.jobs.job import Loaded, Measured, Planned, Running
+    from ...runtime.jobs.summary import Percentiles, RunSummary
+    from ...runtime.plan.fallback import FallbackPolicy
+    from ...runtime.plan.placement import Plan
+    from ...runtime.plan.planner import PlanResult
 
 
 def summary_table(summary: RunSummary) -> Table:
@@ -115,7 +114,6 @@ class JobView(JobObserver):
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
         with self._signals:
             try:
-                self._say(computing_line(request.budgets))
                 with watching(self._stages()):
                     ended = run_job(request, self)
             except Stopped as stopped:

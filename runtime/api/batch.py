@@ -15,7 +15,6 @@ from ..jobs.answer_stream import STDOUT
 from ..jobs.request import BatchRequest, ResumeOptions
 from ..jobs.session import Checked, Ended
 from ..jobs.stop import Limits
-from ..jobs.summary import RunSummary
 from ..rows.row import Defaults
 from ..sampling.model_defaults import unset_names
 from ..settings.errors import BadArgument
@@ -34,6 +33,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..engine.metrics import Metrics
     from ..jobs.job import Loaded, Measured, Planned, Running
+    from ..jobs.summary import RunSummary
 
 
 class JobObserver:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING
 
 from ...offload.budget import auto_device, parse_size
 from ...offload.machine.hardware import Driver, GpuInfo, cpu_text, find_driver, find_gpus, gpu_text, num_threads
 from ..settings.budgets import Budgets
 from .finding import Finding, Verdict, fail, ok
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 # Builds that pytorch.org offers for the supported releases, newest first: CUDA version and the index's name.
 _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 6), "cu126"))
@@ -41,6 +43,8 @@ def find_torch() -> TorchBuild | None:
 
 def check_packages(wanted: Iterable[str] | None = None, installed: Callable[[str], str] = version) -> Finding:
     """`wanted` are requirement lines, moedge's own if not given; those of extras are left out."""
+    from packaging.requirements import Requirement
+
     lines = list(wanted if wanted is not None else requires("moedge") or ())
     needed = [need for need in map(Requirement, lines) if need.marker is None or need.marker.evaluate({"extra": ""})]
     wrong = {str(need): found for need in needed if (found := _found(need, installed))}

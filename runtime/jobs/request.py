@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
-from ..plan.placement import Plan
 from ..rows.columns import settled
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
 from ..settings.budgets import Budgets
 from ..settings.errors import JobMismatch
 from ..settings.settings import Settings
-from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
 from .outputs import OutputPaths
 from .stop import Limits
 
 if TYPE_CHECKING:
+    from ..plan.placement import Plan
+    from ..shape.model_shape import ModelShape
     from ..weights.key_offsets import KeyOffsets
 
 

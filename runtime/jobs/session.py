@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ...offload.stream.lane import StreamBroken
-from ..plan.memory_ledger import TierLedger
-from ..plan.placement import Plan
 from ..rows.input_file import Fingerprint
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
@@ -30,7 +28,6 @@ from ..rows.tables import InputFormat, input_format
 from ..sampling.model_defaults import ModelDefaults, model_defaults
 from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
-from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, open_source
 from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
 from .journal.journal import Journal, Mark
@@ -48,10 +45,13 @@ from .request import (
 )
 from .status import register
 from .stop import CrashMarker, StopRule, boot_id, last_ending, memory_kills
-from .summary import RunSummary, summarise_rows
 
 if TYPE_CHECKING:
+    from ..plan.memory_ledger import TierLedger
+    from ..plan.placement import Plan
+    from ..shape.model_shape import ModelShape
     from ..weights.key_offsets import KeyOffsets
+    from .summary import RunSummary
 
 # What ends a process without a row being to blame.
 _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterrupt)
@@ -374,6 +374,8 @@ class Checked:
 
     def publish(self) -> Ended:
         """The end of a job that was finished before: its files are published where they are missing."""
+        from .summary import summarise_rows
+
         session = self.claim.session()
         session.finish()
         return Ended(session, self.paths, summarise_rows(session.journal.state.counts))

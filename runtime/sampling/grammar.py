@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from ...offload.errors import ExitCode, MoedgeError
 from ..settings.errors import MissingExtra
-from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from ..text.tokenizer import Tokenizer
 
 MAX_SCHEMA_NBYTES = 128 << 10
 # The schema of a row that wants an object and gives no schema.

@@ -66,9 +66,9 @@ def local_folder(name: str) -> Path | None:
     if folder.is_dir():
         _refuse_gguf(name, folder)
         return folder
+    repository, revision = repository_of(name)
     from huggingface_hub import snapshot_download
 
-    repository, revision = repository_of(name)
     try:
         found = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except Exception:

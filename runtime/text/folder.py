@@ -1,14 +1,17 @@
 """Reads the tokenizer and chat template of a model folder. The only file that imports transformers; runs no code."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from ..settings.errors import TokenizerError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MAX_JSON_NBYTES = 4 << 20
@@ -33,6 +36,8 @@ def read_folder(folder: Path) -> TokenizerFolder:
             f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed; fetch the checkpoint's "
             "tokenizer files into it."
         )
+    from tokenizers import Tokenizer
+
     tokenizer = _load(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

@@ -1,4 +1,4 @@
-"""What is refused is refused before torch is imported, and the first line comes before that too."""
+"""What is refused is refused before any large library is imported, and the first line comes before that too."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 Cli = Callable[..., int]
-# Runs commands one after the other where torch and transformers cannot be imported.
-WITHOUT_TORCH = """
+# Runs commands one after the other where large libraries cannot be imported: they take longer than a refusal may.
+WITHOUT_LIBRARIES = """
 import contextlib, io, json, sys
-sys.modules["torch"] = sys.modules["transformers"] = None
+sys.modules |= dict.fromkeys(["torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "jinja2"])
 from moedge.cli.main import main
 results = []
 for arguments in json.load(sys.stdin):
@@ -45,11 +45,11 @@ REFUSALS: list[tuple[list[str], int, str]] = [
 ]
 
 
-def without_torch(commands: list[list[str]], cwd: Path) -> list[tuple[int, str]]:
-    """Exit codes and standard errors of commands, in a process that has no torch."""
+def without_libraries(commands: list[list[str]], cwd: Path) -> list[tuple[int, str]]:
+    """Exit codes and standard errors of commands, in a process that has none of the large libraries."""
     home = {"HOME": str(cwd), "XDG_CACHE_HOME": str(cwd), "XDG_CONFIG_HOME": str(cwd), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH],
+        [sys.executable, "-c", WITHOUT_LIBRARIES],
         input=json.dumps(commands),
         check=False,
         capture_output=True,
@@ -72,8 +72,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_refusals_need_no_torch(folder: Path) -> None:
-    results = without_torch([arguments for arguments, _, _ in REFUSALS], folder)
+def test_refusals_need_no_large_library(folder: Path) -> None:
+    results = without_libraries([arguments for arguments, _, _ in REFUSALS], folder)
     found = {
         " ".join(arguments): (code, says if says in stderr else stderr)
         for (arguments, _, says), (code, stderr) in zip(REFUSALS, results, strict=True)
@@ -81,16 +81,16 @@ def test_refusals_need_no_torch(folder: Path) -> None:
     assert found == {" ".join(arguments): (code, says) for arguments, code, says in REFUSALS}
 
 
-def test_a_finished_job_is_recognised_without_torch(folder: Path, cli: Cli) -> None:
+def test_a_finished_job_is_recognised_without_libraries(folder: Path, cli: Cli) -> None:
     job = ["batch", MODEL, str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--max-tokens", "2"]
     assert cli(*job, "-q") == 0
-    ((code, stderr),) = without_torch([job], folder)
+    ((code, stderr),) = without_libraries([job], folder)
     assert (code, "1 answer in" in stderr) == (0, True), stderr
 
 
 def test_the_first_lines_come_before_torch(folder: Path) -> None:
     job = ["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--gpu-mem", "0"]
-    ((code, stderr),) = without_torch([job], folder)
+    ((code, stderr),) = without_libraries([job], folder)
     assert code == 1, "a job that runs needs torch"
     first, second = stderr.splitlines()[:2]
     assert first.startswith("computing on the CPU (")
