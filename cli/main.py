@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import traceback
 from importlib.metadata import version
@@ -20,6 +22,7 @@ from .doctor import doctor
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
+from .options.options import say
 from .plan import plan
 from .prepare import prepare
 from .run import run
@@ -62,17 +65,16 @@ def main() -> None:
     """Runs the command line; an expected error prints one message; a bug saves its traceback."""
     settle()
     return_memory()
+    # The collector would walk through every object of torch for a second, to free what ends with the process.
+    atexit.register(gc.freeze)
     try:
         app()
     except Exception as error:
         code = exit_code_of(error)
         if code is ExitCode.BUG:
-            print(
-                f"moedge: internal error: {error!r}; please report it, with the traceback in {_save_traceback()}",
-                file=sys.stderr,
-            )
+            say(f"moedge: internal error: {error!r}; please report it, with the traceback in {_save_traceback()}")
         else:
-            print(f"moedge: {error}", file=sys.stderr)
+            say(f"moedge: {error}")
         sys.exit(code)
 
 

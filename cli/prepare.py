@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,15 +37,15 @@ def prepare(
 
     from ..runtime.settings.stages import watching
     from .options.signals import Stopped, StopSignals
-    from .views.progress import stages_on
+    from .views.progress import say, stages_on
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
     budgets = options.budgets(ram, "0", disk, disk_dir)
     try:
         with StopSignals(), watching(stages_on(console)):
-            _prepare(model, output, quant, dtype, budgets, console.print)
+            _prepare(model, output, quant, dtype, budgets, partial(say, console))
     except Stopped as stopped:
-        console.print("Interrupted: finished layers are kept; run the same command again to continue.")
+        say(console, "Interrupted: finished layers are kept; run the same command again to continue.")
         raise typer.Exit(stopped.code) from None
 
 

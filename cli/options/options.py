@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import suppress
 from enum import StrEnum
@@ -379,4 +380,11 @@ def say_device(budgets: Budgets, wanted: bool = True) -> None:
     line = computing_line(budgets)
     if wanted:
         with suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+            say(line)
+
+
+def say(text: str) -> None:
+    """Prints to stderr at once, wrapped at spaces on a terminal. Raises OSError."""
+    from ...runtime.settings.formatting import fit
+
+    print(fit(text, shutil.get_terminal_size().columns if sys.stderr.isatty() else None), file=sys.stderr, flush=True)

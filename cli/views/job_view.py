@@ -33,6 +33,7 @@ from .progress import (
     PlainStages,
     ProgressView,
     SafeStream,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ class JobView(JobObserver):
         return requested or ExitCode.STOPPED
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        say(self._console, text)
 
 
 def _sampling(checked: Checked) -> Iterator[str]:

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     ProgressColumn,
     SpinnerColumn,
     Task,
@@ -30,7 +29,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...runtime.jobs.eta import Eta
-from ...runtime.settings.formatting import clock, gib, short_duration
+from ...runtime.settings.formatting import clock, fit, gib, short_duration
 from ...runtime.settings.stages import Advance, Stage
 
 
@@ -62,6 +61,11 @@ class SafeStream:
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+
+def say(console: Console, text: str) -> None:
+    """Prints lines as they are, on a terminal wrapped at spaces."""
+    console.print(fit(text, console.width if console.is_terminal else None), markup=False, soft_wrap=True)
 
 
 SCHEMA = "moedge.events/3"
@@ -139,7 +143,7 @@ class PlainProgress(SeldomProgress):
         super().show(eta)
 
     def print(self, eta: Eta) -> None:
-        self._console.print(plain_line(eta, self._left.of(eta)), markup=False, soft_wrap=True)
+        say(self._console, plain_line(eta, self._left.of(eta)))
 
 
 class EventProgress(SeldomProgress):
@@ -162,11 +166,12 @@ class EventProgress(SeldomProgress):
         )
 
 
-class RowsColumn(MofNCompleteColumn):
+class RowsColumn(ProgressColumn):
     """`67/300 rows`."""
 
     def render(self, task: Task) -> Text:
-        return super().render(task).append(" rows")
+        total = f"{task.total or 0:,.0f}"
+        return Text(f"{task.completed:>{len(total)},.0f}/{total} rows", style="progress.download")
 
 
 class FittingProgress(RichProgress):
@@ -346,7 +351,7 @@ class BarStages:
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[Advance]:
         if stage.announcement:
-            self._console.print(stage.announcement, markup=False, soft_wrap=True)
+            say(self._console, stage.announcement)
         progress = FittingProgress(_stage_columns(stage), self._console, transient=True)
         task = progress.add_task(stage.doing, total=stage.nbytes)
         with progress:
@@ -397,7 +402,7 @@ class PlainStages:
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[Advance]:
         if stage.announcement:
-            self._say(stage.announcement)
+            say(self._console, stage.announcement)
         begun, done, due = self._now(), 0, _SHORT_S
 
         def advance(nbytes: int) -> None:
@@ -406,12 +411,9 @@ class PlainStages:
             seconds = self._now() - begun
             if seconds >= due:
                 due = seconds + PLAIN_INTERVAL_S
-                self._say(_stage_line(stage, done, seconds))
+                say(self._console, _stage_line(stage, done, seconds))
 
         yield advance
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def _stage_line(stage: Stage, done: int, seconds: float) -> str:

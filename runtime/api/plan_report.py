@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from itertools import groupby
@@ -22,7 +22,7 @@ from ..rows.row import Defaults
 from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
-from ..settings.formatting import count, duration, gib, kernel_lines
+from ..settings.formatting import TIE, count, duration, fit, gib, kernel_lines
 from ..settings.settings import Settings
 from ..source.headers import read_headers
 from .options import (
@@ -152,6 +152,10 @@ def _left_out(found: Preflight, size: JobSize) -> Iterator[str]:
 
 
 WIDTH = 30
+# Columns of a terminal that has all columns of the table of tiers, and of one that has all but the bars.
+_WIDE, _NARROW = 76, 48
+# Columns of a curve before its bar.
+_BEFORE_BAR = 25
 # The letter of a bar for each arena; the same in every tier.
 LETTERS = {
     "process": "-",
@@ -175,19 +179,22 @@ _LEAST_SHOWN = 1 << 20
 
 
 def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
+    width = console.width if console.is_terminal else None
+
+    def say(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(fit(line, width))
+
     if not found["fits"]:
-        console.print(f"does not fit: {found['reason']}")
+        say([f"does not fit: {found['reason']}"])
         if found["nearest"]:
-            console.print(f"nearest that fits: {'; or '.join(found['nearest'])}")
+            say([f"nearest that fits: {'; or '.join(found['nearest'])}"])
         return
-    for line in _head(found):
-        console.print(line)
-    console.print(_tiers(found["tiers"]))
-    for line in (*_legend(found["tiers"]), *_speed(found), *_curves(found["points"]), *_suggestions(found)):
-        console.print(line)
+    say(_head(found))
+    console.print(_tiers(found["tiers"], width or _WIDE))
+    say((*_legend(found["tiers"]), *_speed(found), *_curves(found["points"], width or _WIDE), *_suggestions(found)))
     if explain:
-        for line in _explanation(found):
-            console.print(line)
+        say(_explanation(found))
 
 
 def _head(found: Mapping[str, Any]) -> Iterator[str]:
@@ -234,16 +241,19 @@ def _held(found: Mapping[str, Any]) -> str:
     return f"holds {sum(plan['placement']['held_experts']):,} of {experts:,} experts"
 
 
-def _tiers(tiers: list[Mapping[str, Any]]) -> Table:
+def _tiers(tiers: list[Mapping[str, Any]], width: int) -> Table:
+    """A row per tier, without bars, and then without what is free, where `width` is too small for them."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("", "budget", "used", "free", ""):
+    columns = ("", "budget", "used", "free", "")[: 5 if width >= _WIDE else 4 if width >= _NARROW else 3]
+    for name in columns:
         table.add_column(name, no_wrap=True, justify="right" if name else "left")
     for tier in tiers:
         parts = {name: nbytes for name, nbytes in tier["parts"].items() if nbytes}
         used, budget = sum(parts.values()), tier["budget"]
         free = "-" if budget is None else gib(max(0, budget - used))
         bar = Text(f"[{_bar(parts, budget)}]") if budget and parts else ""
-        table.add_row(_NAMES[tier["tier"]], "-" if budget is None else gib(budget), gib(used), free, bar)
+        cells = _NAMES[tier["tier"]], "-" if budget is None else gib(budget), gib(used), free, bar
+        table.add_row(*cells[: len(columns)])
     return table
 
 
@@ -258,7 +268,7 @@ def _legend(tiers: list[Mapping[str, Any]]) -> Iterator[str]:
     for tier in tiers:
         shown = [(name, nbytes) for name, nbytes in tier["parts"].items() if nbytes >= _LEAST_SHOWN]
         if shown:
-            parts = ", ".join(f"{LETTERS[name]} {name} {gib(nbytes)}" for name, nbytes in shown)
+            parts = ", ".join(f"{LETTERS[name]}{TIE}{name} {gib(nbytes).replace(' ', TIE)}" for name, nbytes in shown)
             yield f"{_NAMES[tier['tier']]}: {parts}"
 
 
@@ -285,7 +295,8 @@ def _busy(predicted: Mapping[str, Any]) -> str:
     return f"{name} ({'; '.join([most, *others])})"
 
 
-def _curves(points: list[Mapping[str, Any]]) -> Iterator[str]:
+def _curves(points: list[Mapping[str, Any]], width: int) -> Iterator[str]:
+    longest = min(WIDTH, width - _BEFORE_BAR)
     best = max((point["generated_tok_s"] or 0 for point in points), default=0) or 1
     for varied, curve in groupby(points, key=lambda point: point["varied"]):
         yield ""
@@ -298,8 +309,11 @@ def _curves(points: list[Mapping[str, Any]]) -> Iterator[str]:
             if rate is None:
                 yield f"{value:>12}  does not fit"
                 continue
+            bar = "#" * max(1, round(longest * rate / best))
             more = "  (no gain from more)" if point is shown[-1] and len(shown) < len(points_of_curve) else ""
-            yield f"{value:>12}  {rate:>9,.1f}  {'#' * max(1, round(WIDTH * rate / best))}{more}"
+            if len(bar + more) > width - _BEFORE_BAR:
+                more = ""
+            yield f"{value:>12}  {rate:>9,.1f}  {bar}{more}"
 
 
 def _budget(nbytes: int) -> str:
