@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...moe.running_mean import RunningMean
@@ -95,15 +96,26 @@ class Eta:
 
     def _forecast(self, metrics: Metrics) -> float:
         """Seconds from now, with what is known now."""
-        finished = metrics.finished_limit
-        share = metrics.finished_tokens / finished if finished else 1.0
-        most = self._work.max_generated_tokens
+        finished, most = metrics.finished_limit, self._work.max_generated_tokens
+        share = self._expected_share(metrics)
         # Answers that outlived the mean are not done: on average they take half of what such answers still may.
         running = metrics.generated_tokens - metrics.finished_tokens
-        generate = max(most * share - metrics.generated_tokens, (most - finished - running) * share / 2, 0.0)
+        generate = max((most - finished) * share - running, (most - finished - running) * share / 2, 0.0)
         prompt = max(0, self._work.prompt_tokens - metrics.prompt_tokens)
         passes = max(generate / self._sequences, (generate + prompt) / self._work.tokens_per_pass)
         return passes * (self._pass_seconds.value or 0.0)
+
+    def _expected_share(self, metrics: Metrics) -> float:
+        """The expected length of an answer, as a share of the longest that it may become.
+
+        The first answers to finish are short ones. So the mean length of finished answers is a lower bound, beside the
+        maximum likelihood estimate for lengths of which most are unknown yet (right-censored, exponential).
+        """
+        if not metrics.finished_limit:
+            return 1.0
+        mean = metrics.finished_tokens / metrics.finished_limit
+        likely = metrics.generated_tokens / metrics.finished_limit
+        return max(mean, likely * (1 - exp(-1 / likely)))
 
 
 def _counters(metrics: Metrics) -> _Counters:

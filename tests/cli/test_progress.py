@@ -84,7 +84,7 @@ def test_the_bar_of_a_job_fits_every_width(monkeypatch: pytest.MonkeyPatch) -> N
             assert "\n" not in line, "one line"
             assert len(line) <= width
             assert "…" not in line, "nothing is cut"
-            assert f"{eta.done}/{eta.total} rows" in line
+            assert f"{eta.done:,}/{eta.total:,} rows" in line
             lines.append(f"{width:3} {name:8} |{line.rstrip()}")
     golden("progress.txt", "\n".join(lines) + "\n")
 

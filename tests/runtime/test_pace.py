@@ -46,6 +46,15 @@ def test_the_forecast_learns_how_long_answers_are() -> None:
     assert machine.pace.seconds_left == pytest.approx(machine.really_left, rel=0.05)
 
 
+def test_short_answers_that_finish_first_do_not_make_the_others_short() -> None:
+    machine = Machine(rows=400, live=250, length=400, limit=400)
+    machine.run(63)
+    machine.metrics.finished_tokens += 27
+    machine.metrics.finished_limit += 400
+    machine.run(5)
+    assert machine.pace.seconds_left == pytest.approx(400 * 400 / 250 - 68, rel=0.1)
+
+
 def test_the_forecast_follows_a_machine_that_slows_down() -> None:
     machine = Machine(rows=1000, live=10, length=20, limit=100)
     machine.run(41)
