@@ -16,41 +16,13 @@ from pathlib import Path
 import pytest
 
 from moedge.offload.machine import presets
-from moedge.offload.machine.hardware import GpuInfo, Hardware
-from moedge.offload.machine.profile import (
-    Disk,
-    DiskRead,
-    Link,
-    LoadingRates,
-    Machine,
-    Overheads,
-    PinLimit,
-    save_machine,
-)
+from moedge.offload.machine.profile import Machine, save_machine
 from moedge.offload.store.stores import RESERVE_NBYTES
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.settings import budgets
+from support import recorded_machine
+from support.recorded_machine import CONFIG, GIB, RECORDED
 
-GIB = 1 << 30
-PACK = {"none": 3e9, "int8": 1e9, "int4": 2e8, "nf4": 2e8}
-RECORDED = Machine(
-    Hardware("a desktop's CPU", 8, 32 * GIB, (GpuInfo("RTX 3060 Ti", 8 * GIB, "8.6", 38),), "nvme ext4"),
-    4e10,
-    Disk(True, GIB, (DiskRead(1 << 20, 1, 2e9), DiskRead(1 << 20, 4, 3.1e9)), write_bytes_s=1.5e9),
-    Link(8.1e9, 2.2e10),
-    PinLimit(4 * GIB, False),
-    device_memory_bytes_s=4e11,
-    device_flop_s={name: {1: 2e11, 1024: 1.6e13} for name in ("none", "int8", "int4", "nf4")},
-    overheads=Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4),
-    kernel_lacks={"attention": "", "cache": "", "experts": ""},
-    loading=LoadingRates(1e9, PACK),
-)
-CONFIG = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "torch_dtype": "bfloat16",
-}  # fmt: skip
 Cli = Callable[..., int]
 Said = Callable[..., tuple[int, str]]
 
@@ -69,10 +41,7 @@ def said(cli: Cli, capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture
 def config_only(tmp_path: Path) -> Path:
-    folder = tmp_path / "Qwen3-30B-A3B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return recorded_machine.config_only(tmp_path)
 
 
 @pytest.fixture

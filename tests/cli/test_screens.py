@@ -1,0 +1,255 @@
+"""What terminals of 40, 80 and 200 columns show: sessions of two people on a recorded machine, as golden files.
+
+WRITE_GOLDEN=1 writes the files anew. Numbers that a clock gives are fixed; the model's answers are a fake engine's.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moedge.cli.views import progress
+from moedge.offload.machine.hardware import Driver
+from moedge.offload.machine.profile import PinLimit, save_machine
+from moedge.runtime.api import plan_report
+from moedge.runtime.doctor import examination, packages
+from moedge.runtime.doctor.examination import Examination
+from moedge.runtime.doctor.finding import fail
+from moedge.runtime.doctor.host import HostMemoryFacts, check_hub_cache, check_memory, check_open_files
+from moedge.runtime.doctor.packages import TorchBuild, check_torch
+from moedge.runtime.doctor.speeds import check_age, speed_findings
+from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import job_plan
+from moedge.runtime.jobs import session as sessions
+from support import recorded_machine
+from support.jobs import fake_engine
+from support.recorded_machine import GIB, NAME, RECORDED
+from support.screen import Screen
+
+WIDTHS = (40, 80, 200)
+GOLDEN = Path(__file__).parent / "golden"
+BUDGETS = ("--gpu-mem", "7GiB", "--ram", "20GiB", "--disk", "40GiB")
+Shown = Callable[..., tuple[int, str]]
+DRIVER, TORCH = Driver((13, 0), "580.65"), TorchBuild("2.13.0", (13, 0))
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shown:
+    """`shown(width, *arguments)` is the exit code of a command, and what a terminal shows of it."""
+    from moedge.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    recorded_machine.config_only(tmp_path)
+    save_machine(RECORDED, tmp_path / "box.json")
+    for name in ("find_torch", "find_driver", "find_gpus"):
+        found = {"find_torch": TORCH, "find_driver": DRIVER, "find_gpus": RECORDED.hardware.gpus}[name]
+        monkeypatch.setattr(packages, name, lambda found=found: found)
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(width: int, *arguments: object) -> tuple[int, str]:
+        screen = Screen()
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("LINES", "50")
+        monkeypatch.setattr(sys, "argv", ["moedge", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", screen)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), "\n".join(screen.lines(width)).rstrip("\n") + "\n"
+
+    return run
+
+
+def golden(name: str, screens: dict[int, str]) -> None:
+    """Compares with the kept captures; no line is wider than its terminal, and no word is cut."""
+    text = "".join(f"=== {width} columns\n{screen}" for width, screen in screens.items())
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+    words = set(screens[max(WIDTHS)].split())
+    for width, screen in screens.items():
+        assert "…" not in screen, width
+        cut = {word for word in screen.split() if word not in words and set(word) - set("#━╸╺[]-:.@+=~!^")}
+        assert not cut, (width, cut)
+
+
+def test_a_plan_fits_terminals_of_every_width(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = plan_report.make_report, []
+
+    def make_once(*given: Any, **more: Any) -> Any:
+        made[:] = made or [make(*given, **more)]
+        return made[0]
+
+    monkeypatch.setattr(plan_report, "make_report", make_once)
+    screens = {}
+    for width in WIDTHS:
+        code, screens[width] = shown(width, "plan", NAME, "--machine", "box.json", *BUDGETS, "--quant", "nf4")
+        assert code == 0
+    golden("plan", screens)
+
+
+def test_what_is_refused_fits_terminals_of_every_width(shown: Shown, tmp_path: Path) -> None:
+    lines = ['{"prompt": ', '{"text": "x"}', '{"prompt": "a", "max_token": 3}']
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    screens = {}
+    for width in WIDTHS:
+        rows = shown(width, "batch", files("moedge.demo") / "model", "bad.jsonl", "-o", "out.jsonl")
+        model = shown(width, "batch", "no-such-model", "bad.jsonl", "-o", "out.jsonl")
+        assert (rows[0], model[0]) == (7, 5)
+        screens[width] = rows[1] + model[1]
+    golden("refused", screens)
+
+
+def examined(cache: Path) -> Examination:
+    """The recorded machine as doctor finds it: with WSL2's limit on pinned memory, and a download that was cut off."""
+    machine = replace(RECORDED, pin=PinLimit(GIB, True))
+    memory = HostMemoryFacts(31 * GIB, 8 * GIB, 31 * GIB, 24 * GIB)
+    findings = [
+        check_torch(TORCH, DRIVER, 1),
+        check_memory(memory),
+        check_open_files(1024),
+        *(finding for finding in check_hub_cache(cache, False) if finding.name == "downloads"),
+        *(finding for finding in speed_findings(machine, TORCH.version) if finding.name != "profile"),
+        check_age(RECORDED, RECORDED.torch),
+        fail("stores", "stores cannot be written", "give --disk-dir FOLDER, or set disk-dir in moedge.toml"),
+    ]
+    return Examination(tuple(findings), RECORDED, cache)
+
+
+def test_doctor_fits_terminals_of_every_width_and_says_what_to_do(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cut_off = tmp_path / "models--Qwen--Qwen3-30B-A3B" / "blobs"
+    cut_off.mkdir(parents=True)
+    (cut_off / "0.incomplete").touch()
+    monkeypatch.setattr(examination, "examine", lambda *_: examined(tmp_path))
+    screens = {}
+    for width in WIDTHS:
+        code, screens[width] = shown(width, "doctor")
+        assert code == 6, "a failure"
+    golden("doctor", screens)
+    lines = screens[200].splitlines()
+    for begin, words in {
+        "computing on the GPU (RTX 3060 Ti)": "of 8.0 GiB granted",
+        "ok    torch": "torch 2.13.0 for CUDA 13.0, driver 580.65",
+        "ok    RAM": "31.00 GiB, 24.00 GiB available, no limit below that; ",
+        "ok    disk": "3.1 GB/s",
+        "ok    link": "22.0 GB/s to the GPU from pinned memory, 8.1 GB/s pageable",
+        "warn  downloads": "not finished: Qwen/Qwen3-30B-A3B",
+        "fail  stores": "cannot be written",
+        "warn  pinning": "1.00 GiB can be pinned; plans use 80 % of it and copy the rest through a ring",
+        "                  fix: hf download Qwen/Qwen3-30B-A3B": "",
+        "                  fix: native Linux instead of WSL2": "",
+        "1 failure, 2 warnings": "",
+    }.items():
+        assert any(line.startswith(begin) and words in line for line in lines), begin
+
+
+class CtrlC:
+    """Presses it before the pass of that number, once."""
+
+    at_pass = 0
+
+    def before_pass(self, running: list[Any]) -> None:
+        self.at_pass -= 1
+        if self.at_pass == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def ctrl_c() -> CtrlC:
+    return CtrlC()
+
+
+@pytest.fixture
+def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file of 50 prompts, two of them longer than the model's context, for a fake engine on the recorded machine."""
+    rows = [{"id": f"row-{n}", "prompt": "hello " * (2000 if n in (7, 30) else 2), "max_tokens": 8} for n in range(50)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = plan_report.plan(
+        tmp_path / NAME, machine="box.json", gpu_mem="7GiB", ram="20GiB", disk="40GiB", quant="nf4"
+    ).result
+    assert result is not None
+    hit = SimpleNamespace(experts=SimpleNamespace(cache=SimpleNamespace(counts=SimpleNamespace(wanted=100, hits=34))))
+    memory = SimpleNamespace(budget=result.request.budget, device=None, limit_pins=lambda profile: None)
+    fake_engine.install(lambda: fake_engine.FakeEngine(ctrl_c.before_pass), monkeypatch.setattr)
+    load = states.load_engine
+
+    def load_engine(*given: Any) -> SimpleNamespace:
+        engine = load(*given)
+        engine.streamed = hit
+        return engine
+
+    monkeypatch.setattr(states, "load_engine", load_engine)
+    monkeypatch.setattr(states, "plan_job", lambda *_: result)
+    monkeypatch.setattr(states, "open_memory", lambda *_: memory)
+    monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "7f3a91c0"))
+    monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)
+    monkeypatch.setattr(progress, "facts", lambda eta, left: FACTS)
+    monkeypatch.setattr(states.Running, "eta", lambda running: StillEta())
+    return tmp_path
+
+
+@dataclass
+class StillEta:
+    """What is committed while passes run depends on the disk."""
+
+    total: int = 50
+    done: int = 20
+    seconds_left: float = 11_100.0
+
+    def update(self, *_: Any) -> None:
+        pass
+
+
+FACTS = {
+    "percent": " 41%",
+    "failed": "2 failed",
+    "left": "left 3:05:00",
+    "rate": "28 tok/s",
+    "memory": "RAM 17.40/20.00 GiB",
+    "experts": "expert hits 34%",
+}
+
+
+def test_a_job_that_is_interrupted_and_resumed_fits_terminals_of_every_width(
+    shown: Shown, job: Path, ctrl_c: CtrlC
+) -> None:
+    """The session of a person with an 8 GiB card: plan, batch, Ctrl-C, the same line again."""
+    screens = {}
+    for width in WIDTHS:
+        command = ["batch", NAME, "in.jsonl", "-o", f"out{width:03}.jsonl", *BUDGETS]
+        ctrl_c.at_pass = 10
+        code, first = shown(width, *command)
+        assert code == 130
+        assert len((job / f"out{width:03}.partial.jsonl").read_text().splitlines()) >= 32
+        code, second = shown(width, *command)
+        assert code == 3, "two rows are longer than the context"
+        screens[width] = (first + second).replace(f"out{width:03}", "answers")
+        answers = [json.loads(line)["id"] for line in (job / f"out{width:03}.jsonl").read_text().splitlines()]
+        assert answers == [f"row-{n}" for n in range(50) if n not in (7, 30)]
+    text = screens[200]
+    for words in (
+        "computing on the GPU (RTX 3060 Ti), 7.0 of 8.0 GiB granted",
+        "in.jsonl: 50 rows: all valid",
+        "2 rows are longer than the context of 4,096 tokens: error rows",
+        "expert hits 34%",
+        "moedge jobs resume 7f3a91c0",
+        "resuming job 7f3a91c0: ",
+    ):
+        assert words in text, words
+    golden("batch", screens)
