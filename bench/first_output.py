@@ -1,8 +1,8 @@
 """Seconds until the first output and until the exit of commands, refusals among them: the median of ten runs.
 
-    python bench/first_output.py                  all commands
-    python bench/first_output.py --runs 3         fewer runs
-    python bench/first_output.py --only refuse    commands whose name has this text
+    python -m bench.first_output                  all commands
+    python -m bench.first_output --runs 3         fewer runs
+    python -m bench.first_output --only refuse    commands whose name has this text
 
 Outputs go to a terminal, as for a person. Wall time, and processor time (user and system) of the process beside it: on
 a machine that others use, only the latter repeats. `first` are the seconds until the first byte, beside the processor

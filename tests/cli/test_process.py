@@ -37,6 +37,15 @@ def test_large_buffers_come_in_large_pages_unless_the_user_says_otherwise() -> N
     assert large_pages(THP_MEM_ALLOC_ENABLE="0") < 32
 
 
+def test_the_collector_does_not_walk_through_everything_at_the_end() -> None:
+    code = (
+        "import atexit, gc\natexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"
+        "from moedge.cli.main import main\nimport sys\nsys.argv = ['moedge', '--version']\nmain()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "True"
+
+
 def settled(monkeypatch: pytest.MonkeyPatch, **said: str) -> list[str | None]:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
