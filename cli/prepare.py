@@ -54,13 +54,13 @@ def _prepare(
 ) -> None:
     import time
 
+    say(f"preparing {model}")
     from ..offload.memory import host_peak
     from ..runtime.settings.stages import stage
     from ..runtime.source.model_source import open_source
 
     begun = time.perf_counter()
     with open_source(model) as source:
-        say(f"preparing {model}")
         with stage("importing torch"):
             from ..runtime.loading.prepare import precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
