@@ -161,7 +161,9 @@ def test_lenient_turns_bad_lines_into_error_rows(
     assert rows_of(tmp_path / "out.errors.jsonl")[0]["response"]["body"]["error"]["code"] == "invalid_json_line"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_cleanly_with_what_is_finished(
     number: signal.Signals,
     code: int,

@@ -201,7 +201,7 @@ main()
 @pytest.mark.parametrize(
     ("spoil", "code", "cause", "where"),
     [
-        ("broken", 8, "Input/output error", "StreamBroken"),
+        pytest.param("broken", 8, "Input/output error", "StreamBroken", marks=pytest.mark.slow),
         ("stuck", 75, "nothing was computed and no byte moved", "reader_lane.py"),
     ],
 )

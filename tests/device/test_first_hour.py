@@ -33,6 +33,7 @@ def engine(case: Any, fake: Any) -> Any:
     return closing(load_engine(case.source, case.plan(fake.device, 0.0), None, fake.device))
 
 
+@pytest.mark.sample("pinned in part")
 @pytest.mark.parametrize("limit", [float("inf"), RING_NBYTES + (1 << 19)], ids=["all pinned", "pinned in part"])
 def test_swaps_never_cross_the_border_of_a_registration(
     limit: float, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
