@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..sampling.adjust import TokenMasks
 from ..sampling.grammar import GrammarState
+from ..sampling.sampler import TokenMasks
 from .sequence import Sequence
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sampling.random import uniform
-from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
+from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler, uniform
 
 pytestmark = pytest.mark.numerics
 
