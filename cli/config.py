@@ -9,7 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .options.configured_command import DEFAULT, PROJECT_FILE, ConfigError, Setting, config_paths, configured_commands
+from .options.configured_command import (
+    DEFAULT,
+    PROJECT_FILE,
+    ConfigError,
+    Setting,
+    config_paths,
+    configured_commands,
+)
 
 app = typer.Typer(help="Show effective settings and where each comes from.", no_args_is_help=True)
 

@@ -93,7 +93,7 @@ def nearest_form(text: str) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """A number of bytes for people: `12.34 GiB`, `1.50 TiB` from 1 TiB, `5 MiB` below 0.1 GiB, `1.5 KiB` below 1 MiB."""
+    """Bytes for people: `12.34 GiB`; `1.50 TiB` from 1 TiB, `5 MiB` below 0.1 GiB, `1.5 KiB` below 1 MiB."""
     if nbytes >= 2**40:
         return f"{nbytes / 2**40:.2f} TiB"
     if nbytes >= GIB / 10:
