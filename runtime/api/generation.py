@@ -14,8 +14,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..engine.engine import Engine
-from ..engine.metrics import Metrics
+from ..engine.engine import Engine, Metrics
 from ..engine.sequence import Sequence
 from ..jobs.encode import Choices, RowEncoder
 from ..jobs.run import AnswerText, OpenRow

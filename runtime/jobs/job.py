@@ -16,7 +16,7 @@ from functools import partial
 from typing import Self
 
 from ...offload.memory import Heap
-from ..engine.metrics import Metrics
+from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for

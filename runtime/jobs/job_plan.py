@@ -43,7 +43,7 @@ from ..source.hub import same_disk
 from ..source.model_source import ModelSource, prepared_nbytes
 
 if TYPE_CHECKING:
-    from ..engine.metrics import Metrics
+    from ..engine.engine import Metrics
     from ..rows.preflight import Preflight
     from ..rows.row import Defaults
     from .encode import JobSize

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from ...moe.forecast import Forecast as ExpertForecast
 from ...moe.streaming_mode import RouterLatency
-from ..engine.metrics import Metrics, quantiles
+from ..engine.engine import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import MemoryLedger

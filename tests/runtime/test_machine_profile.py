@@ -1,5 +1,7 @@
 """A profile of the whole machine is measured within the memory that it may take."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,8 @@ def test_a_whole_machine_is_measured_within_its_memory(tmp_path: Path, monkeypat
     assert machine.torch == torch.__version__
     assert machine.disk is not None
     assert not (tmp_path / "new").exists()
+
+
+def test_looking_for_a_profile_imports_no_torch() -> None:
+    code = "import sys; from moedge.runtime.calibration import machine_profile; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

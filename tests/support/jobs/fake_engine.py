@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moedge.runtime.engine.metrics import Metrics
+from moedge.runtime.engine.engine import Metrics
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import request as requests
