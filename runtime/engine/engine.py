@@ -107,7 +107,7 @@ def _seconds() -> array[float]:
 
 @dataclass(slots=True)
 class Metrics:
-    """Counters of a run, which steer nothing: sums over passes; `kv` adds up what the cache's bytes were used for in each.
+    """Counters of a run, which steer nothing. Sums over passes; `kv` adds up what bytes of the cache were used for.
 
     `prompt_tokens` were computed, not found in the cache. `finished_tokens` is what finished sequences
     generated, `finished_limit` what they might have.
