@@ -162,7 +162,8 @@ class LLM:
         than the job was begun. An error or a stop between two passes leaves the LLM ready for other calls.
         """
         check(options, JobOptions)
-        request = batch_request(self._model, input_file, output, **{**self._batch_options, **options})
+        shared = {name: value for name, value in self._options.items() if name in BatchOptions.__annotations__}
+        request = batch_request(self._model, input_file, output, **cast(BatchOptions, {**shared, **options}))
         with self._in_use_by_one_call() as loaded:
             ended = run_job(request, BatchProgress(progress), loaded)
         refuse_over_budget(ended.over_budget, ended.summary)
@@ -178,12 +179,6 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def _batch_options(self) -> BatchOptions:
-        """Those of this LLM's options that a job has, too."""
-        shared = {name: value for name, value in self._options.items() if name in BatchOptions.__annotations__}
-        return cast(BatchOptions, shared)
 
     @property
     def _engine(self) -> LoadedModel:
