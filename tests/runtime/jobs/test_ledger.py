@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -135,12 +135,9 @@ def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
     install, used = fake.install, []
 
     def install_with(measured: float) -> None:
-        def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, given: Any) -> Any:
-            used.append(given or KeyOffsets((torch.full((1, 2), measured),)))
-            ledger = SimpleNamespace(over_budget=[])
-            return SimpleNamespace(
-                engine=fake.FakeEngine(), streamed=None, close=lambda: None, key_offsets=used[-1], ledger=ledger
-            )
+        def load_engine(source: Any, plan: Any, *, key_offsets: Any, **_: Any) -> Any:
+            used.append(key_offsets or KeyOffsets((torch.full((1, 2), measured),)))
+            return fake.fake_loaded(fake.FakeEngine(), used[-1])
 
         def install_other(*arguments: Any) -> None:
             install(*arguments)
