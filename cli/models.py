@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..runtime.settings.formatting import count, gib
+from ..offload.budget import gib
+from ..runtime.settings.formatting import count
 from .options import options
 from .options.configured_command import ConfiguredCommand
 

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..offload.budget import gib
 from ..offload.errors import ExitCode
-from ..runtime.settings.formatting import duration, gib
+from ..runtime.settings.formatting import duration
 from .options import options
 
 

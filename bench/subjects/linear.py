@@ -19,8 +19,7 @@ from torch.nn.functional import linear
 
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels
-from moedge.quant.matmul.gemv import measure_gemv_max_rows
-from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
+from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, measure_gemv_max_rows
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 

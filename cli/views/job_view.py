@@ -11,6 +11,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
+from ...offload.budget import gib
 from ...offload.errors import ExitCode
 from ...runtime.api.batch import JobObserver, run_job
 from ...runtime.jobs.answer_stream import AnswerStream
@@ -22,7 +23,7 @@ from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import duration, gib, kernel_lines
+from ...runtime.settings.formatting import duration, kernel_lines
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream

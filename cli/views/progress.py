@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from ...offload.budget import gib
 from ...runtime.jobs.eta import Eta
-from ...runtime.settings.formatting import clock, duration, gib
+from ...runtime.settings.formatting import clock, duration
 
 
 class SafeStream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from ..formats import int4, int8
 from ..formats.format import ALIGNMENT, FormatError, Layout, end_of
-from ..scratch import TILE, is_direct, scratch_planes, strip_rows
-from ..tensor import CODECS, PackedTensor, dtype_name, view
+from ..scratch import TILE, is_direct, scratch_nbytes, scratch_planes, strip_rows
+from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
 from .thread_pool import WorkerPool, torch_threads
 
 if TYPE_CHECKING:
@@ -273,3 +275,50 @@ class ParallelMatmul(Matmul):
 def _is_small(x: Tensor, packed: PackedTensor) -> bool:
     """Whether a product is done before several threads would have synchronized."""
     return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES
+
+
+# The matrix with which torch's GEMV kernels on codes are compared with dequantizing first.
+GEMV_SHAPE = (512, 1024)
+# Enough rows for the time per row to be constant.
+GEMV_ROWS = 16
+# Beyond a tile or two of matrix units the kernels are not faster on any machine; a disturbed measurement may say so.
+MOST_GEMV_ROWS = 64
+GEMV_REPEATS = 5
+
+
+def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
+    """The `gemv_max_rows` of Matmul for a model in this format; takes about ten milliseconds on the calling thread.
+
+    A kernel that dequantizes codes on the fly takes time for every row. Dequantizing first takes its time once, and the
+    product after it is almost free for few rows. Both times are proportional to the size of the matrix, so a small
+    matrix shows where they are equal. That depends on the processor: matrix units speed up only one of the two.
+    """
+    if format_name not in {"int8", "int4"} or (format_name == "int4" and not int4.has_kernel()):
+        return {}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {format_name: _break_even_rows(format_name)}
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@torch.inference_mode()
+def _break_even_rows(format_name: str) -> int:
+    """The number of rows for which both take the same time, from 1 to MOST_ROWS."""
+    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name)
+    x = torch.randn(GEMV_ROWS, GEMV_SHAPE[1], dtype=torch.bfloat16)
+    workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
+    kernel = Matmul(workspace, gemv_max_rows={format_name: GEMV_ROWS})
+    dequantizing = Matmul(workspace, gemv_max_rows={})
+    seconds = [_best_seconds(partial(compute.linear, x, packed)) for compute in (kernel, dequantizing)]
+    return max(1, min(MOST_GEMV_ROWS, int(GEMV_ROWS * seconds[1] / seconds[0])))
+
+
+def _best_seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(GEMV_REPEATS):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return min(times)

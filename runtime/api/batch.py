@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from ...offload.memory import reset_host_peak
 from ..jobs.answer_stream import STDOUT
-from ..jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
+from ..jobs.job import Checked, Ended, Loaded, LoadedModel, Measured, Planned, Running
 from ..jobs.request import BatchRequest, ResumeOptions
 from ..jobs.stop import Limits
 from ..jobs.summary import RunSummary
@@ -61,12 +61,15 @@ class JobObserver:
         return None
 
 
-def run_job(request: BatchRequest, observer: JobObserver) -> Ended:
-    """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published."""
-    with Checked.open(request) as checked:
+def run_job(request: BatchRequest, observer: JobObserver, given: LoadedModel | None = None) -> Ended:
+    """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published.
+
+    It runs on `given`, or loads an engine of its own where that is None.
+    """
+    with Checked.open(request, given) as checked:
         running = None if checked.finished else _load(checked, observer).run()
         with observer.working():
-            return checked.publish() if running is None else _run(running, observer)
+            return checked.publish() if running is None else running.end(_passes(running, observer))
 
 
 def _load(checked: Checked, observer: JobObserver) -> Loaded:
@@ -80,17 +83,17 @@ def _load(checked: Checked, observer: JobObserver) -> Loaded:
     return loaded
 
 
-def _run(running: Running, observer: JobObserver) -> Ended:
-    reason = None
+def _passes(running: Running, observer: JobObserver) -> str | None:
+    """Why the observer stopped the job; None where it did not."""
     with observer.running(running):
         for _ in running.passes():
             reason = observer.after_pass(running)
             if reason is not None:
-                break
-    return running.end(reason)
+                return reason
+    return None
 
 
-class _Progress(JobObserver):
+class BatchProgress(JobObserver):
     """A bar where it is wanted, and a stop after the pass in which Ctrl-C was pressed."""
 
     def __init__(self, wanted: bool) -> None:
@@ -148,7 +151,7 @@ def run_batch(
     """
     request = batch_request(model, input_file, output, **options)
     reset_host_peak()
-    ended = run_job(request, _Progress(progress))
+    ended = run_job(request, BatchProgress(progress))
     refuse_over_budget(ended.over_budget, ended.summary)
     return ended.summary
 

@@ -127,8 +127,8 @@ class PlanOptions(EngineOptions, WorkloadOptions, RowOptions, total=False):
     gpu: str | None
 
 
-class BatchOptions(EngineOptions, StreamingOptions, RowOptions, total=False):
-    """`max_tokens`, `temperature` and `seed` are for rows that do not say; `plan` is a file of `moedge plan --save`.
+class JobOptions(RowOptions, total=False):
+    """`max_tokens`, `temperature` and `seed` are for rows that do not say.
 
     A `temperature` of None is that of the model's generation_config.json, else 0. `reasoning_effort`,
     `max_thinking_tokens` and `chat_template_kwargs` (a dict, or the text of a JSON object) are for chat rows that do
@@ -142,12 +142,17 @@ class BatchOptions(EngineOptions, StreamingOptions, RowOptions, total=False):
     reasoning_effort: ReasoningEffort | None
     max_thinking_tokens: int | None
     chat_template_kwargs: str | Mapping[str, Any] | None
-    plan: str | Path | None
     lenient: bool
     until: str | None
     max_rows: int | None
     max_failures: str | int | None
     accept_drift: str | list[str] | None
+
+
+class BatchOptions(EngineOptions, StreamingOptions, JobOptions, total=False):
+    """Those of a job that loads an engine of its own; `plan` is a file of `moedge plan --save`."""
+
+    plan: str | Path | None
 
 
 def check(options: Mapping[str, Any], kind: type) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...offload.budget import gib
 from ..jobs.job_plan import equal_rows, measured_job, plan_request
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
@@ -22,7 +23,7 @@ from ..rows.row import Defaults
 from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
-from ..settings.formatting import count, duration, gib, kernel_lines
+from ..settings.formatting import count, duration, kernel_lines
 from ..settings.settings import Settings
 from ..source.headers import read_headers
 from .options import (

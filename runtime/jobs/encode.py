@@ -194,7 +194,7 @@ class RowEncoder:
             return None
         message = (
             f"{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
-            f"({self._cache_tokens}); give the job more memory, or lower max_tokens"
+            f"({self._cache_tokens}); give the job more memory (an LLM: a larger max_model_len), or lower max_tokens"
         )
         return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 

@@ -1,7 +1,8 @@
 """A batch job as a sequence of states: Checked, Measured, Planned, Loaded, Running, Ended. Prints nothing.
 
 Each state is built from the one before by the method that is named after the step, so a job cannot be in two of them,
-and what a state knows is what its class has. `Checked` is the context manager that frees everything.
+and what a state knows is what its class has. `Checked` is the context manager that frees everything, except what it
+was given: a job may run on a `LoadedModel`, which stays open.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from array import array
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
-from ...offload.heap import Heap
-from ..engine.metrics import Metrics
+from ...offload.memory import Heap
+from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
-from ..loading.machine_memory import MachineMemory, open_memory
+from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for
 from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
@@ -35,7 +37,7 @@ from ..weights.key_offsets import MAX_TOKENS, TEXT
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import seekable
-from .job_plan import plan_job, remember
+from .job_plan import plan_job, remember, with_workload
 from .outputs import OutputPaths, claim_output
 from .report import summarise, summarise_rows
 from .request import BatchRequest, identity, settled_rows
@@ -46,12 +48,33 @@ from .summary import RunSummary, Seconds
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine that is ready for jobs, and all that belongs to it: whoever loaded it closes it.
+
+    `chosen` is the plan that it was loaded by, with the workload that was planned for; `policy` is what memory made of
+    that plan. No other work may be on the engine while a job runs.
+    """
+
+    source: ModelSource
+    tokenizer: Tokenizer
+    memory: MachineMemory
+    chosen: PlanResult
+    policy: FallbackPolicy
+    engine: LoadedEngine
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and answer, that it has memory for."""
+        return min(self.policy.plan.kv_tokens, self.chosen.request.workload.longest)
+
+
+@dataclass(frozen=True, slots=True)
 class Checked:
     """The model's headers are read, the input is valid, and the output is claimed; nothing was written.
 
     `sampling` are those defaults of rows that the model sets. A job whose last row has its answer is `finished`: end it
     with `publish`. Every other is measured next. Leaving the context ends every process and thread of the job; every
-    answer that was confirmed is kept.
+    answer that was confirmed is kept. The job runs on `given`, or loads an engine of its own where that is None.
     """
 
     request: BatchRequest
@@ -61,13 +84,14 @@ class Checked:
     resources: ExitStack
     begun: float
     sampling: ModelDefaults
+    given: LoadedModel | None = None
 
     @classmethod
-    def open(cls, request: BatchRequest) -> Self:
+    def open(cls, request: BatchRequest, given: LoadedModel | None = None) -> Self:
         """Raises the errors of settings/errors.py for a model, an input, an output or limits that are refused."""
         stop_rule, begun = StopRule(request.limits), time.perf_counter()
         with ExitStack() as resources:
-            source = resources.enter_context(open_source(request.model))
+            source = given.source if given else resources.enter_context(open_source(request.model))
             sampling = model_defaults(source.folder).only(request.unset)
             request = replace(request, defaults=replace(request.defaults, **sampling.values))
             request = settled_rows(request, source.folder)
@@ -79,7 +103,7 @@ class Checked:
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
-            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling)
+            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling, given)
 
     @property
     def finished(self) -> bool:
@@ -101,8 +125,10 @@ class Checked:
 
     def measure(self) -> Measured:
         """Tokenizes every row to be run: what is too long is known before a weight is loaded."""
-        source, claim = self.source, self.claim
-        tokenizer = self.resources.enter_context(Tokenizer.load(source.folder, claim.created))
+        source, claim, given = self.source, self.claim, self.given
+        # Templates get the date at which the job began.
+        opened = given.tokenizer.dated(claim.created) if given else Tokenizer.load(source.folder, claim.created)
+        tokenizer = self.resources.enter_context(opened)
         text = self.resources.enter_context(seekable(claim.rows.path, claim.folder))
         file = RowFile(text, self.preflight.index, self.request.defaults)
         spool = TokenSpool(claim.folder.path, self.preflight.num_rows)
@@ -136,17 +162,19 @@ class Measured:
     order: array[int]
     notes: tuple[str, ...] = ()
 
-    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
-        """The job begins here: its first record says what "auto" became.
+    def plan(self) -> Planned:
+        """The job begins here: its first record says what "auto" became. An engine that was given keeps its plan.
 
-        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
-        opened again. Raises DoesNotFit, SettingError, JobMismatch.
+        Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
+        if (given := checked.given) is not None:
+            chosen = with_workload(given.chosen, given.policy.plan, workload)
+            return Planned(self, workload, given.memory, chosen, checked.claim.begin(chosen.plan))
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
-        chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
-        memory.limit_pins(chosen.request.profile)
+        memory = open_memory(budgets, source.settle(settings), source.shape)
+        chosen = plan_job(source, settings, budgets, memory.budget, workload, saved)
+        limit_pins(memory.device, chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
 
 
@@ -172,40 +200,43 @@ class Planned:
     def load(self) -> Loaded:
         """Weights into memory, from a store where they do not fit; the store is made first where it is missing.
 
-        Ends with a rehearsal of the worst pass. The engine is closed with the job. Raises DoesNotFit, MemoryGaveOut.
+        Ends with a rehearsal of the worst pass, and the engine is closed with the job. Of an engine that was given,
+        only the counters are reset. Raises DoesNotFit, MemoryGaveOut.
         """
-        begun, checked = time.perf_counter(), self.measured.checked
+        begun, checked, memory = time.perf_counter(), self.measured.checked, self.memory
         source, request = checked.source, checked.request
-        store, offsets = store_for(source, self.plan, request.budgets), self.session.key_offsets(source.shape)
-
-        def load(plan: Plan) -> LoadedEngine:
-            return load_engine(source, plan, store, self.memory.device, request.experts, offsets)
-
-        policy = self._policy()
+        if (given := checked.given) is not None:
+            given.engine.start_counting()
+            return Loaded(self, given.engine, given.policy, 0.0, given.longest)
+        policy = FallbackPolicy(self.plan, self.chosen.request)
+        load = partial(
+            load_engine,
+            source,
+            store=store_for(source, self.plan, request.budgets),
+            device=memory.device,
+            experts=request.experts,
+            key_offsets=self.session.key_offsets(source.shape),
+        )
         engine = load_with_fallback(load, policy)
         checked.resources.callback(engine.close)
         text = self.measured.tokenizer.encode(TEXT)[:MAX_TOKENS]
         rehearse(engine, policy.plan, self.workload, prompt_tokens(text, source.shape.vocab))
-        return Loaded(self, engine, policy, time.perf_counter() - begun)
-
-    def with_engine(self, engine: LoadedEngine) -> Loaded:
-        """Runs on an engine that somebody else loaded by this plan, keeps and closes; nothing may be in work on it."""
-        engine.engine.start_counting()
-        engine.streamed.start_counting()
-        return Loaded(self, engine, self._policy(), 0.0)
-
-    def _policy(self) -> FallbackPolicy:
-        return FallbackPolicy(self.plan, self.chosen.request)
+        engine.ledger.measure().check()
+        return Loaded(self, engine, policy, time.perf_counter() - begun, policy.plan.kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile."""
+    """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile.
+
+    Sequences of more than `longest` tokens are refused.
+    """
 
     planned: Planned
     engine: LoadedEngine
     policy: FallbackPolicy
     load_seconds: float
+    longest: int
 
     def run(self) -> Running:
         return Running(self)
@@ -263,9 +294,7 @@ class Running:
 
     def _runner(self) -> RowRunner:
         measured, shape, claim = self._planned.measured, self._checked.source.shape, self._checked.claim
-        encoder = RowEncoder(
-            measured.tokenizer, shape.vocab, shape.context, self.policy.plan.kv_tokens, spool=measured.spool
-        )
+        encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self._loaded.longest, spool=measured.spool)
         answers = Answers(claim.model_name, int(claim.created.timestamp()), measured.tokenizer.token_text)
         return RowRunner(self._loaded.engine.engine, encoder, answers, self.session.journal, self._rows)
 

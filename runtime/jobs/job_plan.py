@@ -29,7 +29,7 @@ from ..plan.history import (
 from ..plan.history import MOST_KEPT as ALL_RUNS
 from ..plan.loading_cost import Prepared
 from ..plan.memory_ledger import MemoryLedger
-from ..plan.placement import Workload
+from ..plan.placement import Plan, Workload
 from ..plan.plan_file import load_plan
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..rows.tables import InputFormat
@@ -43,7 +43,7 @@ from ..source.hub import same_disk
 from ..source.model_source import ModelSource, prepared_nbytes
 
 if TYPE_CHECKING:
-    from ..engine.metrics import Metrics
+    from ..engine.engine import Metrics
     from ..rows.preflight import Preflight
     from ..rows.row import Defaults
     from .encode import JobSize
@@ -176,7 +176,16 @@ def plan_job(
 def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
     if saved is None:
         return solve(request)
-    plan = load_plan(saved, request)
+    return _result(load_plan(saved, request), request)
+
+
+def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanResult:
+    """What to expect of `workload` from an engine that was loaded for another one; `plan` is what it runs by."""
+    return _result(plan, replace(chosen.request, workload=workload))
+
+
+def _result(plan: Plan, request: PlanRequest) -> PlanResult:
+    """The result with a plan that was not searched for."""
     seconds = request.costs.predict(plan, request.workload, request.prepared.for_choice).total_s
     return PlanResult.of(plan, {plan.quant: seconds}, request)
 

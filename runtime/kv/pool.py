@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ...quant.formats.format import Plane
-from ...quant.kv.codec import Coded, decode, encode
+from ...quant.kv.codec import Coded, KeyTransform, decode, encode
 from ...quant.kv.format import VectorFormat, VectorPlanes
-from ...quant.kv.key_transform import KeyTransform
 from ...quant.tensor import torch_dtype
 from .spec import KVSpec
 

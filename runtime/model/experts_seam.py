@@ -10,7 +10,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, mix_experts
-from ...quant.kernels.gates import recognise
+from ...quant.kernels.operands import recognise
 from ...quant.matmul.matmul import ParallelMatmul
 
 

@@ -57,7 +57,7 @@ class ZstdReader(RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise MissingExtra("zstd needs zstandard: pip install 'moedge[zst]', or unpack the file first") from None
+            raise MissingExtra("zstd needs zstandard", "zst", "; or unpack the file first") from None
         self._raw = raw
         self._zstd = zstandard
         self._frame: Any = None

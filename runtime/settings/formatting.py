@@ -1,17 +1,10 @@
-"""Formats numbers for people, and escapes untrusted text for the terminal."""
+"""Formats numbers for people (bytes: `gib` in offload/budget.py), and escapes untrusted text for the terminal."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-
-
-def gib(nbytes: float) -> str:
-    """`12.34 GiB`; `5 MiB` below 0.1 GiB, `1.50 TiB` from 1 TiB."""
-    if nbytes >= 2**40:
-        return f"{nbytes / 2**40:.2f} TiB"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:

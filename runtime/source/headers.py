@@ -20,11 +20,10 @@ from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec
 from ..settings.errors import ModelNotFound
 from ..settings.settings import Settings
-from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
 from ..shape.formula import shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
-from ..shape.read import model_shape
+from ..shape.read import model_shape, read_shape
 from ..shape.shards import FORMATS, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, local_folder, repository_of
 from .model_source import is_store

@@ -18,9 +18,9 @@ from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_
 from ...offload.store.stores import store_folder
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
-from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape
+from ..shape.read import read_shape
 from ..shape.shards import FORMATS, weights_nbytes
 from .hub import find_model
 

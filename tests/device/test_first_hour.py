@@ -20,7 +20,7 @@ from moedge.runtime.kv.parking import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets, MemoryBudget
+from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.weights import streaming as lanes
 
@@ -60,7 +60,7 @@ def test_no_more_is_page_locked_than_the_machine_s_limit_allows(case: Any, fakes
     """The machine would give more; slab, rings and the ring for uploads share four fifths of what was measured."""
     tiny, fake = case("mixtral"), fakes.FakeDevice()
     found = Machine(Hardware("", 1, 1, (), ""), 1.0, pin=PinLimit(RING_NBYTES * 5 // 4 + 5 * MIB // 4, True))
-    tiers.MachineMemory(MemoryBudget(0), fake.device).limit_pins(found)
+    tiers.limit_pins(fake.device, found)
     with fake, engine(tiny, fake):
         assert 0 < fake.cuda.nbytes_pinned <= found.pin.usable
         assert fake.device.pins.taken == fake.cuda.nbytes_pinned

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moedge.offload.errors import is_out_of_memory
-from moedge.runtime.engine.oom_retry import SplitRetry
+from moedge.runtime.engine.engine import SplitRetry
 from moedge.runtime.loading.engine_loader import load_with_fallback
 
 MEMORY = [

@@ -7,8 +7,7 @@ import torch
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.product import GroupedProduct
-from moedge.quant.kernels.warm_up import warm_up_launches
+from moedge.quant.kernels.product import GroupedProduct, warm_up_launches
 from support.kernels import grouped_cases as cases
 from support.kernels.grouped_cases import Case, Product
 

@@ -152,12 +152,20 @@ def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(model), str(rows), str(out)], stderr=subprocess.DEVNULL
     )
-    journal = tmp_path / "out.job" / "journal"
+    kill_in_work(process, out)
+    assert_the_command_resumes(model, rows, out)
+
+
+def kill_in_work(process: subprocess.Popen[Any], out: Path) -> None:
+    journal = out.with_suffix(".job") / "journal"
     while process.poll() is None and not (journal.exists() and journal.stat().st_size > 8_000):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not out.exists()
+
+
+def assert_the_command_resumes(model: Path, rows: Path, out: Path) -> None:
     command = [sys.executable, "-m", "moedge", "batch", str(model), str(rows), "-o", str(out), "--ram", "3GiB"]
     resumed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr
@@ -166,3 +174,42 @@ def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(
     assert 0 < done < ROWS
     ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
     assert ids == [str(index) for index in range(ROWS)]
+
+
+ON_AN_LLM = """
+import sys
+from pathlib import Path
+from moedge.runtime.api import model
+from moedge import LLM
+
+model_folder, rows, first, second, loaded = sys.argv[1:]
+load = model.load_engine
+
+def counted(*given, **named):
+    with open(loaded, "a") as file:
+        file.write("loaded\\n")
+    return load(*given, **named)
+
+model.load_engine = counted
+with LLM(model_folder, ram="3GiB", max_sequences=8, max_model_len=128) as llm:
+    print(llm.run_batch(rows, first, max_rows=20, progress=False).rows.ok, flush=True)
+    llm.run_batch(rows, second, progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_on_an_llm_is_killed_and_the_command_resumes_it_and_weights_were_loaded_once(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, loaded = checkpoint("llama"), tmp_path / "loads"
+    first, out = tmp_path / "first.jsonl", tmp_path / "out.jsonl"
+    rows = write_rows(tmp_path / "in.jsonl", ROWS, max_tokens=20)
+    arguments = [sys.executable, "-c", ON_AN_LLM, *map(str, (model, rows, first, out, loaded))]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "20\n"
+    kill_in_work(process, out)
+    process.stdout.close()
+    assert loaded.read_text() == "loaded\n", "once for both jobs"
+    assert len((tmp_path / "first.partial.jsonl").read_text().splitlines()) == 20
+    assert_the_command_resumes(model, rows, out)

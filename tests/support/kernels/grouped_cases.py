@@ -9,9 +9,8 @@ import torch
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.formats.nf4 import LEVELS
-from moedge.quant.kernels.gates import ACTIVATIONS
 from moedge.quant.kernels.launch import Launch
-from moedge.quant.kernels.operands import Gate
+from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.tensor import PackedTensor, dtype_name, pack_into
 
