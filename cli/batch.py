@@ -41,6 +41,7 @@ def batch(
     summary: options.SUMMARY = None,
     progress: options.PROGRESS = options.Progress.AUTO,
     output_format: options.FORMAT = options.Format.HUMAN,
+    verbose: options.VERBOSE = False,
     quiet: options.QUIET = False,
 ) -> None:
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
@@ -69,4 +70,4 @@ def batch(
         resume=ResumeOptions(drift=tuple(accept_drift or ())),
         plan=plan,
     )
-    raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+    raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))

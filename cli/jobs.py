@@ -65,6 +65,12 @@ def show(job: JOB, as_json: JSON = False) -> None:
 def resume(
     job: JOB,
     failed: Annotated[bool, typer.Option("--failed", help="Run failed rows again.")] = False,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Continue rows that were cut at max_tokens; needs --max-tokens.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="New max_tokens of the rows that --cut continues.")
+    ] = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -76,6 +82,7 @@ def resume(
     summary: options.SUMMARY = None,
     progress: options.PROGRESS = options.Progress.AUTO,
     output_format: options.FORMAT = options.Format.HUMAN,
+    verbose: options.VERBOSE = False,
     quiet: options.QUIET = False,
 ) -> None:
     """Resume a job with its original settings, under the budgets given here."""
@@ -85,15 +92,17 @@ def resume(
     from ..runtime.jobs.stop import Limits
     from .views.job_view import JobView
 
+    if cut != (max_tokens is not None):
+        raise typer.BadParameter("--cut and --max-tokens go together: --cut --max-tokens 1024")
     folder = find_job(job)
     request = resumed(
         read_state(folder.journal).opened,
         folder.input,
         options.budgets(ram, gpu_mem, disk, disk_dir),
         Limits(until, max_rows, max_failures),
-        ResumeOptions(failed=failed, drift=tuple(accept_drift or ())),
+        ResumeOptions(failed=failed, drift=tuple(accept_drift or ()), cut_to=max_tokens),
     )
-    raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+    raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))
 
 
 @app.command()

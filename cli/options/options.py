@@ -281,6 +281,7 @@ PROGRESS = Annotated[
     ),
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
+VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers of the run at its end.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +13,11 @@ from rich.table import Table
 from ...offload.errors import ExitCode
 from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
-from ...runtime.jobs.summary import Percentiles, RunSummary
+from ...runtime.jobs.summary import Percentiles, Rows, RunSummary
 from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
+from ...runtime.rows.failure import ErrorCode
 from ...runtime.settings.errors import counted
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
@@ -24,26 +25,48 @@ from .formatting import duration, gib, kernel_lines
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
 
 
-def summary_table(summary: RunSummary) -> Table:
+def summary_table(summary: RunSummary, verbose: bool = False) -> Table:
+    """Four lines; with `verbose`, everything that a person may want to know of the engine."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for label, text in _lines(summary):
+    for label, text in [*_lines(summary), *(_details(summary) if verbose else ())]:
         table.add_row(label, text, style=None)
     return table
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    rows, tokens, speed = summary.rows, summary.tokens, summary.throughput
-    host, kv, latency = summary.memory.host, summary.kv, summary.latency
+    speed, predicted, memory = summary.throughput, summary.predicted.generated_tok_s, summary.memory
+    estimate = "" if predicted is None else f" (estimate {predicted:,.1f})"
+    peaks = [f"RAM peak {gib(memory.host.peak or 0)} of {gib(memory.host.budget or 0)}"]
+    if memory.device is not None:
+        peaks.append(f"GPU memory peak {gib(memory.device.peak or 0)} of {gib(memory.device.budget or 0)}")
     return [
-        ("rows", f"{rows.ok:,} answered, {rows.failed:,} failed"),
-        ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
-        ("speed", f"{speed.generated_tok_s or 0:,.1f} tok/s generated, {speed.prompt_tok_s or 0:,.1f} tok/s prompt"),
+        ("rows", _outcomes(summary.rows)),
+        (
+            "speed",
+            f"{speed.generated_tok_s or 0:,.1f} tok/s generated{estimate}, {speed.prompt_tok_s or 0:,.1f} tok/s prompt",
+        ),
         ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
+        ("memory", ", ".join(peaks)),
+    ]
+
+
+def _outcomes(rows: Rows) -> str:
+    """`288 answered (263 stop, 25 length), 12 failed (5 invalid_json_line, 7 invalid_value)`."""
+    return f"{rows.ok:,} answered{_by_name(rows.finish_reasons)}, {rows.failed:,} failed{_by_name(rows.errors)}"
+
+
+def _by_name(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{count:,} {name}' for name, count in counts.items())})" if counts else ""
+
+
+def _details(summary: RunSummary) -> list[tuple[str, str]]:
+    tokens, kv, latency = summary.tokens, summary.kv, summary.latency
+    return [
+        ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
         ("first token", _percentiles(latency.ttft_s)),
         ("per token", _percentiles(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
-        ("RAM", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
-        *_device(summary),
+        *_link(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
         ("prefix cache", _reused(kv.prefix_hit_tokens or 0, tokens.prompt)),
@@ -58,14 +81,10 @@ def _reused(hits: int, prompt_tokens: int) -> str:
     return f"{hits:,} of {counted(prompt_tokens, 'prompt token')} reused{share}"
 
 
-def _device(summary: RunSummary) -> list[tuple[str, str]]:
-    device, copied = summary.memory.device, summary.bytes.host_to_device
-    if device is None:
+def _link(summary: RunSummary) -> list[tuple[str, str]]:
+    if summary.memory.device is None:
         return []
-    return [
-        ("GPU memory", f"peak {gib(device.peak or 0)} of {gib(device.budget or 0)}"),
-        ("link", f"{gib(copied or 0)} copied to the GPU while generating"),
-    ]
+    return [("link", f"{gib(summary.bytes.host_to_device or 0)} copied to the GPU while generating")]
 
 
 def _percentiles(values: Percentiles) -> str:
@@ -77,12 +96,15 @@ def _percentiles(values: Percentiles) -> str:
 class JobView:
     """Runs a job, state by state, and reports it in the requested style."""
 
-    def __init__(self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN) -> None:
+    def __init__(
+        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, *, verbose: bool = False
+    ) -> None:
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
         self._style = Progress.NONE if quiet or as_json else progress
         self._events = Events(as_json)
+        self._verbose = verbose
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
         with StopSignals() as signals:
@@ -101,9 +123,9 @@ class JobView:
         if summary_path is not None:
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
-            self._console.print(summary_table(ended.summary))
+            self._console.print(summary_table(ended.summary, self._verbose))
         if ended.reason is None:
-            return self._conclude(ended)
+            return self._conclude(ended, nothing_to_do=running is None)
         return self._stopped(ended, checked.preflight.num_rows, signals.requested)
 
     def _prepare(self, checked: Checked) -> Loaded:
@@ -163,8 +185,8 @@ class JobView:
             said = len(running.policy.applied)
             for _ in running.passes():
                 said = self._say_fallbacks(running.policy, said)
-                committed = running.session.committed
-                eta.update(committed.ok + committed.failed, committed.failed, running.metrics)
+                session = running.session
+                eta.update(session.num_confirmed, session.committed.failed, running.metrics)
                 progress.show(eta)
                 if signals.requested is not None:
                     self._say("Stopping after this pass... (Ctrl-C again to quit now)")
@@ -188,22 +210,33 @@ class JobView:
             return BarProgress(self._console, total)
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
 
-    def _conclude(self, ended: Ended) -> ExitCode:
+    def _conclude(self, ended: Ended, nothing_to_do: bool) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths
-        self._events.emit("finished", ok=rows.ok, failed=rows.failed, output=str(paths.out))
+        self._events.emit(
+            "finished",
+            ok=rows.ok,
+            failed=rows.failed,
+            cut=rows.cut,
+            finish_reasons=rows.finish_reasons,
+            errors=rows.errors,
+            output=str(paths.out),
+        )
         if ended.over_budget:
             for tier in ended.over_budget:
                 name = "RAM" if tier.tier == "host" else "GPU memory"
                 self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
+        job_id = ended.session.job_id
+        if nothing_to_do:
+            self._say(f"Job {job_id} is already finished: {_outcomes(rows)}")
         self._say(f"{counted(rows.ok, 'answer')} in {paths.out}")
+        if nothing_to_do:
+            self._say("To run all rows again, give moedge batch --overwrite")
         if rows.failed:
-            self._say(
-                f"{counted(rows.failed, 'row')} failed (see {paths.errors}); "
-                f"run again with: moedge jobs resume {ended.session.job_id} --failed"
-            )
-            return ExitCode.SOME_ROWS_FAILED
-        return ExitCode.OK
+            self._say(f"{counted(rows.failed, 'row')} failed (see {paths.errors}){_retry(rows, job_id)}")
+        if rows.cut:
+            self._say(_continuation(ended))
+        return ExitCode.SOME_ROWS_FAILED if rows.failed else ExitCode.OK
 
     def _stopped(self, ended: Ended, num_rows: int, requested: ExitCode | None) -> ExitCode:
         done, job_id = ended.summary.rows.total, ended.session.job_id
@@ -215,6 +248,26 @@ class JobView:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _retry(rows: Rows, job_id: str) -> str:
+    """The command that runs failed rows again, where that can help."""
+    if not any(ErrorCode(name).may_change for name in rows.errors):
+        return ""
+    return f"; run again with: moedge jobs resume {job_id} --failed"
+
+
+def _continuation(ended: Ended) -> str:
+    """The command that continues cut rows, with four times the tokens of the longest one."""
+    cut, most = ended.summary.rows.cut, ended.session.journal.state.longest_cut
+    return (
+        f"{_were(cut, 'row')} cut at max_tokens; continue with: "
+        f"moedge jobs resume {ended.session.job_id} --cut --max-tokens {4 * most}"
+    )
+
+
+def _were(number: int, noun: str) -> str:
+    return f"{counted(number, noun)} {'was' if number == 1 else 'were'}"
 
 
 def _are(number: int, noun: str) -> str:

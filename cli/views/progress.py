@@ -46,7 +46,7 @@ class SafeStream:
         return self._stream.fileno()
 
 
-SCHEMA = "moedge.events/3"
+SCHEMA = "moedge.events/4"
 
 
 class Events:

@@ -102,7 +102,7 @@ class Checked:
         spool = TokenSpool(claim.folder.path, self.preflight.num_rows)
         self.resources.callback(spool.close)
         bad = set(self.preflight.bad_rows)
-        rows = (file.row(row) for row in claim.rows_to_run() if row not in bad)
+        rows = (claim.cut.longer(file.row(row)) for row in claim.rows_to_run() if row not in bad)
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
@@ -261,7 +261,7 @@ class Running:
     def _file_rows(self) -> FileRows:
         measured, claim = self._planned.measured, self._checked.claim
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
-        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid))
+        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
     def _why_stop(self) -> str | None:
         failed, rows = self.session.journal.state.counts.failed, self._checked.preflight.num_rows

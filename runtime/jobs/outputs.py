@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...offload.atomic_file import AtomicFile, own_name
 from ..settings.errors import BadJournal, OutputExists, OutputRefused
@@ -110,11 +110,21 @@ def read_answers(journal: Path, state: JobState) -> Iterable[Done]:
     """Every answer and error so far, in the order of the input; one is in memory at a time."""
     with journal.open("rb") as file:
         for row, offset in state.answered():
-            file.seek(offset)
-            done = decode_done(file.readline()[HEAD_NBYTES:-1])
-            if done is None or done.row != row:
-                raise BadJournal(f"{journal} has no answer to row {row} at byte {offset}; the journal was changed")
-            yield done
+            yield _read_answer(file, row, offset)
+
+
+def read_answer(journal: Path, row: int, offset: int) -> Done:
+    """One answer, whose record begins at `offset`. Raises BadJournal."""
+    with journal.open("rb") as file:
+        return _read_answer(file, row, offset)
+
+
+def _read_answer(file: BinaryIO, row: int, offset: int) -> Done:
+    file.seek(offset)
+    done = decode_done(file.readline()[HEAD_NBYTES:-1])
+    if done is None or done.row != row:
+        raise BadJournal(f"{file.name} has no answer to row {row} at byte {offset}; the journal was changed")
+    return done
 
 
 def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:

@@ -32,12 +32,14 @@ from .stop import Limits
 class ResumeOptions:
     """How a job is resumed: with the rows that failed, although it was cancelled, and although settings differ.
 
-    `drift` names the settings that may differ from those that the job was started with.
+    `drift` names the settings that may differ from those that the job was started with. `cut_to` is the new max_tokens
+    of rows that were cut, which are then continued; None leaves them as they are.
     """
 
     failed: bool = False
     cancelled: bool = False
     drift: tuple[str, ...] = ()
+    cut_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

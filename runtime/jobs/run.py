@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
@@ -14,11 +15,12 @@ from ..rows.answer_formats import Answers, Completion, usage
 from ..rows.failure import ErrorCode, RowFailure
 from ..rows.reader import RowFile
 from ..rows.row import Row
-from ..sampling.params import FinishReason
+from ..sampling.params import FinishReason, SamplingParams, TokenLogprob
 from ..text.stream import TextStream
-from .encode import RowEncoder
+from .cut_rows import CutRows
+from .encode import Choices, RowEncoder
 from .journal.journal import Journal
-from .journal.record import Done
+from .journal.record import CutChoice, Done
 from .journal.state import JobState
 
 # Rows that go into work with one record of the journal.
@@ -45,6 +47,10 @@ class RowSource(Protocol):
         """16 hex digits that identify the line of a row."""
         ...
 
+    def partial(self, row: int) -> Items[CutChoice]:
+        """What an earlier run generated for each choice of a row that is continued; empty for one that starts anew."""
+        ...
+
 
 class FileRows:
     """The rows of an input file that are to be run, in waves.
@@ -53,10 +59,19 @@ class FileRows:
     that cannot be run, then every suspect by itself, then all others together.
     """
 
-    def __init__(self, state: JobState, file: RowFile, rows: Items[int], failed: Iterable[RowFailure] = ()) -> None:
-        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot."""
+    def __init__(
+        self,
+        state: JobState,
+        file: RowFile,
+        rows: Items[int],
+        failed: Iterable[RowFailure] = (),
+        cut: CutRows | None = None,
+    ) -> None:
+        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot; `cut` are
+        those of the rows that are continued."""
         self._state = state
         self._file = file
+        self._cut = cut or CutRows()
         self._waves = self._all_waves(rows, failed)
         self._wave: Iterator[Row | RowFailure] = iter(())
         self.exhausted = False
@@ -70,6 +85,9 @@ class FileRows:
     def digest(self, row: int) -> str:
         return self._file.index.digest(row)
 
+    def partial(self, row: int) -> Items[CutChoice]:
+        return self._cut.choices(row)
+
     def _all_waves(self, rows: Items[int], failed: Iterable[RowFailure]) -> Iterator[Iterator[Row | RowFailure]]:
         yield iter(failed)
         # Taken once: rows leave the suspects as they are answered.
@@ -77,12 +95,12 @@ class FileRows:
         for row in rows if isolated else ():
             if row in isolated:
                 yield map(self._suspect, [row])
-        yield (self._file.row(row) for row in rows if row not in isolated)
+        yield (self._cut.longer(self._file.row(row)) for row in rows if row not in isolated)
 
     def _suspect(self, row: int) -> Row | RowFailure:
         read, suspicion = self._file.row(row), self._state.suspects[row]
         if not suspicion.condemned:
-            return read
+            return self._cut.longer(read)
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
 
@@ -130,26 +148,48 @@ class RowRunner:
 
     def _start(self, row: Row | RowFailure) -> None:
         choices = row if isinstance(row, RowFailure) else self._encoder.encode(row)
+        before = () if isinstance(row, RowFailure) else self._source.partial(row.index)
         if isinstance(choices, RowFailure):
-            self._journal.done(self._failed(choices))
+            # A cut answer that cannot grow stays as it is.
+            if not before:
+                self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
         opened = _OpenRow(row, num_open=len(choices))
+        if before:
+            self._continue(opened, choices, before)
+            return
         # The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
         first: list[Sequence] = []
         for token_ids, params in choices:
-            text = self._encoder.tokenizer.stream(params.stop)
-            grammar = self._encoder.grammar(row)
-            sequence = Sequence(token_ids, params, self._eos_ids, text=text, grammar=grammar)
-            opened.sequences.append(sequence)
-            opened.texts.append(text)
-            self._open[sequence] = opened
+            sequence = self._sequence(opened, token_ids, params)
             if first and first[-1].prompt_ids == token_ids:
                 first[-1].forks.append(sequence)
             else:
                 first.append(sequence)
         for sequence in first:
             self._engine.add(sequence)
+
+    def _sequence(self, opened: _OpenRow, token_ids: list[int], params: SamplingParams) -> Sequence:
+        """A sequence for one choice of a row."""
+        text = self._encoder.tokenizer.stream(params.stop)
+        grammar = self._encoder.grammar(opened.row)
+        sequence = Sequence(token_ids, params, self._eos_ids, text=text, grammar=grammar)
+        opened.sequences.append(sequence)
+        opened.texts.append(text)
+        self._open[sequence] = opened
+        return sequence
+
+    def _continue(self, opened: _OpenRow, choices: Choices, before: Items[CutChoice]) -> None:
+        """Adds the choices that were cut, behind the tokens that they have; the others are whole already."""
+        for (token_ids, params), generated in zip(choices, before, strict=True):
+            sequence = self._sequence(opened, token_ids, params)
+            sequence.replay(generated.token_ids, map(_logprob, generated.logprobs))
+            if sequence.finished:
+                del self._open[sequence]
+                opened.num_open -= 1
+            else:
+                self._engine.add(sequence)
 
     def _finish(self, sequences: Iterable[Sequence]) -> None:
         """Writes the answers of all rows that a pass finished at once; a fault keeps those that came before it."""
@@ -169,13 +209,25 @@ class RowRunner:
         if broken is not None:
             return self._failed(_failure(broken, row))
         completions = [_completion(each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)]
+        cut = min((len(each.token_ids) for each in completions if each.finish_reason is FinishReason.LENGTH), default=0)
+        if cut and row.schema is not None:
+            done = self._failed(_incomplete(row, completions))
+        else:
+            outcome = Counter(str(each.finish_reason) for each in completions)
+            line = self._answers.answer(row, completions)
+            done = Done(row.index, False, 0, 0, self._source.digest(row.index), line, outcome)
         tokens = usage(completions, row.num_samples)
-        line = self._answers.answer(row, completions)
-        prompt, generated = tokens["prompt_tokens"], tokens["completion_tokens"]
-        return Done(row.index, False, prompt, generated, self._source.digest(row.index), line)
+        return replace(
+            done,
+            prompt_tokens=tokens["prompt_tokens"],
+            generated_tokens=tokens["completion_tokens"],
+            cut=cut,
+            choices=tuple(map(_choice, completions)) if cut else (),
+        )
 
     def _failed(self, failure: RowFailure) -> Done:
-        return Done(failure.index, True, 0, 0, self._source.digest(failure.index), self._answers.failure(failure))
+        line = self._answers.failure(failure)
+        return Done(failure.index, True, 0, 0, self._source.digest(failure.index), line, {str(failure.code): 1})
 
 
 def _failure(broken: Sequence, row: Row) -> RowFailure:
@@ -193,5 +245,22 @@ def _completion(sequence: Sequence, text: TextStream) -> Completion:
         sequence.finish_reason,
         len(sequence.prompt_ids),
         None if sequence.params.logprobs is None else tuple(sequence.logprobs),
-        cut=sequence.grammar is not None and sequence.finish_reason is FinishReason.LENGTH,
     )
+
+
+def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
+    message = (
+        f"the answer reached max_tokens ({row.params.max_tokens}) before its JSON was complete; continue it with "
+        "moedge jobs resume JOB --cut --max-tokens N"
+    )
+    failure = row.failure(ErrorCode.JSON_INCOMPLETE, message, "max_tokens")
+    return replace(failure, partial=tuple(each.text for each in completions))
+
+
+def _choice(completion: Completion) -> CutChoice:
+    return CutChoice(completion.token_ids, [astuple(each) for each in completion.logprobs or ()])
+
+
+def _logprob(fields: Items[Any]) -> TokenLogprob:
+    token_id, logprob, rank, top = fields
+    return TokenLogprob(token_id, logprob, rank, tuple((each, value) for each, value in top))

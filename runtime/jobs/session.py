@@ -28,6 +28,7 @@ from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFa
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
+from .cut_rows import CutRows
 from .folder import JobFolder, JobLock, now_text, regular_input
 from .journal.journal import Journal, Mark
 from .journal.state import JobState
@@ -112,6 +113,7 @@ class JobClaim:
         self.created = datetime.now().replace(microsecond=0)
         self.model_name = request.model
         self._retry: list[int] = []
+        self.cut = CutRows()
         if self._journal is not None:
             try:
                 self._check_resumable(self._journal.state)
@@ -121,6 +123,8 @@ class JobClaim:
             opened = self._journal.state.opened
             self.created, self.model_name = datetime.fromisoformat(opened["created_at"]), opened["model_name"]
             self._retry = self._journal.state.failed_rows if request.resume.failed else []
+            if request.resume.cut_to is not None:
+                self.cut = CutRows(folder.journal, self._journal.state, request.resume.cut_to)
 
     @property
     def job_id(self) -> str | None:
@@ -129,12 +133,14 @@ class JobClaim:
 
     @property
     def finished(self) -> bool:
-        return self._journal is not None and self._journal.state.finished and not self._retry
+        return self._journal is not None and self._journal.state.finished and not (self._retry or self.cut.rows)
 
     @property
     def num_done(self) -> int:
         """Rows that have answers and will keep them."""
-        return self._journal.state.counts.rows - len(self._retry) if self._journal is not None else 0
+        if self._journal is None:
+            return 0
+        return self._journal.state.counts.rows - len(self._retry) - len(self.cut.rows)
 
     @property
     def settings(self) -> Settings:
@@ -147,7 +153,7 @@ class JobClaim:
         if self._journal is None:
             rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
-            rows = merge(self._journal.state.pending(), self._retry)
+            rows = merge(self._journal.state.pending(), self._retry, self.cut.rows)
         return islice(rows, self.request.limits.max_rows)
 
     def begin(self, plan: Plan) -> JobSession:
@@ -209,6 +215,7 @@ class JobSession:
         self.folder = claim.folder
         self.journal = journal
         self._retry = retry
+        self._continued_before = journal.state.num_continued
         # Looked for after every pass: a path as text is found four times as fast.
         self._cancel = os.fspath(claim.folder.cancel)
 
@@ -229,6 +236,12 @@ class JobSession:
     def committed(self) -> Mark:
         return self.journal.committed
 
+    @property
+    def num_confirmed(self) -> int:
+        """Rows whose answer is on disk, less those that are still to be continued."""
+        mark = self.committed
+        return mark.ok + mark.failed - len(self.claim.cut.rows) + mark.continued - self._continued_before
+
     def key_offsets(self, shape: ModelShape) -> KeyOffsets | None:
         """The offsets of quantized keys that the job has used so far, where they are known."""
         return recall_offsets(self.folder.path, self.journal.state.key_offsets, shape)
@@ -244,8 +257,9 @@ class JobSession:
         ending = last_ending(self.journal.state, self.folder)
         self.folder.cancel.unlink(missing_ok=True)
         with CrashMarker(self.folder) as marker:
+            cut_to = self.claim.request.resume.cut_to
             process = {"pid": os.getpid(), "boot": boot_id(), "memory_kills": memory_kills()}
-            self.journal.start(ending, **process, at=now_text(), key_offsets=key_offsets)
+            self.journal.start(ending, **process, at=now_text(), key_offsets=key_offsets, cut_to=cut_to)
             if self._retry:
                 self.journal.retry(self._retry)
                 self._retry = []

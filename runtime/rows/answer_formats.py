@@ -22,17 +22,13 @@ TokenText = Callable[[int], tuple[str, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued.
-
-    `cut`: the text is the beginning of a JSON value, which `max_tokens` ended before it was whole.
-    """
+    """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
-    cut: bool = False
 
 
 def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, int]:
@@ -67,6 +63,7 @@ def openai_failure(failure: RowFailure) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
     status_code, kind = (500, "server_error") if failure.code in _NOT_THE_ROWS else (400, "invalid_request_error")
     content = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
+    content |= _partial(failure)
     return _line(failure.id, status_code, {"error": content})
 
 
@@ -83,12 +80,9 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
     chat = row.endpoint is Endpoint.CHAT
     choice: dict[str, Any] = {"index": index}
     if chat:
-        content = None if completion.cut else completion.text
-        choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
     else:
-        choice["text"] = "" if completion.cut else completion.text
-    if completion.cut:
-        choice["partial"] = completion.text
+        choice["text"] = completion.text
     shape = _chat_logprobs if chat else _completion_logprobs
     choice["logprobs"] = None if completion.logprobs is None else shape(completion.logprobs, token_text)
     choice["finish_reason"] = completion.finish_reason
@@ -136,13 +130,18 @@ def short_answer(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def short_failure(failure: RowFailure) -> dict[str, Any]:
-    return {"id": failure.id, "error": {"code": failure.code, "message": failure.message, "param": failure.param}}
+    content = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return {"id": failure.id, "error": content | _partial(failure)}
+
+
+def _partial(failure: RowFailure) -> dict[str, str | list[str]]:
+    """The text so far; a list of texts for a row of several choices."""
+    texts = failure.partial
+    return {"partial": texts[0] if len(texts) == 1 else list(texts)} if texts else {}
 
 
 def _short_choice(row: Row, completion: Completion) -> dict[str, Any]:
-    choice: dict[str, Any] = {"text": None if completion.cut else completion.text}
-    if completion.cut:
-        choice["partial"] = completion.text
+    choice: dict[str, Any] = {"text": completion.text}
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)

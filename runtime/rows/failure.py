@@ -43,8 +43,14 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_JSON_SCHEMA = "invalid_json_schema"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    JSON_INCOMPLETE = "json_incomplete"
     NUMERICAL_ERROR = "numerical_error"
     WORKER_CRASHED = "worker_crashed"
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a run of the same row on this or another machine may answer it."""
+        return self in _MAY_CHANGE
 
     @property
     def severity(self) -> Severity:
@@ -67,9 +73,12 @@ _ROW = {
     ErrorCode.UNSUPPORTED_PARAMETER,
     ErrorCode.INVALID_JSON_SCHEMA,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    ErrorCode.JSON_INCOMPLETE,
     ErrorCode.NUMERICAL_ERROR,
     ErrorCode.WORKER_CRASHED,
 }
+# The context length is also bounded by the memory that the KV cache gets.
+_MAY_CHANGE = {ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,8 @@ class RowFailure:
     """The error of one row, and its line and id.
 
     `param` is the field at fault, in the words of the row. `index` counts rows from 0, `line` counts the lines of the
-    file from 1; line 0 is the whole file. `short` says in which form the error is answered.
+    file from 1; line 0 is the whole file. `short` says in which form the error is answered. `partial` is the text that
+    was generated until then, by choice.
     """
 
     code: ErrorCode
@@ -87,6 +97,7 @@ class RowFailure:
     line: int = 0
     id: str = ""
     short: bool = False
+    partial: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"line {self.line}" if self.line else "file"
