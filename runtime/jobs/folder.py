@@ -138,7 +138,7 @@ def _open_lock(folder: JobFolder) -> int | None:
         holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise JobInUse(
-            f"{folder.path} is in use by another process ({holder or 'just started'}); wait until it has ended, "
+            f"{folder.path} is in use by another process ({_holder(holder)}); wait until it has ended, "
             "or stop it with `moedge jobs cancel`"
         ) from None
     os.close(descriptor)
@@ -158,6 +158,15 @@ def is_locked(folder: JobFolder) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _holder(text: str) -> str:
+    """`process 12 on host box`, of the content of a lock."""
+    try:
+        found = json.loads(text)
+        return f"process {found['pid']} on {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "just started"
 
 
 def _this_process() -> dict[str, str | int]:

@@ -35,11 +35,11 @@ from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import seekable
 from .job_plan import plan_job, remember
-from .outputs import OutputPaths, claim_output
+from .outputs import OutputPaths, PartialFile, claim_output
 from .report import summarise, summarise_rows
 from .request import BatchRequest, identity
 from .run import FileRows, RowRunner, RowSource
-from .session import JobClaim, JobInput, JobSession, lock_folder
+from .session import JobClaim, JobInput, JobSession, lock_folder, start_over
 from .stop import StallGuard, StopRule
 from .summary import RunSummary, Seconds
 
@@ -70,6 +70,8 @@ class Checked:
             rows = JobInput.check(request, folder)
             if rows.preflight.refused(request.lenient):
                 raise InputRefused(rows.preflight.report(request.lenient))
+            if request.resume.overwrite:
+                start_over(folder, paths)
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
@@ -229,8 +231,11 @@ class Running:
         begun, session, engine, heap = time.perf_counter(), self.session, self._loaded.engine, Heap()
         stacks = session.folder.stacks
         with session.working(engine.key_offsets), StallGuard(self._work, engine.streamed, stacks) as guard:
+            partial = self._partial_file()
             for _ in guard.watched(self._runner().passes()):
                 heap.after_pass()
+                if partial is not None:
+                    partial.update()
                 self._seconds = time.perf_counter() - begun
                 yield
                 self.stopped_because = self._why_stop()
@@ -249,6 +254,14 @@ class Running:
             self.session.stop(reason)
         summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
         return Ended(self.session, self._checked.paths, summary, reason, over)
+
+    def _partial_file(self) -> PartialFile | None:
+        """The file that grows with the answers, where it is asked for; closed with the job."""
+        if not self._checked.request.follow:
+            return None
+        file = PartialFile(self.session.journal, self.session.folder, self._checked.paths)
+        self._checked.resources.callback(file.close)
+        return file
 
     def _runner(self) -> RowRunner:
         measured, shape, claim = self._planned.measured, self._checked.source.shape, self._checked.claim

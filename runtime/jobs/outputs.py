@@ -69,7 +69,7 @@ def _claim(
         raise OutputRefused(f"{out}: output is not compressed; drop .gz")
     if out.suffix == ".job":
         raise OutputRefused(f"{out}: .job names the folder of a job; choose another output name")
-    _check_folder(out.parent, model_path)
+    check_folder(out.parent, model_path)
     _check_names(paths)
     for path in (paths.out, paths.errors, paths.partial):
         if path.exists() and Path(input_path).exists() and path.samefile(input_path):
@@ -89,7 +89,8 @@ def _check_names(paths: OutputPaths) -> None:
             raise OutputRefused(f"{path.name} has more than {limit} bytes; choose a shorter output name")
 
 
-def _check_folder(folder: Path, model_path: str | os.PathLike[str] | None) -> None:
+def check_folder(folder: Path, model_path: str | os.PathLike[str] | None = None) -> None:
+    """Raises OutputRefused where no output can be written."""
     if not folder.is_dir():
         raise OutputRefused(f"the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -171,6 +172,13 @@ def is_exported(state: JobState, paths: OutputPaths) -> bool:
     return _sha256(paths.out) == wanted.out and _sha256(paths.errors) == wanted.errors
 
 
+def refuse_foreign_outputs(state: JobState, paths: OutputPaths) -> None:
+    """Raises OutputExists for an output that is not what the job wrote last."""
+    before = Exported(**_hashes(state.exported))
+    _refuse_foreign(paths.out, {before.out})
+    _refuse_foreign(paths.errors, {before.errors})
+
+
 def _hashes(record: Any) -> dict[str, str | None]:
     return {name: (record or {}).get(name) for name in ("out", "errors")}
 
@@ -192,6 +200,36 @@ def _sha256(path: Path) -> str | None:
         while data := file.read(1 << 20):
             digest.update(data)
     return digest.hexdigest()
+
+
+class PartialFile:
+    """The partial file of a running job, to which answers are appended as soon as they are on disk.
+
+    It begins with every answer so far, in input order. A row that is continued has a second line, which counts.
+    """
+
+    def __init__(self, journal: Journal, folder: JobFolder, paths: OutputPaths) -> None:
+        self._journal = journal
+        journal.sync()
+        export_partial(folder.journal, journal.state, paths.partial)
+        self._position = journal.committed.end
+        self._source = folder.journal.open("rb")
+        self._target = paths.partial.open("ab")
+
+    def update(self) -> None:
+        """Appends what was confirmed since the last call."""
+        end = self._journal.committed.end
+        self._source.seek(self._position)
+        while self._position < end:
+            record = self._source.readline()
+            self._position += len(record)
+            if (done := decode_done(record[HEAD_NBYTES:-1])) is not None:
+                self._target.write(done.line.encode("ascii") + b"\n")
+        self._target.flush()
+
+    def close(self) -> None:
+        self._source.close()
+        self._target.close()
 
 
 class _HashedFile:

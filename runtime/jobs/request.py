@@ -33,18 +33,23 @@ class ResumeOptions:
     """How a job is resumed: with the rows that failed, although it was cancelled, and although settings differ.
 
     `drift` names the settings that may differ from those that the job was started with. `cut_to` is the new max_tokens
-    of rows that were cut, which are then continued; None leaves them as they are.
+    of rows that were cut, which are then continued; None leaves them as they are. `overwrite` removes the job and its
+    outputs and starts over.
     """
 
     failed: bool = False
     cancelled: bool = False
     drift: tuple[str, ...] = ()
     cut_to: int | None = None
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file."""
+    """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file.
+
+    `follow`: rows are appended to the partial file as soon as their answers are on disk.
+    """
 
     model: str
     input: Path
@@ -57,6 +62,7 @@ class BatchRequest:
     lenient: bool = False
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
+    follow: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The identity of the job; budgets, limits and expert streaming belong to a single run."""
@@ -130,12 +136,18 @@ def _refuse(
 ) -> None:
     different = [name for name in recorded if name not in accepted and found.get(name) != recorded[name]]
     if different:
-        changes = ", ".join(f"{name} {recorded[name]} -> {found.get(name)}" for name in different)
+        changes = ", ".join(f"{name} {_brief(recorded[name])} -> {_brief(found.get(name))}" for name in different)
         accept = " ".join(f"--accept-drift {name}" for name in different)
         raise JobMismatch(
             f"{paths.out} belongs to job {opened['id']}, started with other settings: {changes}. Use the old settings, "
-            f"another -o, or start over: rm -r {paths.job} {paths.out}. To continue anyway: {accept}"
+            f"another -o, or start over with moedge batch --overwrite. To continue anyway: {accept}"
         )
+
+
+def _brief(value: Any) -> str:
+    """A hash by its first digits; anything else as it is."""
+    text = str(value)
+    return text[:12] if len(text) == 64 and text.isalnum() else text
 
 
 def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity:

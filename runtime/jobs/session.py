@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from ...offload.stream.lane import StreamBroken
 from ..plan.placement import Plan
-from ..rows.input_file import Fingerprint
+from ..rows.input_file import Fingerprint, prefix_digest, zipped
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
@@ -31,8 +31,9 @@ from ..weights.key_offsets import KeyOffsets
 from .cut_rows import CutRows
 from .folder import JobFolder, JobLock, now_text, regular_input
 from .journal.journal import Journal, Mark
-from .journal.state import JobState
-from .outputs import OutputPaths, export, export_partial, is_exported, read_answers
+from .journal.record import FINISHED
+from .journal.state import JobState, read_state
+from .outputs import OutputPaths, export, export_partial, is_exported, read_answers, refuse_foreign_outputs
 from .request import BatchRequest, Identity, recall_offsets, resolved, settle, settle_offsets
 from .status import register
 from .stop import CrashMarker, boot_id, last_ending, memory_kills
@@ -63,6 +64,9 @@ class JobInput:
     @classmethod
     def check(cls, request: BatchRequest, folder: JobFolder) -> Self:
         """Reads every row once, and keeps what comes through a pipe. Raises InputUnreadable, InputChanged."""
+        if request.resume.overwrite:
+            # It is what came through the pipe the last time.
+            folder.input.unlink(missing_ok=True)
         path = regular_input(request.input, folder)
         return cls(path, request.defaults, preflight(path, request.defaults))
 
@@ -78,11 +82,19 @@ class JobInput:
 
     def _refuse_other(self, found: Preflight, folder: JobFolder, state: JobState) -> None:
         opened = state.opened
-        if not found.fingerprint.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
+        before = Fingerprint(**opened["input"], mtime_ns=0)
+        if not found.fingerprint.same_content(before) and not self._grew(found, before, state.num_rows):
             raise InputChanged(
                 f"{self.path} is not the input that job {opened['id']} was started with: "
                 f"{_where_changed(found.index, folder, state)}. Put it back as it was, or choose another output name"
             )
+
+    def _grew(self, found: Preflight, before: Fingerprint, num_rows: int) -> bool:
+        """Whether rows were added behind those of before and nothing else changed. Not looked for in packed files."""
+        if found.num_rows <= num_rows or found.index.span(num_rows)[0] < before.nbytes:
+            return False
+        with self.path.open("rb") as file:
+            return not zipped(file) and prefix_digest(file, before.nbytes) == before.sha256
 
 
 def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
@@ -92,6 +104,32 @@ def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
         if done.input != rows.digest(done.row):
             return f"line {rows.line_number(done.row)} differs from the row that was answered"
     return "rows that have no answer yet were added, removed or edited"
+
+
+def start_over(folder: JobFolder, paths: OutputPaths) -> None:
+    """Removes the journal and the outputs of the job in `folder`, which is locked and keeps its lock and its input.
+
+    Raises JobMismatch, OutputExists where an output is not what the job wrote.
+    """
+    if not folder.begun:
+        return
+    state = read_state(folder.journal)
+    _refuse_other_output(folder, state, paths)
+    refuse_foreign_outputs(state, paths)
+    for path in (paths.out, paths.errors, paths.partial):
+        path.unlink(missing_ok=True)
+    kept = {folder.lock, folder.input}
+    # The journal last: as long as it is there, the folder is that of a job.
+    for path in sorted(folder.path.iterdir(), key=lambda each: each == folder.journal):
+        if path not in kept and not path.is_dir():
+            path.unlink()
+
+
+def _refuse_other_output(folder: JobFolder, state: JobState, paths: OutputPaths) -> None:
+    if str(paths.out.resolve()) != state.opened["request"]["output"]:
+        raise JobMismatch(
+            f"{folder.path} belongs to the output {state.opened['request']['output']}; choose another output name"
+        )
 
 
 class JobClaim:
@@ -133,7 +171,14 @@ class JobClaim:
 
     @property
     def finished(self) -> bool:
-        return self._journal is not None and self._journal.state.finished and not (self._retry or self.cut.rows)
+        if self._journal is None or self._retry or self.cut.rows:
+            return False
+        return self._journal.state.finished and not self.num_added
+
+    @property
+    def num_added(self) -> int:
+        """Rows that were appended to the input of a job since it was run last."""
+        return 0 if self._journal is None else max(0, self.rows.preflight.num_rows - self._journal.state.num_rows)
 
     @property
     def num_done(self) -> int:
@@ -153,7 +198,8 @@ class JobClaim:
         if self._journal is None:
             rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
-            rows = merge(self._journal.state.pending(), self._retry, self.cut.rows)
+            known, now = self._journal.state.num_rows, self.rows.preflight.num_rows
+            rows = merge(self._journal.state.pending(), self._retry, self.cut.rows, range(known, now))
         return islice(rows, self.request.limits.max_rows)
 
     def begin(self, plan: Plan) -> JobSession:
@@ -168,6 +214,8 @@ class JobClaim:
         self._identity.refuse_resolved(
             self._journal.state.opened, resolved(plan), self.request.resume.drift, self.paths
         )
+        if self.num_added:
+            self._journal.extend(**self._input())
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:
@@ -182,25 +230,25 @@ class JobClaim:
     def _check_resumable(self, state: JobState) -> None:
         """Refuses a request for another job than the one that has this folder."""
         opened = state.opened
-        if str(self.paths.out.resolve()) != opened["request"]["output"]:
-            raise JobMismatch(
-                f"{self.folder.path} belongs to the output {opened['request']['output']}; choose another output name"
-            )
+        _refuse_other_output(self.folder, state, self.paths)
         self.rows.refuse_other(self.folder, state)
         self._identity.refuse_other(opened, self.request.settings, self.request.resume.drift, self.paths)
         if state.cancelled is not None and not self.request.resume.cancelled:
             raise JobMismatch(f"job {opened['id']} was cancelled; resume it with `moedge jobs resume {opened['id']}`")
 
+    def _input(self) -> dict[str, Any]:
+        """What the journal records of the input."""
+        found = self.rows.preflight
+        content = {"nbytes": found.fingerprint.nbytes, "sha256": found.fingerprint.sha256}
+        return {"num_rows": found.num_rows, "input": content, "endpoints": found.rows}
+
     def _opened(self, plan: Plan) -> dict[str, Any]:
         name = os.fsencode(self.folder.path.resolve()) + f":{self.created}:{os.getpid()}".encode()
-        found = self.rows.preflight
         return {
             "id": blake2b(name, digest_size=4).hexdigest(),
             "created_at": self.created.isoformat(),
-            "num_rows": found.num_rows,
-            "input": {"nbytes": found.fingerprint.nbytes, "sha256": found.fingerprint.sha256},
+            **self._input(),
             "identity": {**self._identity.facts, **resolved(plan)},
-            "endpoints": found.rows,
             "model_name": self.model_name,
             "request": self.request.as_json(),
         }
@@ -292,7 +340,7 @@ class JobSession:
             with _disk_errors(paths.out):
                 export(self.journal, self.folder, paths)
         if state.running:
-            self.journal.stop("finished")
+            self.journal.stop(FINISHED)
         self.folder.ballast.unlink(missing_ok=True)
 
     def stop(self, reason: str) -> None:

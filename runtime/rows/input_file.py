@@ -73,6 +73,15 @@ class Fingerprint:
         return (self.nbytes, self.sha256) == (other.nbytes, other.sha256)
 
 
+def prefix_digest(file: BinaryIO, nbytes: int) -> str:
+    """sha256 (hex) of the first `nbytes` of a file, from where it is."""
+    digest = sha256()
+    while nbytes and (data := file.read(min(nbytes, _CHUNK_NBYTES))):
+        digest.update(data)
+        nbytes -= len(data)
+    return digest.hexdigest()
+
+
 class HashingReader(RawIOBase):
     """A reader that hashes the bytes of a file while it reads them."""
 

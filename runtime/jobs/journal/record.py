@@ -18,6 +18,8 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 VERSION = 2
+# The reason in the stop record of a job whose every row has its answer.
+FINISHED = "finished"
 # What precedes a record's JSON: eight hex digits and a blank.
 HEAD_NBYTES = 9
 _DONE = re.compile(
