@@ -9,12 +9,16 @@ from typing import Annotated
 import typer
 
 from .options import options
+from .options.paths import writable_file
 
 
 def batch(
     model: options.MODEL,
     input_file: options.INPUT,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers, in the order of the input.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", callback=writable_file, help="File for the answers, in the order of the input."),
+    ],
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -38,6 +42,10 @@ def batch(
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,
     accept_drift: options.ACCEPT_DRIFT = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start over: remove the job of this output and its files first.")
+    ] = False,
+    partial: options.PARTIAL = False,
     summary: options.SUMMARY = None,
     progress: options.PROGRESS = options.Progress.AUTO,
     output_format: options.FORMAT = options.Format.HUMAN,
@@ -67,7 +75,8 @@ def batch(
         experts=options.experts(stream, hold),
         limits=Limits(until, max_rows, max_failures),
         lenient=lenient,
-        resume=ResumeOptions(drift=tuple(accept_drift or ())),
+        resume=ResumeOptions(drift=tuple(accept_drift or ()), overwrite=overwrite),
         plan=plan,
+        follow=partial,
     )
     raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))

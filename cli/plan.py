@@ -19,6 +19,7 @@ from rich.text import Text
 from ..offload.errors import ExitCode
 from ..runtime.settings.errors import counted
 from .options import options
+from .options.paths import own_file, readable_file
 from .views.formatting import count, duration, gib, kernel_lines
 
 if TYPE_CHECKING:
@@ -32,11 +33,17 @@ ROWS = Annotated[int, typer.Option("--rows", min=1, help="Number of rows, withou
 PROMPT_TOKENS = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens per prompt, without INPUT.")]
 OUTPUT_TOKENS = Annotated[int, typer.Option("--output-tokens", min=1, help="Tokens per answer, without INPUT.")]
 MACHINE = Annotated[
-    Path | None, typer.Option("--machine", help="Plan for the machine that `moedge doctor --json` wrote to this file.")
+    Path | None,
+    typer.Option(
+        "--machine", callback=readable_file, help="Plan for the machine that `moedge doctor --json` wrote to this file."
+    ),
 ]
 EXPLAIN = Annotated[bool, typer.Option("--explain", help="Explain which alternatives were compared.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON: docs/plan.md.")]
-SAVE = Annotated[Path | None, typer.Option("--save", help="Write the plan to this file, for `moedge batch --plan`.")]
+SAVE = Annotated[
+    Path | None,
+    typer.Option("--save", callback=own_file, help="Write the plan to this file, for `moedge batch --plan`."),
+]
 
 
 def plan(
@@ -72,6 +79,8 @@ def plan(
 
     headers = read_headers(model)
     size = None if input_file is None else measured_job(headers, input_file, max_tokens)
+    if size is not None:
+        size.refuse_if_none_runs(str(input_file))
     workload = equal_rows(rows, prompt_tokens, output_tokens) if size is None else size.shape()
     settings = Settings(
         dtype=dtype,

@@ -10,13 +10,17 @@ from rich.console import Console
 
 from ..offload.errors import ExitCode
 from .options import options
+from .options.paths import new_folder
 from .views.formatting import duration, gib
 
 
 def prepare(
     model: options.MODEL,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write; by default one in the user's cache.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=new_folder, help="Folder to write; by default one in the user's cache."
+        ),
     ] = None,
     quant: options.QUANT = options.Quant.NF4,
     dtype: options.DTYPE = options.DType.AUTO,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...offload.budget import BadSize, parse_size
+from .paths import new_folder, own_file, readable_file
 
 if TYPE_CHECKING:
     from ...moe.streaming_mode import ExpertOptions
@@ -177,7 +178,7 @@ MAX_SEQUENCES = Annotated[
 ]
 PLAN = Annotated[
     Path | None,
-    typer.Option("--plan", help="Run a plan written by `moedge plan --save` on this machine."),
+    typer.Option("--plan", callback=readable_file, help="Run a plan written by `moedge plan --save` on this machine."),
 ]
 LENIENT = Annotated[
     bool,
@@ -236,6 +237,7 @@ DISK_DIR = Annotated[
         "--disk-dir",
         envvar="MOEDGE_DISK_DIR",
         show_envvar=False,
+        callback=new_folder,
         help="Folder for prepared weights; the user's cache by default.",
     ),
 ]
@@ -270,7 +272,13 @@ ACCEPT_DRIFT = Annotated[
         help="Continue although this setting differs from the original job (repeatable).",
     ),
 ]
-SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write a summary of the run to this file, as JSON.")]
+SUMMARY = Annotated[
+    Path | None,
+    typer.Option("--summary", callback=own_file, help="Write a summary of the run to this file, as JSON."),
+]
+PARTIAL = Annotated[
+    bool, typer.Option("--partial", help="Append answers to OUT's name with .partial.jsonl while the job runs.")
+]
 PROGRESS = Annotated[
     Progress,
     typer.Option(

@@ -13,6 +13,7 @@ from rich.table import Table
 from ...offload.errors import ExitCode
 from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
+from ...runtime.jobs.session import CANCELLED
 from ...runtime.jobs.summary import Percentiles, Rows, RunSummary
 from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
@@ -133,7 +134,8 @@ class JobView:
         self._say(found.report(checked.request.lenient))
         if checked.claim.job_id is not None:
             left = found.num_rows - done
-            self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
+            added = f" ({checked.claim.num_added:,} of them new)" if checked.claim.num_added else ""
+            self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do{added}")
         measured = checked.measure()
         self._say_size(measured)
         planned = measured.plan()
@@ -241,8 +243,13 @@ class JobView:
     def _stopped(self, ended: Ended, num_rows: int, requested: ExitCode | None) -> ExitCode:
         done, job_id = ended.summary.rows.total, ended.session.job_id
         why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
-        self._say(f"{why}: {done:,} of {counted(num_rows, 'row')} done ({ended.paths.partial}).")
-        self._say(f"Resume with the same command, or: moedge jobs resume {job_id}")
+        cancelled = requested is None and ended.reason == CANCELLED
+        self._say(
+            f"{'Cancelled' if cancelled else why}: {done:,} of {counted(num_rows, 'row')} done ({ended.paths.partial})."
+        )
+        command = f"moedge jobs resume {job_id}"
+        # The same command is refused after a cancel, so that no cron job undoes it.
+        self._say(f"Resume with: {command}" if cancelled else f"Resume with the same command, or: {command}")
         self._events.emit("stopped", reason=ended.reason, id=job_id, done=done)
         return requested or ExitCode.STOPPED
 

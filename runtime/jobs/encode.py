@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.placement import Workload
-from ..rows.failure import ErrorCode, RowFailure
+from ..rows.failure import CommonReasons, ErrorCode, RowFailure
 from ..rows.fields import invalid_schema
 from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
-from ..settings.errors import PromptError
+from ..settings.errors import InputRefused, PromptError
 from ..text.tokenizer import Tokenizer
 
 # Token ids and settings of each of a row's choices, in the order of its answer.
@@ -179,12 +179,22 @@ class JobSize:
     too_long: int = 0
     # Rows by the tokens that their longest sequence may come to.
     lengths: Counter[int] = field(default_factory=Counter)
+    failures: CommonReasons = field(default_factory=CommonReasons)
+
+    def refuse_if_none_runs(self, path: str) -> None:
+        """Raises InputRefused, with the reason, where no row of the file can run, or most fail for one reason."""
+        most = self.failures.commonest()
+        if not self.rows:
+            raise InputRefused(f"{path} contains no rows")
+        if most is not None and (not self.lengths or most.of_most(self.rows)):
+            raise InputRefused(f"{path}: nothing was run: {most.sentence(self.rows)}")
 
     def add(self, choices: Choices | RowFailure) -> int:
         """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
         self.rows += 1
         if isinstance(choices, RowFailure):
             self.too_long += choices.code == "context_length_exceeded"
+            self.failures.add(choices)
             return 0
         self.sequences += len(choices)
         self.prompt_tokens += sum(len(token_ids) for token_ids, _ in choices)

@@ -108,6 +108,9 @@ class Checked:
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
+        if claim.job_id is None:
+            # A job that has begun has answers to come, or rows that were already counted as errors.
+            size.refuse_if_none_runs(self.preflight.path)
         return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()))
 
     def __enter__(self) -> Self:

@@ -38,6 +38,8 @@ from .request import BatchRequest, Identity, recall_offsets, resolved, settle, s
 from .status import register
 from .stop import CrashMarker, boot_id, last_ending, memory_kills
 
+# Why a job stops that `moedge jobs cancel` asked to.
+CANCELLED = "it was cancelled"
 # What ends a process without a row being to blame.
 _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterrupt)
 
@@ -330,7 +332,7 @@ class JobSession:
             return None
         self.folder.cancel.unlink(missing_ok=True)
         self.journal.cancel(at=now_text())
-        return "it was cancelled"
+        return CANCELLED
 
     def finish(self) -> None:
         """Publishes the answers. Raises InputChanged where the input differs from the row that was answered."""

@@ -5,6 +5,7 @@ A `RowFailure` is the only form of it, from the line that was read to the line t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -102,6 +103,50 @@ class RowFailure:
     def __str__(self) -> str:
         where = f"line {self.line}" if self.line else "file"
         return f"{where}: {self.code}: {self.message}"
+
+
+# A job of fewer bad rows runs: their errors are soon read.
+LEAST_COMMON = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CommonFailure:
+    """The most frequent reason of failures: how many rows have it, and the first of them."""
+
+    count: int
+    first: RowFailure
+
+    def of_most(self, num_rows: int) -> bool:
+        """Whether more than half of the rows fail for it, and enough of them to look like one mistake."""
+        return self.count >= LEAST_COMMON and 2 * self.count > num_rows
+
+    def sentence(self, num_rows: int) -> str:
+        """What is wrong with the rows, and what to change."""
+        rows = "the only row fails" if num_rows == 1 else f"{self.count:,} of {num_rows:,} rows fail"
+        return f"{rows} with {self.first.code}: {self.first.message} (first: line {self.first.line})"
+
+
+class CommonReasons:
+    """Counts failures by reason: their code and the field at fault."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str | None]] = Counter()
+        self._first: dict[tuple[str, str | None], RowFailure] = {}
+
+    def add(self, failure: RowFailure) -> None:
+        reason = failure.code, failure.param
+        # A hostile file has as many reasons as rows: those that come late are not the commonest.
+        if reason in self._first or len(self._first) < _MOST_REASONS:
+            self._first.setdefault(reason, failure)
+            self._counts[reason] += 1
+
+    def commonest(self) -> CommonFailure | None:
+        """None if no row failed."""
+        found = self._counts.most_common(1)
+        return CommonFailure(found[0][1], self._first[found[0][0]]) if found else None
+
+
+_MOST_REASONS = 1000
 
 
 class InvalidRow(Exception):

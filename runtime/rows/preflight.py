@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 
 from ..settings.errors import counted
-from .failure import ErrorCode, RowFailure, Severity
+from .failure import CommonFailure, CommonReasons, ErrorCode, RowFailure, Severity
 from .input_file import Fingerprint, HashingReader, open_regular
 from .reader import RowIndex, rows_from
 from .row import Defaults, Endpoint, Row
@@ -48,6 +48,7 @@ class Preflight:
     line_problems: Problems
     row_problems: Problems
     bad_rows: Items[int] = ()
+    commonest: CommonFailure | None = None
     index: RowIndex = field(default_factory=RowIndex)
 
     @property
@@ -57,7 +58,18 @@ class Preflight:
 
     def refused(self, lenient: bool = False) -> bool:
         """Whether the job must not start (exit code 7)."""
-        return self.file_problems.total > 0 or (not lenient and self.line_problems.total > 0)
+        return (
+            self.file_problems.total > 0
+            or (not lenient and self.line_problems.total > 0)
+            or self.hopeless(lenient) is not None
+        )
+
+    def hopeless(self, lenient: bool = False) -> str | None:
+        """Why a job of these rows is not worth a model, in a sentence: no row can run, or most fail for one reason."""
+        most = self.commonest
+        if most is None or not (len(self.bad_rows) == self.num_rows or (not lenient and most.of_most(self.num_rows))):
+            return None
+        return f"Nothing was run: {most.sentence(self.num_rows)}"
 
     def report(self, lenient: bool = False) -> str:
         """A report for the user: the counts, then the errors that refuse the input, then the others."""
@@ -65,8 +77,10 @@ class Preflight:
         text = [f"{self.path}: {counted(self.num_rows, 'row')} ({kinds})"]
         for problems in (self.file_problems, self.line_problems, self.row_problems):
             text.extend(problems.lines())
-        if self.refused(lenient) and not self.file_problems.total:
-            text.append("Nothing was run. Fix these lines, or pass --lenient to write them as error rows")
+        if not self.refused(lenient) or self.file_problems.total:
+            return "\n".join(text)
+        hopeless = self.hopeless(lenient)
+        text.append(hopeless or "Nothing was run. Fix these lines, or pass --lenient to write them as error rows")
         return "\n".join(text)
 
 
@@ -103,11 +117,13 @@ class _Tally:
         self._rows: Counter[Endpoint] = Counter()
         self._codes: Counter[ErrorCode] = Counter()
         self._first: dict[Severity, list[RowFailure]] = {severity: [] for severity in Severity}
+        self._reasons = CommonReasons()
 
     def add(self, row: Row | RowFailure) -> None:
         self.num_rows += 1
         if isinstance(row, RowFailure):
             self._note(row)
+            self._reasons.add(row)
             self._bad_rows.append(row.index)
         else:
             self._rows[row.endpoint] += 1
@@ -124,6 +140,7 @@ class _Tally:
             line_problems=self._problems(Severity.LINE),
             row_problems=self._problems(Severity.ROW),
             bad_rows=self._bad_rows,
+            commonest=self._reasons.commonest(),
             index=self.index,
         )
 
