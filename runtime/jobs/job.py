@@ -108,7 +108,7 @@ class Checked:
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
-        if claim.job_id is None:
+        if claim.job_id is None and self.request.limits.max_rows is None:
             # A job that has begun has answers to come, or rows that were already counted as errors.
             size.refuse_if_none_runs(self.preflight.path)
         return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()))

@@ -50,8 +50,10 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert cli("jobs", "ls") == 0
     listed = capsys.readouterr().out
     assert "stopped" in listed
-    assert "4/12 rows" in listed
-    job_id = listed.split()[0]
+    header, line = listed.splitlines()
+    assert header.split() == ["ID", "STATUS", "DONE", "FAILED", "STARTED", "MODEL", "OUTPUT"]
+    assert "4/12" in line
+    job_id = line.split()[0]
     assert cli("jobs", "show", job_id) == 0
     assert "4 answered, 0 failed, 8 to do" in capsys.readouterr().out
     assert cli("jobs", "export", job_id[:5], "-o", tmp_path / "now.jsonl") == 0
@@ -68,6 +70,17 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert "11 answers in" in capsys.readouterr().err
     assert cli(*batch, "--max-tokens", 9) == 2
     assert "max_tokens 256 -> 9" in capsys.readouterr().err
+    assert cli(*batch, "--max-tokens", 9, "--temperature", 1) == 2
+    refused = capsys.readouterr().err
+    assert "max_tokens 256 -> 9, temperature 0.0 -> 1.0" in refused
+    assert "--overwrite" in refused
+    assert cli("jobs", "export", job_id) == 0
+    assert "the job is finished" in capsys.readouterr().out
+    assert not (tmp_path / "out.partial.jsonl").exists()
+    assert cli("jobs", "show", job_id) == 0
+    shown = capsys.readouterr().out
+    assert f"model                  {batch[1]}" in shown
+    assert "1 unsupported_parameter" in shown
     assert cli("jobs", "show", tmp_path / "out.jsonl", "--json") == 0
     assert json.loads(capsys.readouterr().out)["status"] == "completed"
     assert cli("jobs", "repair", job_id) == 0
