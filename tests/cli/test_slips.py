@@ -33,7 +33,7 @@ def path_options() -> list[Any]:
         if name == ("batch",):
             needed += ["-o", "fine.jsonl"]
         for option in command.params:
-            if option.param_type_name == "option" and type(option.type).__name__ in ("TyperPath", "Path"):
+            if option.param_type_name == "option" and option.type_descriptor.annotation is Path:
                 found.append(pytest.param(name, option, needed, id=" ".join([*name, option.opts[0]])))
     return found
 
