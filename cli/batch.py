@@ -11,14 +11,19 @@ import typer
 from .options import options
 from .options.paths import writable_file
 
+OUTPUT = Annotated[
+    Path,
+    typer.Option("--output", "-o", callback=writable_file, help="File for the answers, in the order of the input."),
+]
+OVERWRITE = Annotated[
+    bool, typer.Option("--overwrite", help="Start over: remove the job of this output and its files first.")
+]
+
 
 def batch(
     model: options.MODEL,
     input_file: options.INPUT,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", callback=writable_file, help="File for the answers, in the order of the input."),
-    ],
+    output: OUTPUT,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     compute: options.COMPUTE = options.Arithmetic.AUTO,
@@ -42,9 +47,7 @@ def batch(
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,
     accept_drift: options.ACCEPT_DRIFT = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start over: remove the job of this output and its files first.")
-    ] = False,
+    overwrite: OVERWRITE = False,
     partial: options.PARTIAL = False,
     summary: options.SUMMARY = None,
     progress: options.PROGRESS = options.Progress.AUTO,

@@ -62,7 +62,7 @@ def openai_answer(
 def openai_failure(failure: RowFailure) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
     status_code, kind = (500, "server_error") if failure.code in _NOT_THE_ROWS else (400, "invalid_request_error")
-    content = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
+    content: dict[str, Any] = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
     content |= _partial(failure)
     return _line(failure.id, status_code, {"error": content})
 

@@ -104,7 +104,7 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
     if match is None:
         return None
     row, failed, prompt, generated, digest, outcome, cut, nbytes = match.groups()
-    line, choices = "", ()
+    line, choices = "", tuple[CutChoice, ...]()
     if with_line:
         end = match.end() + int(nbytes)
         line, choices = payload[match.end() : end].decode("ascii"), _decode_choices(payload[end:-1])
