@@ -58,7 +58,6 @@ def batch(
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
     Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
-    Finished rows are kept in the folder of the same name with .job until you remove it.
     """
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
@@ -66,13 +65,12 @@ def batch(
     from ..runtime.settings.settings import Settings
     from .views.job_view import JobView
 
-    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention)
-    settings = replace(base, deterministic=deterministic, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)
+    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention, deterministic=deterministic)
     request = BatchRequest(
         model=model,
         input=input_file,
         output=output,
-        settings=settings,
+        settings=replace(base, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences),
         defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
         budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
         experts=options.experts(stream, hold),
