@@ -57,8 +57,7 @@ def batch(
 ) -> None:
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
-    Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
-    """
+    Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl."""
     from ..runtime.jobs.request import BatchRequest, ResumeOptions
     from ..runtime.jobs.stop import Limits
     from ..runtime.rows.row import Defaults
