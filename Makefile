@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo test test-all test-isa test-gpu coverage lint links bench matrix kernels kernels-quick tables clean
+.PHONY: demo test test-all test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
@@ -20,7 +20,7 @@ test-all: $(STAMP)
 
 # The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes four settings.
 test-isa: $(STAMP)
-	$(BIN)/python tests/isa.py $(ARGS)
+	$(BIN)/python tests/matrix/isa.py $(ARGS)
 
 # The tests that need an NVIDIA GPU; skipped where there is none.
 test-gpu: $(STAMP)
@@ -35,41 +35,40 @@ lint: $(STAMP) links
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Short measurements; bench/roofline.py wants a model from bench/make_model.py first.
+# Short measurements, a few minutes; `python -m bench.NAME --help` tells of the others.
 bench: $(STAMP)
-	$(BIN)/python bench/pack.py
-	$(BIN)/python bench/linear.py
-	$(BIN)/python bench/quality.py
+	$(BIN)/python -m bench.micro pack
+	$(BIN)/python -m bench.micro linear
+	$(BIN)/python -m bench.host_cost
+	$(BIN)/python -m bench.quality weights
 
-# The long runs of what the tests do briefly.
+# Every benchmark once at toy size: that it runs, not how fast.
+bench-toy: $(STAMP)
+	$(BIN)/python -m bench.toy $(ARGS)
+
+# The long runs of what the tests do briefly; continues where it was interrupted. ARGS: --fresh, --quick, names of runs.
 matrix: $(STAMP)
-	$(BIN)/python bench/stream_bugs.py
-	$(BIN)/python bench/expert_modes.py
-	$(BIN)/python bench/prepare_kill.py
-	$(BIN)/python bench/hostile.py
-	$(BIN)/python bench/kv_cache.py
-	$(BIN)/python bench/kv_waste.py
-	$(BIN)/python bench/matrix_models.py
-	$(BIN)/python bench/kill.py
-	$(BIN)/python bench/job_scale.py
-	$(BIN)/python bench/kernels.py check
+	PYTHONPATH=tests $(BIN)/python -m matrix $(ARGS)
 
-# Every kernel under every Triton that a supported torch pins, for sm75 to sm120; goes on where it was interrupted.
+# Every kernel under every Triton that a supported torch pins, for sm75 to sm120; continues where it was interrupted.
 kernels: $(STAMP)
-	$(BIN)/python bench/compiling/main.py
+	PYTHONPATH=tests $(BIN)/python -m matrix.compiling.main $(ARGS)
 
 # One launch of each kernel, under the oldest and the newest of them.
 kernels-quick: $(STAMP)
-	$(BIN)/python bench/compiling/main.py --quick
+	PYTHONPATH=tests $(BIN)/python -m matrix.compiling.main --quick
 
 # Tables that are generated from transformers and from the code; tests fail when they are not current.
 tables: $(STAMP)
 	$(BIN)/python -m moedge.runtime.model.defaults
 
-# mypy follows folders, not the import hook of an editable install: five links give it the installed names.
+# mypy follows folders, not the import hook of an editable install: links give it the installed names, and bench.
 links:
 	@mkdir -p .links/moedge
 	@for floor in quant offload moe runtime cli; do ln -sfn ../../$$floor .links/moedge/$$floor; done
+	@for file in __init__.py __main__.py; do ln -sfn ../../api/$$file .links/moedge/$$file; done
+	@ln -sfn ../bench .links/bench
+	@for package in support matrix; do ln -sfn ../tests/$$package .links/$$package; done
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

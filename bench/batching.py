@@ -1,6 +1,6 @@
 """What continuous batching gains: static, request-level and continuous batching of the same rows through one engine.
 
-    python bench/batching.py [--model MODEL] [--ram 2GiB] [--rows 128] [--sequences 32] [--plot docs/batching.svg]
+    python -m bench.batching [--model MODEL] [--ram 2GiB] [--rows 128] [--sequences 32] [--plot docs/batching.svg]
 
 Prompt and answer lengths are lognormal, as those of real requests are. All three run passes of the same engine; only
 what is added to it when differs:

@@ -1,8 +1,8 @@
 """moedge beside its peers: the same rows, threads and memory, each at the best of a few settings of its own.
 
-    python bench/make_model.py --shape m --out models/m
-    python bench/compare.py --model models/m --batches 1 8 32 128 [--llama-bin DIR --gguf m-Q4_0.gguf]
-    python bench/compare.py --model models/m --batches 1 8 --prompt 32 --new 4 --ceiling 3GiB --offload 1GiB ...
+    python -m bench.make_model --shape m --out models/m
+    python -m bench.compare --model models/m --batches 1 8 32 128 [--llama-bin DIR --gguf m-Q4_0.gguf]
+    python -m bench.compare --model models/m --batches 1 8 --prompt 32 --new 4 --ceiling 3GiB --offload 1GiB ...
 
 Contenders: moedge (`--moedge none nf4 int4 int8+int8`: weights, then --compute), transformers' generate with either of
 its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of memory), llama.cpp
@@ -15,7 +15,7 @@ killed in the group for want of memory, the bytes that came from disks. A row is
 the ceiling cannot have bound. Memory that other processes had before, such as the libraries of the interpreter that
 runs this script, is not charged.
 
-`--products` times the bare matrix products of the same passes as well (bare_products.py), the roof in bfloat16.
+`--products` times the bare matrix products of the same passes as well (roofline.py), the roof in bfloat16.
 
 Prints a table for docs/performance.md: medians; ratios of moedge's best to the peers' best in the same phase and batch;
 the share of CPU time that other processes used meanwhile. Above 0.05 a figure says little about its contender.
@@ -34,11 +34,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ceiling
-import page_cache
-from ceiling import GIB, NoGroup, Outcome
+from bench import ROOT
+from moedge.offload.budget import GIB, parse_size
+from support import memory_ceiling as ceiling
+from support import page_cache
+from support.memory_ceiling import NoGroup, Outcome
 
-HERE = Path(__file__).parent
 Task = dict[str, Any]
 Cells = dict[int, tuple[float, float]]
 # Of the ceiling, what moedge is told: interpreter, page cache and the kernel's own pages take some beside its budget.
@@ -130,7 +131,7 @@ class Bench:
 
     def _run(self, task: Task, weights: list[Path], row: Row) -> Outcome:
         files = page_cache.files_in(weights)
-        command = [sys.executable, str(HERE / "contenders.py"), json.dumps(task)]
+        command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.peers.contenders", json.dumps(task)]
         if self._limit is not None:
             page_cache.drop(files)
         done = ceiling.run(command, self._limit, self._seconds)
@@ -219,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=12, help="tokens to generate for each sequence, 2 or more")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--ram", help=f"moedge's --ram; auto, or {SHARE} of a ceiling")
+    parser.add_argument("--ram", help=f"moedge's --ram; auto, or {SHARE}% of a ceiling")
     parser.add_argument("--moedge", nargs="*", default=["none", "int4", "nf4", "int8+int8"])
     parser.add_argument("--transformers", nargs="*", default=["eager", "grouped_mm"])
     parser.add_argument("--products", action="store_true", help="time the bare matrix products as well")
@@ -257,7 +258,7 @@ def main() -> None:
     options = parser().parse_args()
     limit = None
     if options.ceiling is not None:
-        limit = ceiling.parse_size(options.ceiling, 0, 0)
+        limit = parse_size(options.ceiling, 0, 0)
         try:
             with ceiling.make_group(limit) as group:
                 version = group.interface.version

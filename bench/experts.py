@@ -1,8 +1,8 @@
 """What streaming single experts saves: bytes per token by mode and policy, and speed by the number of sequences.
 
-    python bench/make_model.py --shape s --skew --out models/skew
-    python bench/experts.py bytes --model models/skew --stores stores
-    python bench/experts.py speed --model models/m --stores stores --ram 3GiB --sequences 1 8 32 128
+    python -m bench.make_model --shape s --skew --out models/skew
+    python -m bench.experts bytes --model models/skew --stores stores
+    python -m bench.experts speed --model models/m --stores stores --ram 3GiB --sequences 1 8 32 128
 
 `bytes` holds half of the experts and decodes 4 sequences in every mode and under every policy, all runs over the same
 tokens; beside them the least that any policy could read which knows the future (Belady), a scan under both policies,
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence as Items
 from concurrent.futures import ProcessPoolExecutor
@@ -28,10 +27,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "moe"))
 
 import torch
-from replay import belady, replay
 
 from moedge.moe.policy import Lru
 from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
@@ -49,6 +46,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
+from support.experts.replay import belady, replay
 
 PROMPT, GENERATED = 32, 160
 # Of the flat distributions of random weights every token would be sorted at each draw; no trained model asks for that.

@@ -20,4 +20,4 @@ if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("moedge
     export PYTHONPATH="$PWD/.links${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONUNBUFFERED=1
-exec "$python" bench/gpu/main.py "$@"
+exec "$python" -m bench.gpu "$@"

@@ -1,8 +1,8 @@
 """What Python costs for every expert that streams, where nothing moves: microseconds that a link must hide.
 
-    python bench/host_cost.py
-    python bench/host_cost.py --layers 2 --experts 16 --tokens 4 --repeats 3
-    python bench/host_cost.py --json host.json
+    python -m bench.host_cost
+    python -m bench.host_cost --layers 2 --experts 16 --tokens 4 --repeats 3
+    python -m bench.host_cost --json host.json
 
 A pass goes through the layers as `moe/expert_cache.py` serves them: what a router chose is requested, arrives over a
 lane that does nothing, is bound, handed out, finished and given back. No expert is computed, no event is recorded and
@@ -25,14 +25,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from moedge.moe.expert import ExpertWeights
-from moedge.moe.expert_cache import StreamingExpertCache
+from moedge.moe.expert_cache import ExpertSlots, StreamingExpertCache
 from moedge.moe.forecast import Forecast, LookAhead
 from moedge.moe.groups import ExpertGroups, group_by_expert
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.slots import ExpertSlots
 from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
 from moedge.quant.formats.format import get_format
 from moedge.quant.tensor import PackedTensor
@@ -65,7 +64,7 @@ class NoLane:
         self.point = Point(together)
         self.nbytes_moved = 0
 
-    def start(self, shard: Shard, slot: Slot, after: Point | None) -> Point:
+    def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Point:
         self.nbytes_moved += shard.nbytes
         return self.point
 

@@ -1,91 +1,43 @@
-"""Do the Triton kernels compute what they should, and how fast are they?
+"""How fast are the Triton kernels, against the bytes or operations that cannot be saved? Needs a GPU.
 
-    python bench/kernels.py check   every format, kernel and feature against float64
-    python bench/kernels.py time    time against the bytes or operations that cannot be saved
+    python -m bench.kernels
 
-`check` runs in Triton's interpreter, or compiled where there is a GPU; it exits 1 beyond 2e-6 (float32). `time` needs a
-GPU: it also checks every timed result against float64, and names the floor that each kernel is measured by. What they
-compile to, bench/compiling shows without a GPU.
+Checks every timed result against float64 too, and names the floor that each kernel is measured by. Every format and
+feature is checked by tests/matrix/kernels.py; what kernels compile to, `make kernels` shows without a GPU.
 """
 
 import argparse
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 # Before Triton is imported: only a GPU can run what is compiled.
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime" / "attention"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "quant"))
 
-import grouped_cases
-import paged_cases
 import triton
 
+from bench.gpu.report import Report
+from matrix import kernels as exact
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
 from moedge.runtime.attention.kernels.launch import attend_launches
-from moedge.runtime.attention.kernels.tuning import decode_cut, extend_cut, num_splits
+from moedge.runtime.attention.kernels.operands import Side
+from moedge.runtime.attention.kernels.tuning import Cut, decode_cut, extend_cut, num_splits
+from support.kernels import grouped_cases, paged_cases
 
 HAS_GPU = torch.cuda.is_available()
-MOST_ERROR = 2e-6
 # Products in bfloat16: probabilities and outputs are rounded to 8 bits.
 MOST_ROUNDED = 2e-2
 KV_PAIRS = (("native", "native"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 BF16, FP16 = torch.bfloat16, torch.float16
 SILU = Gate("silu")
-
-
-# --- check
-
-
-STORE, GROUPED = "store", "grouped product"
-
-
-def checks(kernel: str) -> Iterator[tuple[object, float]]:
-    """(case, relative error) of a kernel: every combination of formats and features, sizes going round."""
-    device = "cuda" if HAS_GPU else "cpu"
-    if kernel == GROUPED:
-        gates = (None, Gate("silu"), Gate("gelu_tanh"), Gate("clamped_swiglu", alternating=True))
-        for format_name, gate, bias, rows in itertools.product(
-            grouped_cases.FORMATS, gates, (False, True), (1, 20, 70)
-        ):
-            case = grouped_cases.Case(format_name, counts=(rows, 0, 1, 17), gate=gate, bias=bias, device=device)
-            yield case, grouped_cases.relative_error(case, seed=rows)
-        return
-    if kernel == STORE:
-        for keys, values, head_dim in itertools.product(paged_cases.KINDS, paged_cases.KINDS, paged_cases.HEAD_DIMS):
-            yield f"{keys}/{values} head {head_dim}", paged_cases.store_error(keys, values, head_dim, device)
-        return
-    first = paged_cases.KERNELS.index(kernel) * len(paged_cases.KINDS) ** 2 * len(paged_cases.FEATURES)
-    combinations = itertools.product(paged_cases.KINDS, paged_cases.KINDS, paged_cases.FEATURES)
-    for turn, (keys, values, feature) in enumerate(combinations, first):
-        sizes = (paged_cases.HEAD_DIMS[turn % 5], paged_cases.GROUPS[turn // 2 % 5], paged_cases.BLOCKS[turn % 3])
-        case = paged_cases.Case(keys, values, *sizes, device=device, **paged_cases.FEATURES[feature])
-        yield case, paged_cases.check(case, kernel, seed=turn)
-
-
-def run_check() -> int:
-    failed = 0
-    for kernel in (*paged_cases.KERNELS, STORE, GROUPED):
-        count, worst = 0, 0.0
-        for case, error in checks(kernel):
-            count, worst = count + 1, max(worst, error)
-            if not error < MOST_ERROR:
-                failed += 1
-                print(f"{kernel:20} {error:.1e} {case}", flush=True)
-        print(f"{kernel:20} {count:5} cases, worst relative L2 {worst:.1e}", flush=True)
-    return int(failed > 0)
-
-
-# --- time
 
 
 @dataclass(frozen=True)
@@ -135,7 +87,7 @@ def timed_attention(capability: tuple[int, int]) -> Iterator[Timed]:
             yield timed_case(f"extend {keys}/{values} head {head_dim}, 1536 rows", case, cut, 1, cut.rows // cut.heads)
 
 
-def timed_case(name: str, case: paged_cases.Case, cut: object, splits: int, tokens: int) -> Timed:
+def timed_case(name: str, case: paged_cases.Case, cut: Cut, splits: int, tokens: int) -> Timed:
     cache = paged_cases.Cache.make(case)
     launches = attend_launches(cache.q, cache.out, cache.cached, cache.pages(tokens), cache.features, cut, splits)
     for launch in launches:
@@ -149,7 +101,7 @@ def timed_case(name: str, case: paged_cases.Case, cut: object, splits: int, toke
     return Timed(name, launches, stored * sum(widths) + rows, operations, error)
 
 
-def side_nbytes(side: object) -> float:
+def side_nbytes(side: Side) -> float:
     """Bytes of one head of one token."""
     planes = [plane for plane in side[:3] if plane is not None]
     return sum(plane[0, 0].numel() * plane.element_size() for plane in planes) / side.codes.shape[2]
@@ -188,7 +140,7 @@ def measure(case: Timed, bandwidth: float, rate: float) -> Measured:
 
 def run_time() -> int:
     if not HAS_GPU:
-        print("no GPU was found, and only a GPU can be timed; `check` and `compile` need none", file=sys.stderr)
+        print("no GPU was found; `make matrix` checks the kernels and `make kernels` compiles them without one")
         return 1
     capability, failed = torch.cuda.get_device_capability(), 0
     bandwidth, rate = copy_bandwidth(), product_rate()
@@ -203,8 +155,44 @@ def run_time() -> int:
     return int(failed > 0)
 
 
+# --- for bench/gpu.sh
+
+
+def run_kernels(report: Report, fake: bool) -> None:
+    """Part `kernels` of bench/gpu.sh: every kernel against float64; on a GPU its time against its floor, too."""
+    for kernel in exact.KERNELS:
+        report.step("kernels", f"{kernel}, float64", partial(_check, kernel))
+    if not fake:
+        capability = torch.cuda.get_device_capability()
+        report.step("kernels", "attention, time", partial(_time, partial(timed_attention, capability)))
+        if capability >= (8, 0):
+            report.step("kernels", "experts, time", partial(_time, timed_experts))
+
+
+def _check(kernel: str) -> dict[str, Any]:
+    worst, cases = 0.0, 0
+    with torch.inference_mode():
+        for case, error in exact.checks(kernel):
+            # Not-a-number is no error below the most: asked this way round.
+            if not error < exact.MOST_ERROR:
+                raise AssertionError(f"relative L2 {error:.1e}, wanted {exact.MOST_ERROR}: {case}")
+            worst, cases = max(worst, error), cases + 1
+    return {"cases": cases, "worst_relative_l2": worst}
+
+
+def _time(cases: Callable[[], Iterable[Any]]) -> dict[str, Any]:
+    """Medians, and their floors by the rates of a device copy and of torch.mm in this very run."""
+    bandwidth, rate, results = copy_bandwidth(), product_rate(), {}
+    with torch.inference_mode():
+        for case in cases():
+            timed = measure(case, bandwidth, rate)
+            if not case.error < MOST_ROUNDED:
+                raise AssertionError(f"{case.name}: relative L2 {case.error:.1e}")
+            results[case.name] = f"{timed.seconds * 1e6:.1f} us {timed.share:.0%} of {timed.bound}"
+    return {"bytes_s": bandwidth, "flop_s": rate, "share_of_floor": results}
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("check", "time"))
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_grad_enabled(False)
-    sys.exit(run_check() if parser.parse_args().mode == "check" else run_time())
+    sys.exit(run_time())

@@ -1,6 +1,6 @@
 """How much of the KV cache holds tokens, and what scheduling costs: the real scheduler and allocator, no model.
 
-    python bench/kv_waste.py [--rows 2000] [--live 64] [--blocks 16 32 64] [--pool 1.0 0.5 0.25]
+    python -m bench.kv_waste [--rows 2000] [--live 64] [--blocks 16 32 64] [--pool 1.0 0.5 0.25]
 
 Prompts are lognormal with a median of 400 tokens, outputs exponential with a mean of 300, together at most 4,096.
 Every figure is integrated over passes, in bytes, a shared block counted once; `waste` is the share of used blocks'
@@ -17,12 +17,14 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
+from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.kv.usage import Usage
 from moedge.runtime.sampling.draw import Sampled
@@ -65,7 +67,7 @@ def rows(count: int, seed: int) -> list[Sequence]:
 
 
 def simulate(sequences: list[Sequence], live: int, block: int, num_blocks: int) -> Result:
-    cache = KVCache([NoMemory(KVSpec(GROUP, "int8", block), num_blocks)])
+    cache = KVCache([cast(KVPool, NoMemory(KVSpec(GROUP, "int8", block), num_blocks))])
     scheduler = Scheduler(PassLimits(TOKENS_PER_PASS, live), cache)
     todo = iter(sequences)
     result = Result(Usage(), 0, 0, 0, [], scheduler)

@@ -1,9 +1,10 @@
 """Writes a checkpoint with random weights in a real shape, layer by layer: speed is real, the text is not.
 
-python bench/make_model.py --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
-python bench/make_model.py --shape s --out models/s       # 0.48 GB
-python bench/make_model.py --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
-python bench/make_model.py --shape s --skew --out models/k # a fifth of the experts takes four fifths of the tokens
+python -m bench.make_model --shape m --out models/m       # 7.04 GB: 16 layers of 64 experts, 8 per token
+python -m bench.make_model --shape s --out models/s       # 0.48 GB
+python -m bench.make_model --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
+python -m bench.make_model --shape q24 --out models/q24   # 30.7 GB: Qwen3-30B-A3B with 24 of its 48 layers
+python -m bench.make_model --shape s --skew --out models/k # a fifth of the experts takes four fifths of the tokens
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Shape:
 SHAPES = {
     "s": Shape(512, 8, 8, 2, 64, 32, 4, 512),
     "m": Shape(2048, 16, 16, 4, 128, 64, 8, 512),
+    "toy": Shape(128, 2, 4, 2, 32, 16, 2, 256, max_position_embeddings=512),
     "wide": Shape(2048, 1, 16, 4, 128, 320, 8, 1024),
+    "q24": Shape(2048, 24, 32, 4, 128, 128, 8, 768, vocab_size=151936),
 }
 
 
@@ -101,7 +104,8 @@ def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch
 
 
 def write_weights(shape: Shape, out: Path, seed: int, skew: bool) -> None:
-    weights, weight_map, total = Weights(seed, shape.hidden_size, skew), {}, 0
+    weights, total = Weights(seed, shape.hidden_size, skew), 0
+    weight_map: dict[str, str] = {}
     count = shape.num_hidden_layers + 1
     for index in range(count):
         if index < shape.num_hidden_layers:

@@ -1,23 +1,31 @@
 """Whether plans come true: ceilings kept, predictions close, choices near the best of a grid.
 
-    python bench/make_model.py --shape m --out models/m
+    python -m bench.make_model --shape m --out models/m
     moedge doctor --disk-dir stores
-    python bench/planner.py budgets --model models/m --disk-dir stores --ram 2GiB 3GiB 4GiB 5GiB 6GiB 8GiB --rows 96
-    python bench/planner.py budgets --model demo --ram 740MiB 760MiB 800MiB 900MiB 1GiB 2GiB --rows 400
-    python bench/planner.py grid --model demo --workload chat
-    python bench/planner.py table
+    python -m bench.planner budgets --model models/m --disk-dir stores --ram 2GiB 3GiB 4GiB 5GiB 6GiB 8GiB --rows 96
+    python -m bench.planner budgets --model demo --ram 740MiB 760MiB 800MiB 900MiB 1GiB 2GiB --rows 400
+    python -m bench.planner grid --model demo --workload chat
+    python -m bench.planner table
+    python -m bench.planner speed [--against OTHER] [--profile big]
 
 Every point is a job of its own process, those of `budgets` run twice; its numbers are lines of `planner.jsonl`
 (`--results`). Points that are there are not run again, so that the work can be cut and gone on with. `table` prints
-what is there.
+what is there. `speed` is CPU seconds of `moedge plan` on the headers of models of 120 B, of which no weight exists:
+files are sparse, as large as the model, with nothing in them but headers. `--against` takes another checkout, with a
+.venv of its own, one run of each in turn; `--profile` prints where the time goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import math
 import os
+import pstats
 import random
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +33,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from bench import ROOT
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.formula import tensor_shapes
+from support.known_shapes import GPT_OSS_120B, QWEN3_30B
+
+# One file with a few large tensors; many files with an expert's matrices apart from each other.
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt-oss-120b": (GPT_OSS_120B, 8),
+    "big": (QWEN3_30B | {"num_experts": 512}, 48),
+}
 # Prompt and generated tokens; documents are scaled to what a point of seconds allows.
 WORKLOADS = {"chat": (128, 128), "document": (2048, 64)}
 GRID_TOKENS = (64, 256, 1024, 4096)
@@ -34,7 +52,7 @@ WITHIN, AGAIN, BEST = 0.25, 0.15, 0.10
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("budgets", "grid", "table"))
+    parser.add_argument("part", choices=("budgets", "grid", "table", "speed"))
     parser.add_argument("--model", default="demo")
     parser.add_argument("--disk-dir", type=Path)
     parser.add_argument("--ram", nargs="+", default=["1GiB"])
@@ -43,7 +61,14 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="chat")
     parser.add_argument("--shorter", type=int, default=1, help="divide the workload's lengths")
     parser.add_argument("--results", type=Path, default=Path("planner.jsonl"))
+    parser.add_argument("--against", type=Path, help="another checkout, for `speed`")
+    parser.add_argument("--runs", type=int, default=5, help="of `speed`")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of `speed`")
+    parser.add_argument("--profile", choices=MODELS)
     options = parser.parse_args()
+    if options.part == "speed":
+        print_speed(options)
+        return
     if options.part == "table":
         print_tables(read(options.results))
         return
@@ -52,6 +77,7 @@ def main() -> None:
             with options.results.open("a") as file:
                 runs = [run(point) for _ in range(2 if options.part == "budgets" else 1)]
                 file.write(json.dumps({"point": point, "runs": runs}) + "\n")
+            print(f"{point['model']} {point['ram']}: exit codes {[one['code'] for one in runs]}", flush=True)
 
 
 def points(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -73,8 +99,20 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
         rows, out, summary = (Path(folder, name) for name in ("in.jsonl", "out.jsonl", "summary.json"))
         rows.write_text("".join(json.dumps(row) + "\n" for row in job(point)))
         model = str(files("moedge.demo") / "model") if point["model"] == "demo" else point["model"]
-        command = [sys.executable, "-m", "moedge.cli", "batch", model, str(rows), "-o", str(out), "-q"]
-        command += ["--ram", point["ram"], "--quant", point["quant"], "--summary", str(summary)]
+        command = [
+            sys.executable,
+            "-m",
+            "moedge.cli",
+            "batch",
+            model,
+            str(rows),
+            "-o",
+            str(out),
+            "-q",
+            "--temperature",
+            "0",
+        ]
+        command += ["--temperature", "0", "--ram", point["ram"], "--quant", point["quant"], "--summary", str(summary)]
         for option, value in (
             ("--disk-dir", "disk_dir"),
             ("--tokens-per-pass", "tokens"),
@@ -169,6 +207,79 @@ def _print_grids(results: list[dict[str, Any]]) -> None:
               f"{chosen / (best or 1):.2f} (wanted {1 - BEST:.2f} or more)")  # fmt: skip
         for (tokens, live), rate in sorted(rates.items()):
             print(f"  {tokens:>5} tokens a pass, {live:>4} sequences  {rate:9.1f}")
+
+
+# --- speed
+
+
+def print_speed(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if options.profile:
+            print_profile(make_headers(options.profile, Path(folder)))
+            return
+        checkouts = {"here": ROOT} | ({"against": options.against} if options.against else {})
+        compare_speed(checkouts, {name: make_headers(name, Path(folder)) for name in options.models}, options.runs)
+
+
+def compare_speed(checkouts: dict[str, Path], models: dict[str, Path], runs: int) -> None:
+    jobs = {"--version": ["--version"]} | {name: ["plan", str(path)] for name, path in models.items()}
+    for name, arguments in jobs.items():
+        taken: dict[str, list[float]] = {checkout: [] for checkout in checkouts}
+        for path in checkouts.values():
+            cpu_seconds(path, arguments)
+        for _ in range(runs):
+            for checkout, path in checkouts.items():
+                taken[checkout].append(cpu_seconds(path, arguments))
+        for checkout, seconds in taken.items():
+            spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
+            print(f"{name:>14} {checkout:>8} {statistics.median(seconds):6.2f} s, {spread}", flush=True)
+
+
+def cpu_seconds(checkout: Path, arguments: list[str]) -> float:
+    command = [str(checkout / ".venv" / "bin" / "moedge"), *arguments]
+    # Compiled once, as installed packages are, whatever this shell says of it.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=checkout, env=environment)
+    _, status, used = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 4), command
+    return used.ru_utime + used.ru_stime
+
+
+def make_headers(name: str, folder: Path) -> Path:
+    """A checkpoint folder in as many files as such models come in."""
+    config, num_files = MODELS[name]
+    path = folder / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = list(tensor_shapes(ModelConfig.read(path)).items())
+    size = math.ceil(len(tensors) / num_files)
+    weight_map: dict[str, str] = {}
+    for begin in range(0, len(tensors), size):
+        file = f"model-{begin // size + 1:05}-of-{num_files:05}.safetensors"
+        weight_map |= dict.fromkeys((tensor for tensor, _ in tensors[begin : begin + size]), file)
+        at, content = 0, {}
+        for tensor, shape in tensors[begin : begin + size]:
+            end = at + 2 * math.prod(shape)
+            content[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(content).encode()
+        with (path / file).open("wb") as opened:
+            opened.write(struct.pack("<Q", len(text)) + text)
+            opened.truncate(8 + len(text) + at)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def print_profile(model: Path) -> None:
+    from moedge.cli.main import app
+
+    profiler = cProfile.Profile()
+    sys.argv = ["moedge", "plan", str(model)]
+    try:
+        profiler.runcall(app)
+    except SystemExit:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
 
 
 if __name__ == "__main__":

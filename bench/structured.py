@@ -1,6 +1,6 @@
 """What JSON schemas cost: 500 rows of the demo model with a schema, and the same tokens without one.
 
-    python bench/structured.py
+    python -m bench.structured
 
 Both jobs have the same prompts, settings and number of tokens per row: the second one generates, with no end token,
 exactly as many as the first one did. They run in turns; the figure is the median ratio of their tokens per second.

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..offload.errors import ExitCode
 from .options import options
-from .options.paths import writable_file
+from .options.paths import new_folder, writable_file
+
+if TYPE_CHECKING:
+    from ..runtime.jobs.answer_stream import AnswerStream
+    from ..runtime.jobs.request import BatchRequest
+    from .views.job_view import JobView
 
 OUTPUT = Annotated[
     Path,
-    typer.Option("--output", "-o", callback=writable_file, help="File for the answers, in the order of the input."),
+    typer.Option(
+        "--output",
+        "-o",
+        callback=writable_file,
+        help="File for the answers: .jsonl, .csv or .parquet; - is stdout.",
+    ),
+]
+JOB_DIR = Annotated[
+    Path | None,
+    typer.Option(
+        "--job-dir",
+        callback=new_folder,
+        help="Folder of the job with -o -; the user's state by default, removed at the end.",
+    ),
 ]
 OVERWRITE = Annotated[
     bool, typer.Option("--overwrite", help="Start over: remove the job of this output and its files first.")
@@ -35,13 +57,24 @@ def batch(
     stream: options.STREAM = options.Stream.AUTO,
     hold: options.HOLD = options.Hold.POPULAR,
     max_tokens: options.MAX_TOKENS = 256,
-    temperature: options.TEMPERATURE = 0.0,
+    temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,
+    reasoning_effort: options.REASONING_EFFORT = None,
+    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
+    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     plan: options.PLAN = None,
+    job_dir: JOB_DIR = None,
+    input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
+    prompt_column: options.PROMPT_COLUMN = None,
+    id_column: options.ID_COLUMN = None,
+    prompt: options.PROMPT = None,
+    system: options.SYSTEM = None,
+    schema: options.SCHEMA = None,
+    chat: options.CHAT = None,
     lenient: options.LENIENT = False,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
@@ -57,26 +90,54 @@ def batch(
 ) -> None:
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
-    Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl."""
-    from ..runtime.jobs.request import BatchRequest, ResumeOptions
-    from ..runtime.jobs.stop import Limits
-    from ..runtime.rows.row import Defaults
-    from ..runtime.settings.settings import Settings
+    Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
+    An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
+    name with .job until you remove it.
+    """
+    from ..runtime.api.batch import request_of
+
+    request = request_of(model, input_file, output, locals())
+    run = _to_stdout if os.fspath(output) == "-" else _to_file
+    view = functools.partial(_view, progress, quiet, output_format, verbose)
+    raise typer.Exit(run(request, job_dir, view, summary))
+
+
+def _view(
+    progress: options.Progress,
+    quiet: bool,
+    output_format: options.Format,
+    verbose: bool,
+    answers: AnswerStream | None = None,
+) -> JobView:
+    from ..runtime.settings.errors import OutputRefused
     from .views.job_view import JobView
 
-    base = Settings(dtype=dtype, quant=quant, kv=kv, compute=compute, attention=attention, deterministic=deterministic)
-    request = BatchRequest(
-        model=model,
-        input=input_file,
-        output=output,
-        settings=replace(base, tokens_per_pass=tokens_per_pass, max_sequences=max_sequences),
-        defaults=Defaults(max_tokens=max_tokens, temperature=temperature, seed=seed),
-        budgets=options.budgets(ram, gpu_mem, disk, disk_dir),
-        experts=options.experts(stream, hold),
-        limits=Limits(until, max_rows, max_failures),
-        lenient=lenient,
-        resume=ResumeOptions(drift=tuple(accept_drift or ()), overwrite=overwrite),
-        plan=plan,
-        follow=partial,
-    )
-    raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))
+    if answers is not None and output_format is options.Format.JSON:
+        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
+    return JobView(progress, quiet, output_format, verbose=verbose, answers=answers)
+
+
+def _to_file(
+    request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
+) -> ExitCode:
+    from ..runtime.settings.errors import OutputRefused
+
+    if job_dir is not None:
+        raise OutputRefused("--job-dir is for -o -; the folder of other jobs is beside OUTPUT")
+    return view().run(request, summary)
+
+
+def _to_stdout(
+    request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
+) -> ExitCode:
+    from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
+    from ..runtime.settings.errors import OutputRefused
+
+    if request.follow:
+        raise OutputRefused("--partial is for a file of answers; -o - writes them while the job runs")
+    shown = view(AnswerStream(sys.stdout.buffer))
+    request = into_folder(request, job_dir)
+    code = shown.run(request, summary)
+    if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
+        remove_finished(request)
+    return code

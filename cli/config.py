@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .options.configured_command import DEFAULT, Setting, config_paths, configured_commands
+from .options.configured_command import (
+    DEFAULT,
+    PROJECT_FILE,
+    ConfigError,
+    Setting,
+    config_paths,
+    configured_commands,
+)
+from .options.paths import readable_file, writable_file
 
 app = typer.Typer(help="Show effective settings and where each comes from.", no_args_is_help=True)
 
@@ -17,16 +27,20 @@ _PLANNED = {"quant", "kv", "tokens-per-pass", "max-sequences"}
 
 @app.command()
 def show(
-    ctx: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    profile: Annotated[
+        str | None, typer.Option("--profile", metavar="NAME", help="With the [profile.NAME] settings of moedge.toml.")
+    ] = None,
 ) -> None:
     """Print every setting with its origin: a variable, a line of a file, the machine profile, or the default.
 
     A flag on the command line overrides all of them. Settings that differ by command are listed for each.
     """
-    profile = _profile_origin()
+    measured = _profile_origin()
     rows = [
-        {"commands": commands, "key": setting.key, "value": _plain(setting.value), "origin": _origin(setting, profile)}
-        for setting, commands in _settings(ctx).items()
+        {"commands": commands, "key": setting.key, "value": _plain(setting.value), "origin": _origin(setting, measured)}
+        for setting, commands in _settings(ctx, profile).items()
     ]
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -38,17 +52,55 @@ def show(
 
 
 @app.command()
+def init(
+    from_plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-plan",
+            callback=readable_file,
+            help="Take budgets and formats from a plan: `moedge plan --save`.",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", callback=writable_file, help="The file to write.")] = Path(
+        PROJECT_FILE
+    ),
+    for_machine: Annotated[
+        bool, typer.Option("--for-machine", help="Put the settings in a table that counts on this machine only.")
+    ] = False,
+) -> None:
+    """Write a moedge.toml with comments, to be edited. Overwrites nothing."""
+    from .views.config_template import config_template
+
+    found = None if from_plan is None else _plan_document(from_plan)
+    text = config_template(found, socket.gethostname() if for_machine else None)
+    try:
+        with output.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{output} exists already; give another --output, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
+    print(f"{output} written; `moedge config show` says what counts now")
+
+
+def _plan_document(path: Path) -> dict[str, Any]:
+    from ..runtime.plan.plan_file import read_plan_file
+
+    return read_plan_file(path)
+
+
+@app.command()
 def path() -> None:
     """Print the settings files in the order in which they are read; the last one wins."""
     for file in config_paths():
         print(f"{file.absolute()}{'' if file.exists() else '  (does not exist)'}")
 
 
-def _settings(ctx: Any) -> dict[Setting, list[str]]:
+def _settings(ctx: Any, profile: str | None) -> dict[Setting, list[str]]:
     """Every setting once, with the commands that it serves."""
     found: dict[Setting, list[str]] = {}
     for name, command in configured_commands(ctx.find_root().command).items():
-        for setting in command.settings(ctx):
+        for setting in command.settings(ctx, profile):
             found.setdefault(setting, []).append(name)
     return dict(sorted(found.items(), key=lambda item: (item[0].key, item[1])))
 

@@ -27,7 +27,7 @@ def demo() -> None:
 
 
 def _print_answers(prompts: Path, answers: Path) -> None:
-    from .views.formatting import escape_controls
+    from ..runtime.settings.formatting import escape_controls
 
     for question, answer in zip(prompts.open(), answers.open(), strict=True):
         print(f"\n> {json.loads(question)['messages'][-1]['content']}")

@@ -12,6 +12,7 @@ import typer
 
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.heap import return_memory
+from ..runtime.settings.process import settle
 from .batch import batch
 from .config import app as config
 from .demo import demo
@@ -19,7 +20,6 @@ from .doctor import doctor
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
-from .options.process import settle
 from .plan import plan
 from .prepare import prepare
 from .run import run

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..runtime.settings.formatting import count, gib
 from .options import options
 from .options.configured_command import ConfiguredCommand
-from .views.formatting import count, gib
 
 if TYPE_CHECKING:
     from ..runtime.shape.model_shape import ModelShape

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.formatting import duration, gib
 from .options import options
 from .options.paths import new_folder
-from .views.formatting import duration, gib
 
 
 def prepare(

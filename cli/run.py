@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
@@ -30,8 +31,11 @@ def run(
             help="Most tokens to generate; 512 by default if the context allows.",
         ),
     ] = None,
-    temperature: options.TEMPERATURE = 0.0,
+    temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,
+    reasoning_effort: options.REASONING_EFFORT = None,
+    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
+    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -41,10 +45,10 @@ def run(
 
     The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
-    from ..runtime.api.single_prompt import Wish, answer
+    from ..runtime.api.single_prompt import PromptOptions, answer
     from ..runtime.settings.errors import PromptError
+    from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.settings import Settings
-    from .views.formatting import escape_controls
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -56,6 +60,10 @@ def run(
         dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
     )
     budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    for piece in answer(model, prompt, settings, budgets, Wish(max_tokens, temperature, seed, raw)):
+    variables = json.loads(chat_template_kwargs or "{}")
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = str(reasoning_effort)
+    asked = PromptOptions(max_tokens, temperature, seed, raw, max_thinking_tokens, variables)
+    for piece in answer(model, prompt, settings, budgets, asked):
         print(escape_controls(piece), end="", flush=True)
     print()

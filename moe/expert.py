@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 
 from ..quant.kernels.operands import Gate
-from ..quant.matmul.matmul import Matmul
-from ..quant.matmul.parallel import ParallelMatmul
+from ..quant.matmul.matmul import Matmul, ParallelMatmul
 from ..quant.scratch import whole_vectors
 from ..quant.tensor import PackedTensor
 from .groups import ExpertGroups, combine, group_by_expert

@@ -42,6 +42,12 @@ def _set(name: int, nbytes: int) -> None:
         ctypes.CDLL(None).mallopt(name, nbytes)
 
 
+def trim() -> None:
+    """Returns all free memory of the heap to the system."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class Heap:
     """Bounds the free memory that glibc keeps for the next pass to what one pass needs.
 

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -174,6 +175,12 @@ def host_peak() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmHWM line; a Linux kernel was wanted")
+
+
+def reset_host_peak() -> None:
+    """Lets `host_peak` count from now on (proc_pid_clear_refs(5)); where the kernel forbids it, nothing changes."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def host_resident() -> int:

@@ -13,7 +13,7 @@ STRIP_WEIGHTS = 1 << 22
 DETERMINISTIC_STRIP_WEIGHTS = 1 << 19
 
 # The number of rows that a deterministic product computes together. 32 is never much slower than 16 or 64: a single row
-# takes 1.2 times as long as without padding in bfloat16, 64 rows take 1.1 times as long (bench/linear.py).
+# takes 1.2 times as long as without padding in bfloat16, 64 rows take 1.1 times as long (`bench.micro linear`).
 TILE = 32
 
 # If bits must not depend on the number of rows, elementwise operations get a multiple of this number of rows. Torch

@@ -1,24 +1,50 @@
-"""A packed matrix: a layout and its views of one flat buffer. Knows neither the tier nor the owner of the bytes."""
+"""Packed matrices: one flat buffer cut into planes, and the codec of each weight format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Self
+from types import MappingProxyType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from .formats.codec import CODECS
+from .formats import int4, int8, nf4, plain
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
 from .formats.format import ALIGNMENT, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
+
+class Codec(Protocol):
+    """Converts n consecutive rows of a matrix [N, K] to the same rows of its planes, and back.
+
+    `planes` are in the order of the format's rules and have R rows, n rounded up to whole blocks. `wide` is float32
+    scratch [R, scratch.wide_columns].
+    """
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+        """Fills the planes from `weight` [n, K], finite, with any strides."""
+
+    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+        """Writes the rows into `out` [n, K], contiguous, of any weight dtype."""
+
+    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Unpacks the rows without the scales that are cheaper to apply to a product; returns (matrix, scales).
+
+        The matrix [n, K], of any strides, is in the memory of `out`, scratch [R, K]. `scales` [n] are the factors per
+        row that are still to be applied; None if the matrix has all of them.
+        """
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "int4": int4, "nf4": nf4})
+
+
 # Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.
 # Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
-# process on the machine would then make packing ten to a hundred times slower (bench/pack.py).
+# process on the machine would then make packing ten to a hundred times slower (`bench.micro pack`).
 CHUNK = 1 << 15
 
 

@@ -3,8 +3,8 @@
 import functools
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-# These helpers serve scripts in bench/ too; tests are not a package.
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_families import build_model, build_tokenizer
+from support.tiny_families import save_tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,9 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @functools.cache
     def make(family: str, **sizes: int) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        model = build_model(family, **sizes)
-        model.save_pretrained(folder)
-        build_tokenizer(folder, model.config.vocab_size)
+        save_tiny(family, folder, **sizes)
         return folder
 
     return make
@@ -60,6 +56,33 @@ def stock() -> Callable[[Path], Any]:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     return load
+
+
+@pytest.fixture
+def engine(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """`engine("qwen3_moe", Workload(4, 40), quant="int8")` is loaded by a plan of its own, and closed with the test.
+
+    The model is a family's tiny checkpoint, a folder or an open source; in place of a workload a plan may be given.
+    `ram` bytes are the budget; other words are settings, whose defaults here are fp32 and no quantization.
+    """
+    from moedge.runtime.loading.engine_loader import load_engine
+    from moedge.runtime.plan.placement import Workload
+    from moedge.runtime.plan.planner import make_plan
+    from moedge.runtime.settings.budgets import MemoryBudget
+    from moedge.runtime.settings.settings import Settings
+    from moedge.runtime.source.model_source import ModelSource, open_source
+
+    with ExitStack() as opened:
+
+        def load(model: Any, job: Any, store: Path | None = None, ram: int = 1 << 36, **settings: Any) -> Any:
+            folder = checkpoint(model) if isinstance(model, str) else model
+            source = folder if isinstance(folder, ModelSource) else opened.enter_context(open_source(str(folder)))
+            if isinstance(job, Workload):
+                chosen = Settings(**{"dtype": "fp32", "quant": "none", "kv": "fp32", **settings})
+                job = make_plan(source.shape, chosen, MemoryBudget(ram), job)
+            return opened.enter_context(closing(load_engine(source, job, store)))
+
+        yield load
 
 
 @pytest.fixture(autouse=True, scope="session")

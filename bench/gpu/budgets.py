@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from random_model import CONFIGS, random_source
-from report import Report
-from throughput import KV, PROMPT, measure_small, memory_of
-from throughput import measure as measure_run
-
+from bench.gpu.random_model import CONFIGS, random_source
+from bench.gpu.report import Report
+from bench.gpu.throughput import KV, PROMPT, measure_small, memory_of
+from bench.gpu.throughput import measure as measure_run
 from moedge.offload.machine.hardware import find_gpus
 from moedge.quant.kernels.gpu import Gpu
 from moedge.runtime.plan.placement import Workload
@@ -47,7 +46,8 @@ def _hold(gib: int) -> dict[str, Any]:
 
 def _sequences(name: str) -> dict[str, Any]:
     """How many sequences the planner keeps alive in a device budget of 8 and 12 GiB, bf16 to int4."""
-    job, results = Workload(100_000, PROMPT + OUTPUT), {}
+    job = Workload(100_000, PROMPT + OUTPUT)
+    results: dict[str, float] = {}
     with random_source(name) as source:
         for gib in (8, 12):
             granted = DeviceBudget(gib * GIB, CONTEXT_NBYTES, 1 << 30, Gpu((8, 6), 28))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import rates
 import torch
-from report import Report
 
+from bench.gpu.report import Report
+from bench.roofline import device_copy, link, pinning, products, widening
 from moedge.offload.device import find_device
 from moedge.quant.kv.format import KVFormat
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.settings.budgets import Budgets
 from moedge.runtime.source.model_source import open_source
+from support.device import fake_device, tiny_engine
+from support.tiny_families import save_tiny
 
-TESTS = Path(__file__).parents[2] / "tests"
 FAMILIES = (("mixtral", "none"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("llama", "none"))
 # With Triton's kernels: weight and KV formats, sinks and windows, no experts.
 WITH_KERNELS = (
@@ -35,7 +33,7 @@ KERNELS = (8, 6)
 
 def run_checks(report: Report, fake: bool) -> None:
     if not fake:
-        for step in (rates.link, rates.pinning, rates.device_copy, rates.products, rates.widening):
+        for step in (link, pinning, device_copy, products, widening):
             report.step("checks", step.__name__, step)
     for family, quant in FAMILIES:
         report.step("checks", f"{family} {quant}", partial(_tiers, family, quant, fake))
@@ -81,14 +79,11 @@ def _kernels(family: str, quant: str, kv: str, fake: bool) -> dict[str, Any]:
 @contextmanager
 def tiny_case(family: str, quant: str) -> Iterator[tuple[Any, Any]]:
     """A tiny random checkpoint of a family with its store, and transformers' own model of it."""
-    models, tiny = _load("tiny_families", TESTS / "tiny_families.py"), _load("tiny_engine")
     with tempfile.TemporaryDirectory() as folder:
-        stock = models.build_model(family)
-        stock.save_pretrained(f"{folder}/model")
-        models.build_tokenizer(Path(folder, "model"), stock.config.vocab_size)
+        stock = save_tiny(family, Path(folder, "model"))
         with open_source(f"{folder}/model") as source:
             prepare(source, Path(folder, "store"), quant, "fp32", Budgets())
-            case = tiny.Case(source, Path(folder, "store"), tiny.exact(quant))
+            case = tiny_engine.Case(source, Path(folder, "store"), tiny_engine.exact(quant))
             yield case, stock
 
 
@@ -132,8 +127,8 @@ class device_for_run:
     """
 
     def __init__(self, fake: bool, pin: bool, number: int, capability: tuple[int, int] = (7, 0)) -> None:
-        options = {"pin_limit": float("inf") if pin else 0, "capability": capability}
-        self._fake = _load("fake_device").FakeDevice(number, **options) if fake else None
+        pin_limit = float("inf") if pin else 0
+        self._fake = fake_device.FakeDevice(number, pin_limit=pin_limit, capability=capability) if fake else None
         self._pin = pin
 
     def __enter__(self) -> Any:
@@ -163,13 +158,3 @@ class _Unpinned:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
-
-
-def _load(name: str, path: Path | None = None) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path or TESTS / "device" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from checks import device_for_run, tiny_case
-from report import Report
 
+from bench.gpu.checks import device_for_run, tiny_case
+from bench.gpu.report import Report
 from moedge.offload.stream.cuda_lane import CudaLane
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 ROOT = Path(__file__).parents[2]
 POISON = 0xFF
@@ -65,11 +66,8 @@ class _PoisonedLane(CudaLane):
 
 @contextmanager
 def _poisoning() -> Iterator[None]:
-    before, lanes.CudaLane = lanes.CudaLane, _PoisonedLane  # type: ignore[misc]
-    try:
+    with patch.object(lanes, "CudaLane", _PoisonedLane):
         yield
-    finally:
-        lanes.CudaLane = before  # type: ignore[misc]
 
 
 def _sanitize(tool: str, fake: bool) -> dict[str, Any]:

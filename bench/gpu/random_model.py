@@ -17,6 +17,7 @@ from torch import nn
 
 from moedge.offload.checkpoint.header import TensorEntry
 from moedge.offload.device import Device
+from moedge.offload.stream.lane import DENSE, HEAD
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.loading.engine_loader import LoadedEngine, Loading
 from moedge.runtime.model.definition import define
@@ -26,7 +27,7 @@ from moedge.runtime.shape.read import is_router, model_shape
 from moedge.runtime.shape.shards import ModelShards, ShardLayout
 from moedge.runtime.source.model_source import ModelSource
 from moedge.runtime.weights.key_offsets import KeyOffsets
-from moedge.runtime.weights.memory import DENSE, HEAD, WeightMemory
+from moedge.runtime.weights.memory import WeightMemory
 
 # As published on the hub, without what decides no size and no arithmetic.
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -11,19 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate_offload import best_batch
-from checks import device_for_run
-from random_model import CONFIGS, load_random, random_source
-from report import Report
-from roofline import against_roofline, measure_rates
 
+from bench.gpu.checks import device_for_run
+from bench.gpu.random_model import CONFIGS, load_random, random_source
+from bench.gpu.report import Report
+from bench.peers.accelerate_offload import best_batch
+from bench.roofline import against_roofline, measure_rates
 from moedge.offload.budget import parse_size
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine
+from moedge.runtime.loading.machine_memory import MachineMemory, open_memory
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.settings.budgets import Budgets, DeviceBudget, MachineMemory, MemoryBudget
+from moedge.runtime.settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource
 
@@ -73,7 +74,7 @@ def _peer(report: Report, budget: str) -> dict[str, Any]:
 
 
 def memory_of(budget: str) -> MachineMemory:
-    return Budgets(ram="80%", gpu_mem=budget).open()
+    return open_memory(Budgets(ram="80%", gpu_mem=budget))
 
 
 def measure_small(name: str, share: float) -> dict[str, Any]:
@@ -90,15 +91,18 @@ def measure_small(name: str, share: float) -> dict[str, Any]:
 def measure(source: ModelSource, memory: MachineMemory, settings: Settings, prompt: int) -> dict[str, Any]:
     """One run: every sequence's prompt, then passes in which all of them decode."""
     sequences = settings.max_sequences
+    assert sequences is not None
     job = Workload(sequences, prompt + STEADY + 2)
     plan = make_plan(source.shape, settings, memory.budget, job)
     with closing(load_random(source, plan, memory.device)) as loaded:
+        assert plan.kv_sequences is not None
         live = min(sequences, plan.kv_sequences)
         prompts, steady = _passes(loaded, live, prompt, source.shape.vocab)
         assert plan.staging is not None
         assert memory.device is not None
+        assert plan.budget.device is not None
         streamed = loaded.streamed.nbytes_to_device // loaded.engine.metrics.passes
-        result = {
+        result: dict[str, Any] = {
             "live": live,
             "prompt_tok_s": live * prompt / sum(prompts),
             "pass_s": statistics.median(steady),

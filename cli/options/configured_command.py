@@ -10,13 +10,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import socket
 import stat
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -36,13 +37,23 @@ class ConfigError(MoedgeError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`command` is "" for a setting above all tables, which serves every command; `origin` is `FILE:LINE`."""
+    """`command` is "" for a setting that serves every command; `origin` is `FILE:LINE`.
+
+    `table` is "" or the [profile.NAME] or [machine.HOST] that has the setting, such as "profile.night".
+    """
 
     command: str
     key: str
     value: Any
     origin: str
     folder: Path
+    table: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Settings of a higher rank count for more within a file."""
+        kind = self.table.partition(".")[0]
+        return {"machine": 2, "profile": 3}.get(kind, 1 if self.command else 0)
 
 
 def config_paths() -> tuple[Path, Path]:
@@ -77,10 +88,23 @@ def _text(path: Path) -> str:
 
 def _entries(document: dict[str, Any], path: Path, lines: dict[tuple[str, str], int]) -> Iterator[Entry]:
     for name, value in document.items():
+        if name in CONDITIONAL and isinstance(value, dict):
+            for inner, settings in value.items():
+                table = f"{name}.{inner}"
+                if not isinstance(settings, dict):
+                    raise ConfigError(
+                        f"{path}: [{name}] wants a table for each name, such as [{name}.{EXAMPLES[name]}]"
+                    )
+                for key, setting in settings.items():
+                    yield _entry("", key, setting, path, lines.get((table, key)), table)
+            continue
         command, inner = (name, value) if isinstance(value, dict) else ("", {name: value})
         for key, setting in inner.items():
-            line = lines.get((command, key))
-            yield Entry(command, key, setting, f"{path}:{line}" if line else f"{path}", path.parent)
+            yield _entry(command, key, setting, path, lines.get((command, key)))
+
+
+def _entry(command: str, key: str, value: Any, path: Path, line: int | None, table: str = "") -> Entry:
+    return Entry(command, key, value, f"{path}:{line}" if line else f"{path}", path.parent, table)
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
@@ -88,14 +112,18 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     table = ""
     for number, line in enumerate(text.split("\n"), start=1):
-        if header := re.match(r"\s*\[\s*[\"']?([\w-]+)[\"']?\s*\]", line):
-            table = header[1]
+        if header := re.match(r"\s*\[\s*((?:[\"']?[\w.-]+[\"']?\s*\.?\s*)+)\]", line):
+            table = re.sub(r"[\"'\s]", "", header[1])
         elif key := re.match(r"\s*(?:([\w-]+)\s*\.\s*)?[\"']?([\w-]+)[\"']?\s*=", line):
             found.setdefault((key[1] or table, key[2]), number)
     return found
 
 
 PREFIX = "MOEDGE_"
+PROFILE_VARIABLE = "MOEDGE_PROFILE"
+# Tables that count only where they are asked for by name, and where this machine has the name.
+CONDITIONAL = ("profile", "machine")
+EXAMPLES = {"profile": "night", "machine": "workstation"}
 DEFAULT = "default"
 # `jobs resume` resumes what `batch` started; commands that take a single option need no table.
 _TABLE = {"resume": "batch", "ls": "", "prune": "", "doctor": ""}
@@ -118,6 +146,11 @@ class Setting:
 class ConfiguredCommand(TyperCommand):
     """A command whose options may be set by files and variables; it prints those that were."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Adds --profile to its options."""
+        kwargs["params"] = [*(kwargs.get("params") or []), *_profile_option()]
+        super().__init__(*args, **kwargs)
+
     @property
     def options(self) -> dict[str, Any]:
         """The options that files and variables may set, by key."""
@@ -136,7 +169,7 @@ class ConfiguredCommand(TyperCommand):
         given = self.make_parser(ctx).parse_args(args=list(args))[0]
         settings = [
             setting
-            for setting in self.settings(ctx)
+            for setting in self.settings(ctx, given.get("profile"))
             if self.options[setting.key].name not in given and setting.origin != DEFAULT
         ]
         rest = super().parse_args(ctx, [*(text for setting in settings for text in setting.arguments), *args])
@@ -144,11 +177,15 @@ class ConfiguredCommand(TyperCommand):
             print(f"settings: {', '.join(map(str, settings))}", file=sys.stderr)
         return rest
 
-    def settings(self, ctx: Any) -> Iterator[Setting]:
-        """Yields every option with its value and origin, without flags. Raises ConfigError."""
+    def settings(self, ctx: Any, profile: str | None = None) -> Iterator[Setting]:
+        """Yields every option with its value and origin, without flags, in a profile. Raises ConfigError."""
         commands = configured_commands(ctx.find_root().command)
-        _refuse_unknown_variables(commands)
-        entries = {entry.key: entry for path in config_paths() for entry in _applying(path, self, commands, ctx)}
+        _warn_of_unknown_variables(commands)
+        profile = profile or os.environ.get(PROFILE_VARIABLE) or None
+        found = [_checked(path, commands, ctx) for path in config_paths()]
+        _refuse_unknown_profile(profile, [entry for entries in found for entry in entries])
+        mine = (entry for entries in found for entry in entries if self._takes(entry, profile))
+        entries = {entry.key: entry for entry in mine}
         for key, option in self.options.items():
             variable = option.resolve_envvar_value(ctx)
             if variable is not None:
@@ -158,6 +195,31 @@ class ConfiguredCommand(TyperCommand):
                 yield _from_file(entries[key], option)
             else:
                 yield Setting(key, option.get_default(ctx), DEFAULT)
+
+    def _takes(self, entry: Entry, profile: str | None) -> bool:
+        """Whether an entry of a file counts for this command, on this machine, in a profile."""
+        kind, _, name = entry.table.partition(".")
+        if kind and name != (profile if kind == "profile" else socket.gethostname()):
+            return False
+        return entry.key in self.options and entry.command in ("", self.table)
+
+
+def _profile_option() -> list[Any]:
+    """The option --profile, of a command made for it: it is read before others are known."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def _(
+        profile: Annotated[
+            str | None,
+            typer.Option(
+                "--profile", metavar="NAME", expose_value=False, help="Use the [profile.NAME] settings of moedge.toml."
+            ),
+        ] = None,
+    ) -> None:
+        raise AssertionError("never run")
+
+    return [each for each in typer.main.get_command(app).params if each.name == "profile"]
 
 
 def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
@@ -171,23 +233,23 @@ def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
     return found
 
 
-def _applying(path: Path, own: ConfiguredCommand, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> list[Entry]:
-    """Entries of a file for a command, in increasing precedence. Checks the entries for other commands, too."""
+def _checked(path: Path, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> list[Entry]:
+    """All entries of a file in increasing precedence, checked whichever command they are for."""
     entries = read_entries(path)
     for entry in entries:
         _check(entry, commands, ctx)
-    mine = [entry for entry in entries if entry.key in own.options and entry.command in ("", own.table)]
-    return sorted(mine, key=lambda entry: entry.command != "")
+    return sorted(entries, key=lambda entry: entry.rank)
 
 
 def _check(entry: Entry, commands: Mapping[str, ConfiguredCommand], ctx: Any) -> None:
     tables = {command.table for command in commands.values()} - {""}
     if entry.command and entry.command not in tables:
+        tables |= set(CONDITIONAL)
         raise ConfigError(f"{entry.origin}: unknown table [{entry.command}]{_nearest(entry.command, tables)}")
     meant = [command.options for command in commands.values() if entry.command in ("", command.table)]
     keys = {key for options in meant for key in options}
     if entry.key not in keys:
-        where = f" of [{entry.command}]" if entry.command else ""
+        where = f" of [{entry.table or entry.command}]" if entry.table or entry.command else ""
         raise ConfigError(f"{entry.origin}: unknown key {entry.key!r}{where}{_nearest(entry.key, keys)}")
     for options in meant:
         if entry.key in options:
@@ -226,11 +288,24 @@ def _from_file(entry: Entry, option: Any) -> Setting:
     return Setting(entry.key, value, entry.origin, arguments)
 
 
-def _refuse_unknown_variables(commands: Mapping[str, ConfiguredCommand]) -> None:
+_warned: set[str] = set()
+
+
+def _warn_of_unknown_variables(commands: Mapping[str, ConfiguredCommand]) -> None:
+    """Once each: a variable may be another program's, or another version's."""
     known = {option.envvar for command in commands.values() for option in command.options.values()}
     for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known:
-            raise ConfigError(f"environment: unknown variable {name}{_nearest(name, known)}")
+        if name.startswith(PREFIX) and name not in {*known, PROFILE_VARIABLE, *_warned}:
+            _warned.add(name)
+            print(f"warning: unknown variable {name} is ignored{_nearest(name, known)}", file=sys.stderr)
+
+
+def _refuse_unknown_profile(profile: str | None, entries: list[Entry]) -> None:
+    known = {entry.table.partition(".")[2] for entry in entries if entry.table.startswith("profile.")}
+    if profile is not None and profile not in known:
+        files = " and ".join(map(str, config_paths()))
+        hint = _nearest(profile, known) if known else "; there is no [profile.NAME] table"
+        raise ConfigError(f"--profile {profile}: not in {files}{hint}")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,6 @@ from ...offload.budget import BadSize, parse_size
 from .paths import new_folder, own_file, readable_file
 
 if TYPE_CHECKING:
-    from ...moe.streaming_mode import ExpertOptions
     from ...runtime.settings.budgets import Budgets
 
 # More bytes than `auto` keeps free on any machine.
@@ -28,6 +27,17 @@ def _size(text: str) -> str:
     return text
 
 
+def _kwargs(text: str) -> str:
+    """Checks variables of a chat template and returns their text in one spelling."""
+    from ...runtime.rows.fields import kwargs_setting
+    from ...runtime.settings.errors import SettingError
+
+    try:
+        return kwargs_setting(text)
+    except SettingError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 MODEL = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint folder, prepared weights, or a hub id like Qwen/Qwen3-30B-A3B."),
@@ -37,7 +47,7 @@ INPUT = Annotated[
     Path,
     typer.Argument(
         metavar="INPUT",
-        help="Prompts as JSON lines, OpenAI batch format or short: .jsonl, .jsonl.gz, or -.",
+        help="Rows: .jsonl (OpenAI batch format or short), .json, .csv, .tsv, .parquet, .txt, also .gz and .zst; or -.",
     ),
 ]
 
@@ -71,8 +81,16 @@ class Hold(StrEnum):
     POPULAR, LRU = "popular", "lru"
 
 
+class Effort(StrEnum):
+    NONE, MINIMAL, LOW, MEDIUM, HIGH, XHIGH = "none", "minimal", "low", "medium", "high", "xhigh"
+
+
 class Progress(StrEnum):
     AUTO, BAR, PLAIN, NONE = "auto", "bar", "plain", "none"
+
+
+class InputFormat(StrEnum):
+    AUTO, JSONL, JSON, CSV, TSV, PARQUET, TXT = "auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"
 
 
 class Format(StrEnum):
@@ -143,13 +161,45 @@ STREAM = Annotated[
 ]
 HOLD = Annotated[Hold, typer.Option("--hold", help="Experts to keep in memory: most often or last used.")]
 TEMPERATURE = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--temperature",
         envvar="MOEDGE_TEMPERATURE",
         show_envvar=False,
         min=0.0,
-        help="Temperature for rows that do not set it; 0 is greedy.",
+        help="Temperature for rows that do not set it; 0 is greedy. By default the model's generation_config.json "
+        "says it, else 0.",
+    ),
+]
+REASONING_EFFORT = Annotated[
+    Effort | None,
+    typer.Option(
+        "--reasoning-effort",
+        envvar="MOEDGE_REASONING_EFFORT",
+        show_envvar=False,
+        help="reasoning_effort of the chat template, for rows that do not set it.",
+    ),
+]
+MAX_THINKING_TOKENS = Annotated[
+    int | None,
+    typer.Option(
+        "--max-thinking-tokens",
+        envvar="MOEDGE_MAX_THINKING_TOKENS",
+        show_envvar=False,
+        min=0,
+        help="Most tokens of reasoning before a chat answer, for rows that do not set it.",
+    ),
+]
+CHAT_TEMPLATE_KWARGS = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        envvar="MOEDGE_CHAT_TEMPLATE_KWARGS",
+        show_envvar=False,
+        metavar="JSON",
+        parser=_kwargs,
+        help="Variables of the chat template as a JSON object, for rows that do not set them: "
+        "'{\"enable_thinking\": false}'.",
     ),
 ]
 SEED = Annotated[
@@ -174,6 +224,40 @@ MAX_SEQUENCES = Annotated[
         show_envvar=False,
         min=1,
         help="Most sequences in a batch; chosen from the job and the memory by default.",
+    ),
+]
+INPUT_FORMAT = Annotated[
+    InputFormat,
+    typer.Option("--input-format", help="Format of INPUT; auto goes by its suffix, and takes a pipe as JSON lines."),
+]
+PROMPT_COLUMN = Annotated[
+    str | None, typer.Option("--prompt-column", metavar="NAME", help="The column, or field, that holds the prompt.")
+]
+ID_COLUMN = Annotated[
+    str | None, typer.Option("--id-column", metavar="NAME", help="The column, or field, that holds the id.")
+]
+PROMPT = Annotated[
+    str | None,
+    typer.Option("--prompt", metavar="TEXT|FILE", help="Template of every prompt; {{ NAME }} is a column of the row."),
+]
+SYSTEM = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT|FILE", help="Template of a system message before every prompt."),
+]
+SCHEMA = Annotated[
+    Path | None,
+    typer.Option(
+        "--schema",
+        metavar="FILE",
+        callback=readable_file,
+        help="JSON schema of every answer, unless a row has its own.",
+    ),
+]
+CHAT = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Prompts become messages of a user; by default those from columns do, if the model has a chat template.",
     ),
 ]
 PLAN = Annotated[
@@ -291,14 +375,6 @@ PROGRESS = Annotated[
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
 VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers of the run at its end.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-
-
-def experts(stream: Stream, hold: Hold) -> ExpertOptions:
-    """How experts are streamed and held."""
-    from ...moe.streaming_mode import ExpertOptions, Mode
-    from ...moe.streaming_mode import Hold as Policy
-
-    return ExpertOptions(None if stream == "auto" else Mode(stream), Policy(hold))
 
 
 def budgets(ram: str, gpu_mem: str, disk: str, disk_dir: Path | None) -> Budgets:

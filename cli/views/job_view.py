@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ...offload.errors import ExitCode
+from ...runtime.api.batch import JobObserver, run_job
+from ...runtime.jobs.answer_stream import AnswerStream, is_kept
+from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
 from ...runtime.jobs.request import BatchRequest
 from ...runtime.jobs.session import CANCELLED
@@ -20,9 +24,9 @@ from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.rows.failure import ErrorCode
 from ...runtime.settings.errors import counted
+from ...runtime.settings.formatting import duration, gib, kernel_lines
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
-from .formatting import duration, gib, kernel_lines
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
 
 
@@ -94,57 +98,98 @@ def _percentiles(values: Percentiles) -> str:
     return f"p50 {values.p50:.3g} s, p99 {values.p99:.3g} s"
 
 
-class JobView:
+class JobView(JobObserver):
     """Runs a job, state by state, and reports it in the requested style."""
 
     def __init__(
-        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, *, verbose: bool = False
+        self,
+        progress: Progress,
+        quiet: bool,
+        output_format: Format = Format.HUMAN,
+        *,
+        verbose: bool = False,
+        answers: AnswerStream | None = None,
     ) -> None:
+        """`answers` also go there while the job runs; `verbose` shows all numbers of the run at its end."""
+        self._answers = answers
+        self._verbose = verbose
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
         self._style = Progress.NONE if quiet or as_json else progress
         self._events = Events(as_json)
-        self._verbose = verbose
+        self._signals = StopSignals()
+        self._bar: ProgressView = NoProgress()
+        self._eta: Eta | None = None
+        self._num_rows = self._said = 0
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
-        with StopSignals() as signals:
+        with self._signals:
             try:
-                return self._run(request, summary_path, signals)
+                ended = run_job(request, self)
             except Stopped as stopped:
                 self._say("Stopped before the first row started.")
                 self._events.emit("stopped", reason="signal", id=None, done=0)
                 return stopped.code
+            return self._report(ended, summary_path)
 
-    def _run(self, request: BatchRequest, summary_path: Path | None, signals: StopSignals) -> ExitCode:
-        with Checked.open(request) as checked:
-            running = None if checked.finished else self._prepare(checked).run()
-            with signals.deferred():
-                ended = checked.publish() if running is None else self._generate(checked, running, signals)
+    def _report(self, ended: Ended, summary_path: Path | None) -> ExitCode:
         if summary_path is not None:
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
             self._console.print(summary_table(ended.summary, self._verbose))
-        if ended.reason is None:
-            return self._conclude(ended, nothing_to_do=running is None)
-        return self._stopped(ended, checked.preflight.num_rows, signals.requested)
+        if self._answers is not None:
+            self._answers.upto(ended.session.folder.journal)
+        return self._conclude(ended) if ended.reason is None else self._stopped(ended)
 
-    def _prepare(self, checked: Checked) -> Loaded:
+    def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
+        self._num_rows = found.num_rows
         self._say(found.report(checked.request.lenient))
         if checked.claim.job_id is not None:
             left = found.num_rows - done
             added = f" ({checked.claim.num_added:,} of them new)" if checked.claim.num_added else ""
             self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do{added}")
-        measured = checked.measure()
+
+    def measured(self, measured: Measured) -> None:
         self._say_size(measured)
-        planned = measured.plan()
-        self._say_plan(planned, done)
-        loaded = planned.load()
-        self._say_fallbacks(loaded.policy, 0)
+        for note in (*_sampling(measured.checked), *measured.notes):
+            self._say(note)
+
+    def planned(self, planned: Planned) -> None:
+        self._say_plan(planned, planned.measured.checked.claim.num_done)
+
+    def loaded(self, loaded: Loaded) -> None:
+        self._say_fallbacks(loaded.policy)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)
-        return loaded
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._signals.deferred():
+            yield
+
+    @contextmanager
+    def running(self, running: Running) -> Iterator[None]:
+        self._eta = running.eta()
+        with self._progress(self._eta.total) as self._bar:
+            yield
+
+    def after_pass(self, running: Running) -> str | None:
+        assert self._eta is not None
+        self._say_fallbacks(running.policy)
+        session = running.session
+        committed = session.committed
+        self._eta.update(session.num_confirmed, committed.failed, running.metrics)
+        self._bar.show(self._eta)
+        if self._answers is not None:
+            self._answers.upto(running.session.folder.journal, committed.end)
+            if self._answers.closed:
+                return "nobody reads standard output any more"
+        if self._signals.requested is None:
+            return None
+        self._say("Stopping after this pass... (Ctrl-C again to quit now)")
+        return "signal"
 
     def _say_size(self, measured: Measured) -> None:
         size, context = measured.size, measured.checked.source.shape.context
@@ -181,26 +226,12 @@ class JobView:
         for line in _estimate(planned.chosen):
             self._say(line)
 
-    def _generate(self, checked: Checked, running: Running, signals: StopSignals) -> Ended:
-        eta = running.eta()
-        with self._progress(eta.total) as progress:
-            said = len(running.policy.applied)
-            for _ in running.passes():
-                said = self._say_fallbacks(running.policy, said)
-                session = running.session
-                eta.update(session.num_confirmed, session.committed.failed, running.metrics)
-                progress.show(eta)
-                if signals.requested is not None:
-                    self._say("Stopping after this pass... (Ctrl-C again to quit now)")
-                    break
-        return running.end("signal" if signals.requested is not None else None)
-
-    def _say_fallbacks(self, policy: FallbackPolicy, said: int) -> int:
-        """Reports the fallbacks after the first `said` ones; returns how many there are now."""
-        for each in policy.applied[said:]:
+    def _say_fallbacks(self, policy: FallbackPolicy) -> None:
+        """Reports the fallbacks that were applied since the last call."""
+        for each in policy.applied[self._said :]:
             self._say(str(each))
             self._events.emit("fallback", what=each.what, before=each.before, after=each.after, cause=each.cause)
-        return len(policy.applied)
+        self._said = len(policy.applied)
 
     def _progress(self, total: int) -> ProgressView:
         style = self._style
@@ -212,7 +243,7 @@ class JobView:
             return BarProgress(self._console, total)
         return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
 
-    def _conclude(self, ended: Ended, nothing_to_do: bool) -> ExitCode:
+    def _conclude(self, ended: Ended) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths
         self._events.emit(
             "finished",
@@ -229,24 +260,22 @@ class JobView:
                 self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
         job_id = ended.session.job_id
-        if nothing_to_do:
+        # Without a pass, the job had been finished before.
+        if nothing_to_do := ended.summary.passes.count is None:
             self._say(f"Job {job_id} is already finished: {_outcomes(rows)}")
-        self._say(f"{counted(rows.ok, 'answer')} in {paths.out}")
+        self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
         if nothing_to_do:
             self._say("To run all rows again, give moedge batch --overwrite")
-        if rows.failed:
-            self._say(f"{counted(rows.failed, 'row')} failed (see {paths.errors}){_retry(rows, job_id)}")
-        if rows.cut:
-            self._say(_continuation(ended))
+        for line in _unfinished(ended) if is_kept(paths.out) else ():
+            self._say(line)
         return ExitCode.SOME_ROWS_FAILED if rows.failed else ExitCode.OK
 
-    def _stopped(self, ended: Ended, num_rows: int, requested: ExitCode | None) -> ExitCode:
-        done, job_id = ended.summary.rows.total, ended.session.job_id
+    def _stopped(self, ended: Ended) -> ExitCode:
+        done, job_id, requested = ended.summary.rows.total, ended.session.job_id, self._signals.requested
         why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
         cancelled = requested is None and ended.reason == CANCELLED
-        self._say(
-            f"{'Cancelled' if cancelled else why}: {done:,} of {counted(num_rows, 'row')} done ({ended.paths.partial})."
-        )
+        done_of = f"{done:,} of {counted(self._num_rows, 'row')} done ({ended.paths.partial})."
+        self._say(f"{'Cancelled' if cancelled else why}: {done_of}")
         command = f"moedge jobs resume {job_id}"
         # The same command is refused after a cancel, so that no cron job undoes it.
         self._say(f"Resume with: {command}" if cancelled else f"Resume with the same command, or: {command}")
@@ -257,24 +286,31 @@ class JobView:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _retry(rows: Rows, job_id: str) -> str:
-    """The command that runs failed rows again, where that can help."""
-    if not any(ErrorCode(name).may_change for name in rows.errors):
-        return ""
-    return f"; run again with: moedge jobs resume {job_id} --failed"
-
-
-def _continuation(ended: Ended) -> str:
-    """The command that continues cut rows, with four times the tokens of the longest one."""
-    cut, most = ended.summary.rows.cut, ended.session.journal.state.longest_cut
-    return (
-        f"{_were(cut, 'row')} cut at max_tokens; continue with: "
-        f"moedge jobs resume {ended.session.job_id} --cut --max-tokens {4 * most}"
-    )
+def _unfinished(ended: Ended) -> Iterator[str]:
+    """What became of rows that are not whole answers, and the commands that help."""
+    rows, job_id = ended.summary.rows, ended.session.job_id
+    if rows.failed:
+        # The others fail again.
+        retried = any(ErrorCode(name).may_change for name in rows.errors)
+        command = f"; run again with: moedge jobs resume {job_id} --failed" if retried else ""
+        yield f"{counted(rows.failed, 'row')} failed (see {ended.paths.errors}){command}"
+    if rows.cut:
+        # Four times the tokens of the longest one.
+        most = 4 * ended.session.journal.state.longest_cut
+        yield (
+            f"{_were(rows.cut, 'row')} cut at max_tokens; continue with: "
+            f"moedge jobs resume {job_id} --cut --max-tokens {most}"
+        )
 
 
 def _were(number: int, noun: str) -> str:
     return f"{counted(number, noun)} {'was' if number == 1 else 'were'}"
+
+
+def _sampling(checked: Checked) -> Iterator[str]:
+    if checked.sampling.values:
+        yield f"sampling defaults from generation_config.json: {checked.sampling} (--temperature 0 is greedy)"
+    yield from checked.sampling.ignored
 
 
 def _are(number: int, noun: str) -> str:
@@ -299,9 +335,12 @@ def _estimate(chosen: PlanResult) -> Iterator[str]:
     measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
     yield (
         f"estimate: about {predicted.generated_tok_s:,.3g} tok/s, {duration(predicted.seconds)}, "
-        f"{predicted.bottleneck}-bound{measured}"
+        f"{predicted.bottleneck}-bound, after loading for ~{duration(predicted.loading_s)}{measured}"
     )
-    times = {quant: taken / predicted.seconds for quant, taken in seconds.items() if quant != chosen.plan.quant}
+    if predicted.written_nbytes:
+        yield f"loading writes {gib(predicted.written_nbytes)} of prepared weights to disk, once (--disk 0 writes none)"
+    now = seconds[chosen.plan.quant]
+    times = {quant: taken / now for quant, taken in seconds.items() if quant != chosen.plan.quant}
     if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:
         yield f"estimated time with other formats: {', '.join(others)}"
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...runtime.jobs.status import JobStatus
-from .formatting import escape_controls
+from ...runtime.settings.formatting import escape_controls
 
 # For scripts that read the table, which has as many lines as there are jobs.
 _WIDE = 1000
@@ -79,7 +79,9 @@ def print_job(status: JobStatus) -> None:
         "folder": status.folder.path,
     }
     hashes = {f"{name} fingerprint": identity.pop(name) for name in _HASHES if name in identity}
-    for label, text in {**lines, **identity, **hashes}.items():
+    # Settings that nobody set are left out: a journal keeps them all.
+    chosen = {name: value for name, value in identity.items() if value not in (None, "", [])}
+    for label, text in {**lines, **chosen, **hashes}.items():
         print(f"{label:22} {text}")
 
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from ...runtime.jobs.eta import Eta
-from .formatting import clock, duration, gib
+from ...runtime.settings.formatting import clock, duration, gib
 
 
 class SafeStream:

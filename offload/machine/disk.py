@@ -45,7 +45,9 @@ def measure_disk(
     if file_nbytes < min(_LEAST_NBYTES, nbytes):
         return None
     with TemporaryFile(dir=folder, buffering=0) as file:
+        begun = time.perf_counter()
         written = _fill(file.fileno(), file_nbytes, max(blocks))
+        write_bytes_s = written / (time.perf_counter() - begun)
         descriptor, direct = open_cold(file.fileno())
         try:
             ways = list(itertools.product(blocks, threads, ORDERS))
@@ -56,11 +58,11 @@ def measure_disk(
         finally:
             os.close(descriptor)
     reads = (DiskRead(block, count, rate, at_random) for (block, count, at_random), rate in rates.items())
-    return Disk(direct, written, tuple(reads))
+    return Disk(direct, written, tuple(reads), write_bytes_s=write_bytes_s)
 
 
 def _fill(descriptor: int, nbytes: int, block: int) -> int:
-    """Writes `nbytes`, or fewer if that takes too long; returns the number of bytes written, in whole blocks."""
+    """Writes and flushes `nbytes`, or fewer if that takes too long; returns the number of bytes, in whole blocks."""
     # Windows of one random pool at odd offsets: hardly any two pages are equal, so the storage cannot deduplicate them.
     pool = memoryview(os.urandom(block + MIB))
     deadline = time.monotonic() + _WRITE_SECONDS

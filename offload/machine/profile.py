@@ -43,17 +43,19 @@ class Disk:
     """Measured reads of a file of `nbytes`; `direct` is false if the file system has no O_DIRECT.
 
     `cold_bytes_s` is the rate of reading files that existed before the measurement; None if there were none.
+    `write_bytes_s` is the rate of writing and flushing the file; None if that was not timed.
     """
 
     direct: bool
     nbytes: int
     reads: tuple[DiskRead, ...]
     cold_bytes_s: float | None = None
+    write_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_whole(self.nbytes, len(self.reads))
         _check_flag(self.direct)
-        _check_speed(*([] if self.cold_bytes_s is None else [self.cold_bytes_s]))
+        _check_speed(*(rate for rate in (self.cold_bytes_s, self.write_bytes_s) if rate is not None))
 
     @property
     def bytes_s(self) -> float:
@@ -64,6 +66,11 @@ class Disk:
     def best(self) -> DiskRead:
         """The fastest sequential read, which streamed weights use; the fastest random one if none is sequential."""
         return max(self.reads, key=lambda read: (not read.random, read.bytes_s))
+
+    @property
+    def one_thread_bytes_s(self) -> float:
+        """What a single reader gets from the start of a file to its end: how a checkpoint is read."""
+        return max((read.bytes_s for read in self.reads if read.threads == 1 and not read.random), default=self.bytes_s)
 
     @property
     def best_random(self) -> DiskRead:
@@ -115,6 +122,21 @@ class Overheads:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadingRates:
+    """Bytes of a checkpoint's weights that one thread takes through each step of loading in a second.
+
+    `convert_bytes_s`: copied out of the files and joined to the matrices that are multiplied. `pack_bytes_s`: from
+    these to a weight format, by format.
+    """
+
+    convert_bytes_s: float
+    pack_bytes_s: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        _check_speed(self.convert_bytes_s, *self.pack_bytes_s.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The profile of a machine. A field is None if the machine lacks that part or it could not be measured.
 
@@ -135,6 +157,7 @@ class Machine:
     torch: str = ""
     overheads: Overheads | None = None
     kernel_lacks: Mapping[str, str] | None = None
+    loading: LoadingRates | None = None
 
     def __post_init__(self) -> None:
         _check_speed(self.memory_bytes_s, *([] if self.device_memory_bytes_s is None else [self.device_memory_bytes_s]))
@@ -168,13 +191,14 @@ class Machine:
 
 def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
-    overheads = content["overheads"]
+    overheads, loading = content["overheads"], content["loading"]
     return {
         "hardware": Hardware(**{**hardware, "gpus": tuple(GpuInfo(**gpu) for gpu in hardware["gpus"])}),
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
         "overheads": None if overheads is None else Overheads(**overheads),
+        "loading": None if loading is None else LoadingRates(**loading),
         "flop_s": _rates(content["flop_s"]),
         "device_flop_s": _rates(content["device_flop_s"]),
     }
@@ -210,7 +234,7 @@ def _check_flag(value: bool) -> None:
         raise ValueError(f"{value!r} was found; wanted true or false")
 
 
-SCHEMA = "moedge.machine/1"
+SCHEMA = "moedge.machine/2"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,36 @@ RESERVE_NBYTES = 10 << 30
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """What the disk of one root has left for prepared weights.
+
+    `free_nbytes` are free on the disk, less the reserve where `wanted`, the user's ceiling for all stores together, is
+    None. `stores` are the bytes of every store by its folder's name.
+    """
+
+    free_nbytes: int
+    wanted: int | None
+    stores: Mapping[str, int]
+
+    @classmethod
+    def of(cls, root: Path, wanted: int | None) -> DiskSpace:
+        """As the disk of `root` is now; the folder need not exist."""
+        free = disk_free(root) - (RESERVE_NBYTES if wanted is None else 0)
+        return cls(free, wanted, {store.name: store.nbytes for store in stores(root)})
+
+    @property
+    def new_nbytes(self) -> int:
+        """Bytes that may still be written; below 0 where more is taken than is allowed."""
+        if self.wanted is None:
+            return self.free_nbytes
+        return min(self.free_nbytes, self.wanted - sum(self.stores.values()))
+
+    def for_store(self, name: str) -> int:
+        """Bytes that the store in the folder `name` may take in all, with what it has already."""
+        return max(0, self.new_nbytes + self.stores.get(name, 0))
+
+
 def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
     """The bytes that all stores beside `folder`, and a store of `store_nbytes` in it, may take together.
 
@@ -127,14 +157,14 @@ def disk_budget(folder: Path, store_nbytes: int, wanted: int | None) -> int:
     free. Files that an earlier run wrote to `folder` count as part of this store. Raises OutOfBudget, which says what
     would fit.
     """
+    space = DiskSpace.of(folder.parent, wanted)
     begun = disk_nbytes(folder)
-    others = sum(store.nbytes for store in stores(folder.parent) if store.folder != folder)
-    free = shutil.disk_usage(_existing(folder)).free
-    free_nbytes = max(0, begun + free - (RESERVE_NBYTES if wanted is None else 0))
-    budget = others + store_nbytes if wanted is None else wanted
-    allowed = min(free_nbytes, max(0, budget - others))
+    # A folder that was given by name may hold a store whose lock is not there yet.
+    space = replace(space, stores={**space.stores, folder.name: begun})
+    others = sum(space.stores.values()) - begun
+    allowed = space.for_store(folder.name)
     if store_nbytes <= allowed:
-        return budget
+        return others + store_nbytes if wanted is None else wanted
     raise OutOfBudget(_refusal(folder, store_nbytes, allowed, others, wanted))
 
 
@@ -146,6 +176,16 @@ def _refusal(folder: Path, store_nbytes: int, allowed: int, others: int, wanted:
     if others:
         advice = f"remove other stores, which take {_size(others)} (`moedge models prune`), {advice}"
     return f"{folder.name} takes {_size(store_nbytes, up=True)} but {bound} allows {_size(allowed)}; {advice}"
+
+
+def disk_of(folder: Path) -> int:
+    """What tells the file system of a folder, which need not exist, from others."""
+    return os.stat(_existing(folder)).st_dev
+
+
+def disk_free(folder: Path) -> int:
+    """Free bytes of the disk of a folder, which need not exist."""
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def _existing(folder: Path) -> Path:

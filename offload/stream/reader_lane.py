@@ -119,7 +119,7 @@ def _ended(position: int) -> OSError:
     return OSError(errno.ENODATA, f"the file ends at byte {position}")
 
 
-# With this size, reading is as fast as bare reads into as much memory; larger chunks are slower (bench/reader_lane.py).
+# With this size, reading is as fast as bare reads into as much memory; larger chunks are slower (`bench.micro reads`).
 CHUNK_NBYTES = 1 << 20
 NUM_THREADS = 4
 RETRY_SECONDS = (0.02, 0.1, 0.3)

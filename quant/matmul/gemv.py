@@ -16,8 +16,7 @@ import torch
 from ..formats import int4
 from ..scratch import scratch_nbytes
 from ..tensor import dtype_name, pack
-from .matmul import Matmul
-from .workspace import Workspace
+from .matmul import Matmul, Workspace
 
 SHAPE = (512, 1024)
 # Enough rows for the time per row to be constant.

@@ -1,21 +1,79 @@
-"""Matmuls of activations with packed matrices on their device. Knows the kernels and when each is the fastest."""
+"""Products with packed matrices: their scratch, the kernel that computes one, and many in parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..formats import int4, int8
-from ..formats.codec import CODECS
-from ..formats.format import Layout
-from ..scratch import TILE, is_direct, strip_rows
-from ..tensor import PackedTensor, dtype_name
-from .thread_pool import torch_threads
-from .workspace import Scratch, Workspace
+from ..formats.format import ALIGNMENT, FormatError, Layout, end_of
+from ..scratch import TILE, is_direct, scratch_planes, strip_rows
+from ..tensor import CODECS, PackedTensor, dtype_name, view
+from .thread_pool import WorkerPool, torch_threads
+
+if TYPE_CHECKING:
+    from ..kernels.product import GroupedProduct
+
+
+class Scratch(NamedTuple):
+    """The scratch of one product: a strip [rows, K], its scales, a tile [TILE, K] and the tile's product."""
+
+    weight: Tensor
+    wide: Tensor
+    x: Tensor
+    y: Tensor
+
+
+class Workspace:
+    """One flat buffer on a device. Every product uses it from its start, so two threads need two workspaces."""
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
+        self.buffer = torch.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
+        # Making the views takes longer than a small product, and a model has only a handful of matrix shapes.
+        self._cuts: dict[tuple[str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
+
+        self._rows: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel()
+
+    def rows(self, num_rows: int, like: Tensor) -> Tensor:
+        """An uninitialized buffer [num_rows, D] like `like` [., D]; all calls return the same memory, which only grows.
+
+        New memory would be mapped page by page every time, which takes longer than filling it.
+        """
+        numel = num_rows * like.shape[1]
+        memory = self._rows.get(like.dtype)
+        if memory is None or memory.numel() < numel:
+            # A tensor that is allocated in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                memory = self._rows[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return memory[:numel].view(num_rows, like.shape[1])
+
+    def cut(self, layout: Layout, dtype: torch.dtype, deterministic: bool) -> Scratch:
+        """The views for a product of activations of `dtype` with such a matrix. Raises FormatError if too small."""
+        key = (layout.format, layout.shape, layout.dtype, dtype, deterministic)
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(layout, dtype_name(dtype), deterministic)
+        return self._cuts[key]
+
+    def _cut(self, layout: Layout, dtype: str, deterministic: bool) -> Scratch:
+        planes = scratch_planes(layout, dtype, deterministic)
+        if end_of(planes) > self.nbytes:
+            raise FormatError(
+                f"A workspace of {self.nbytes} bytes was found; a product of {dtype} rows with {layout.format}"
+                f" {list(layout.shape)} wants {end_of(planes)}. Make it as large as the largest scratch_nbytes."
+            )
+        # A view that is made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return Scratch(*(view(self.buffer, plane) for plane in planes))
+
 
 # The number of rows up to which torch's kernels on codes are used if nothing was measured (gemv.py).
 GEMV_MAX_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24})
@@ -114,3 +172,104 @@ def _multiply_tiles(x: Tensor, weight: Tensor, y: Tensor, scratch: Scratch) -> N
         scratch.x[len(rows) :].zero_()
         torch.mm(scratch.x, weight.t(), out=product)
         y[start : start + TILE].copy_(product[: len(rows)])
+
+
+Job = TypeVar("Job")
+
+# Threads take about 0.1 ms to wake up and synchronize. One thread computes an operation on fewer numbers than this in a
+# few tenths of a millisecond at most, so sharing the work does not pay.
+FEW_NUMBERS = 1 << 20
+# The same limit for products, in bytes of a matrix that are read once for every ROWS_A_SWEEP rows.
+SMALL_NBYTES = 2 << 20
+ROWS_A_SWEEP = 16
+
+
+class ParallelMatmul(Matmul):
+    """Products that use all of torch's threads if that is faster.
+
+    `helpers` are the workspaces of further threads for `parallel_for`. `grouped` multiplies rows by many matrices at
+    once, if the device has a kernel for that.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        deterministic: bool = False,
+        integer: bool = False,
+        gemv_max_rows: Mapping[str, int] = GEMV_MAX_ROWS,
+        helpers: Sequence[Workspace] = (),
+        grouped: GroupedProduct | None = None,
+    ) -> None:
+        super().__init__(workspace, deterministic, integer, gemv_max_rows)
+        self.grouped = grouped
+        self._workers = [Matmul(each, deterministic, integer, gemv_max_rows) for each in (workspace, *helpers)]
+        self._pool = WorkerPool(len(self._workers))
+        self._num_threads = torch.get_num_threads()
+        self._real, self._padded = 1, 1
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the scratch of all threads."""
+        return sum(worker.workspace.nbytes for worker in self._workers)
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device on which products are computed."""
+        return self.workspace.buffer.device
+
+    @contextmanager
+    def small_steps(self, numbers: int) -> Iterator[None]:
+        """While entered, operations use one thread if `numbers` numbers per operation are too few for more.
+
+        They always use one thread if bits must depend neither on the size of a pass nor on the number of threads.
+        """
+        if self.device.type != "cpu" or (numbers >= FEW_NUMBERS and not self.deterministic):
+            yield
+            return
+        with torch_threads(1):
+            yield
+
+    @property
+    def pads_passes(self) -> bool:
+        """Whether hidden states must have a multiple of VECTOR_ROWS rows (see scratch.VECTOR_ROWS)."""
+        return self.deterministic and self.device.type == "cpu"
+
+    @contextmanager
+    def padded_pass(self, num_tokens: int, num_rows: int) -> Iterator[None]:
+        """While entered, only the first `num_tokens` of every `num_rows` rows of hidden states belong to tokens."""
+        self._real, self._padded = num_tokens, num_rows
+        try:
+            yield
+        finally:
+            self._real, self._padded = 1, 1
+
+    def real_rows(self, num_rows: int) -> int:
+        """How many of the first `num_rows` rows belong to tokens, if every token has the same number of rows."""
+        return num_rows * self._real // self._padded
+
+    def parallel_for(self, jobs: Iterable[Job], work: Callable[[Job, Matmul], None]) -> None:
+        """Calls work(job, matmul) for independent jobs, in parallel on the calling thread and the helpers."""
+        with torch_threads(self._num_threads):
+            self._pool.run(jobs, lambda job, worker: work(job, self._workers[worker]), deterministic=self.deterministic)
+
+    def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if _is_small(x, packed):
+            return super().linear(x, packed, bias, out)
+        with torch_threads(self._num_threads):
+            return super().linear(x, packed, bias, out)
+
+    def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
+        """Distributes the strips of deterministic products, since threads must not share a single operation."""
+        if not self.deterministic or self.device.type != "cpu" or _is_small(x, packed):
+            super()._multiply_strips(x, packed, y)
+            return
+        self._pool.run(
+            strips(packed.layout, deterministic=True),
+            lambda strip, worker: self._workers[worker].multiply_strip(x, packed, y, strip),
+            deterministic=True,
+        )
+
+
+def _is_small(x: Tensor, packed: PackedTensor) -> bool:
+    """Whether a product is done before several threads would have synchronized."""
+    return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ...offload.heap import trim
 from ...offload.machine.hardware import Hardware, find_hardware
 from ...offload.machine.measure import measure_machine
 from ...offload.machine.profile import FlopRates, Machine, load_machine, saved_path, this_machine
@@ -23,9 +24,14 @@ def machine_profile(folder: Path, again: bool = False) -> Machine:
 
 def _measure(folder: Path, hardware: Hardware) -> Machine:
     from .overheads import measure_overheads
+    from .pass_rates import loading_rates
 
     machine = measure_machine(folder, hardware, measure_flop_s=_rates)
-    return replace(machine, overheads=measure_overheads(), kernel_lacks=_kernel_lacks())
+    overheads, loading = measure_overheads(), loading_rates()
+    profile = replace(machine, overheads=overheads, kernel_lacks=_kernel_lacks(), loading=loading)
+    # What measuring has left free in the heap would count against the budget of the job that comes next.
+    trim()
+    return profile
 
 
 def _kernel_lacks() -> dict[str, str] | None:

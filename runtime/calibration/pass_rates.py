@@ -13,13 +13,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ...offload.machine.profile import LoadingRates
 from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import FORMATS
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.gemv import measure_gemv_max_rows
-from ...quant.matmul.matmul import Matmul
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack
 from ..attention.protocol import AttentionCall
@@ -119,6 +118,29 @@ def _attend(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) 
     q = torch.randn(rows, HEADS, HEAD_DIM).to(dtype)
     k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
     return lambda: attention.attend(AttentionCall(0, HEAD_DIM**-0.5), q, k, v, batch)
+
+
+# A matrix of an expert, as a checkpoint has it; one to pack is smaller, because int4 looks for its best scales.
+LOADED_SHAPE, PACKED_SHAPE = (768, 2048), (128, 2048)
+LOADED_EXPERTS = 8
+
+
+@torch.inference_mode()
+def loading_rates() -> LoadingRates:
+    """How fast one thread converts and packs bfloat16 weights."""
+    weight = torch.randn(PACKED_SHAPE).bfloat16()
+    packed = {name: weight.nbytes / best_seconds(partial(pack, weight, name), _SECONDS) for name in FORMATS}
+    files = [torch.randn(LOADED_SHAPE).bfloat16() for _ in range(3 * LOADED_EXPERTS)]
+    nbytes = sum(matrix.nbytes for matrix in files)
+    return LoadingRates(nbytes / best_seconds(partial(_convert, files), _SECONDS), packed)
+
+
+def _convert(files: list[Tensor]) -> None:
+    """Gate, up and down of every expert: read into memory of their own, stacked, gate and up joined."""
+    read = [torch.empty_like(matrix).copy_(matrix) for matrix in files]
+    gate, up, down = (torch.stack(read[index::3]) for index in range(3))
+    torch.cat([gate, up], 1)
+    down.clone()
 
 
 ROWS = (1, 4, 16, 64, 256, 1024)

@@ -12,8 +12,7 @@ from ...offload.errors import swallow_cuda_error
 from ...quant.formats import bitsandbytes_kernels
 from ...quant.formats.format import FORMATS
 from ...quant.kernels.gpu import triton_lack
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
 from ..loading.kernel_trial import try_kernels, usual_needs

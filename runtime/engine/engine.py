@@ -77,4 +77,5 @@ class Engine:
 
 
 def _draw(sequence: Sequence) -> Draw:
-    return Draw(sequence.params, sequence.sample, len(sequence.output_ids), sequence.history)
+    position = len(sequence.output_ids)
+    return Draw(sequence.params, sequence.sample, position, sequence.history, sequence.forbidden, sequence.forced)

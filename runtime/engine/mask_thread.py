@@ -38,19 +38,24 @@ class MaskThread:
 
     def begin(self, sequences: Items[Sequence]) -> PendingMasks:
         """Starts on the masks of those sequences, one per row of the pass, that follow a grammar."""
-        masked = [(row, sequence.grammar) for row, sequence in enumerate(sequences) if sequence.grammar is not None]
+        masked = [
+            (row, sequence.grammar, sequence.begin_id)
+            for row, sequence in enumerate(sequences)
+            if sequence.grammar is not None and sequence.masked
+        ]
         if not masked:
             return PendingMasks(None)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        rows, states = zip(*masked, strict=True)
-        return PendingMasks(self._thread.submit(self._compute, list(rows), states))
+        rows, states, allowed = zip(*masked, strict=True)
+        return PendingMasks(self._thread.submit(self._compute, list(rows), states, allowed))
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _compute(self, rows: list[int], states: Items[GrammarState]) -> TokenMasks:
+    def _compute(self, rows: list[int], states: Items[GrammarState], allowed: Items[int | None]) -> TokenMasks:
+        """`allowed` has for each of `rows` the token that may be taken whatever its grammar says."""
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -64,7 +69,11 @@ class MaskThread:
             if state.error:
                 # Nothing is allowed, so that the sampler has no token to give and the sequence ends with the error.
                 bits[index] = 0
-        return TokenMasks(rows, bits.view(torch.uint8))
+        each_bit = bits.view(torch.uint8)
+        for index, token_id in enumerate(allowed):
+            if token_id is not None and not states[index].error:
+                each_bit[index, token_id // 8] |= 1 << token_id % 8
+        return TokenMasks(rows, each_bit)
 
     def _rows(self, num_rows: int, num_words: int) -> torch.Tensor:
         if self._bits.numel() < num_rows * num_words:

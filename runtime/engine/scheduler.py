@@ -100,6 +100,13 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if not sequence.finished]
         return finished
 
+    def abort(self) -> None:
+        """Drops every sequence, between two passes; their blocks are free again."""
+        for sequence in (*self.running, *self.waiting):
+            self.cache.release(sequence.table)
+        self.waiting.clear()
+        self.running.clear()
+
     def forget_parked(self) -> None:
         """Sequences that wait in host memory are computed again, and none is parked any more."""
         for sequence in self.waiting:

@@ -23,12 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.placement import Workload
-from ..rows.failure import CommonReasons, ErrorCode, RowFailure
+from ..rows.failure import ErrorCode, RowFailure, common_error
 from ..rows.fields import invalid_schema
+from ..rows.preflight import Preflight, located
 from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
-from ..settings.errors import InputRefused, PromptError
+from ..settings.errors import InputRefused, PromptError, counted
+from ..text.chat_stream import ChatStream, StreamOptions
+from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 
 # Token ids and settings of each of a row's choices, in the order of its answer.
@@ -115,6 +118,14 @@ class RowEncoder:
         self._cache_tokens = cache_tokens
         self._spool = spool
         self._grammars = Grammars(tokenizer, vocab)
+        self._eos_ids = frozenset(tokenizer.eos_token_ids)
+        self._chat_eos_ids = self._eos_ids | tokenizer.chat_stop_ids
+        self._notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What rows ask for and this model does not do, each said once."""
+        return tuple(self._notes)
 
     def encode(self, row: Row) -> Choices | RowFailure:
         """The generations of a row, or the failure that prevents them."""
@@ -124,8 +135,13 @@ class RowEncoder:
         except PromptError as error:
             return row.failure(ErrorCode.INVALID_VALUE, str(error), "prompt")
         except SchemaError as error:
-            found = invalid_schema(error).failure
+            assert row.schema is not None
+            found = invalid_schema(row.schema, error).failure
             return row.failure(found.code, found.message, found.param)
+        if (bias := row.params.logit_bias) and bias[-1][0] >= self._vocab:
+            message = f"token id {bias[-1][0]} of logit_bias is not in the model's vocabulary of {self._vocab}"
+            return row.failure(ErrorCode.INVALID_VALUE, message, "logit_bias")
+        self._note(row)
         for token_ids in ids_of_prompts:
             if not token_ids:
                 return row.failure(ErrorCode.INVALID_VALUE, "the prompt has no tokens; give it some text", "prompt")
@@ -138,6 +154,30 @@ class RowEncoder:
     def grammar(self, row: Row) -> GrammarState | None:
         """The beginning of one of the row's answers, where it asks for a form. Raises SchemaError, once for a row."""
         return None if row.schema is None else self._grammars.start(row.schema)
+
+    def text(self, row: Row, prompt_ids: Sequence[int], params: SamplingParams) -> TextStream | ChatStream:
+        """The beginning of one of the row's answers; that of a chat is split into its parts where they are known."""
+        if row.chat:
+            options = StreamOptions(params.stop, params.min_tokens, params.max_thinking_tokens)
+            if (stream := self.tokenizer.chat_stream(prompt_ids, options)) is not None:
+                return stream
+        return self.tokenizer.stream(params.stop, min_tokens=params.min_tokens)
+
+    def eos_ids(self, row: Row) -> frozenset[int]:
+        """The tokens that end an answer to the row."""
+        return self._chat_eos_ids if row.chat else self._eos_ids
+
+    def _note(self, row: Row) -> None:
+        prompt, tokenizer = row.prompts[0], self.tokenizer
+        if not isinstance(prompt, ChatPrompt):
+            return
+        for name in prompt.variables:
+            if not tokenizer.template_reads(name):
+                self._notes[f"the model's chat template does not use {name}"] = None
+        if row.params.max_thinking_tokens is not None and tokenizer.answer_format is None:
+            self._notes["max_thinking_tokens has no effect: the model has no known marks of reasoning"] = None
+        if prompt.tools and not tokenizer.marks_calls:
+            self._notes["calls of tools stay in the content: how this model marks them is not known"] = None
 
     def _ids_of_prompts(self, row: Row) -> list[list[int]]:
         known = None if self._spool is None else self._spool.token_ids(row.index)
@@ -161,7 +201,8 @@ class RowEncoder:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):
-            return self.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
+            messages = [{"role": each.role, "content": each.content, **each.beside} for each in prompt.messages]
+            return self.tokenizer.encode_chat(messages, prompt.tools, prompt.variables)
         return self.tokenizer.encode(prompt.text) if isinstance(prompt, TextPrompt) else list(prompt.token_ids)
 
 
@@ -179,22 +220,35 @@ class JobSize:
     too_long: int = 0
     # Rows by the tokens that their longest sequence may come to.
     lengths: Counter[int] = field(default_factory=Counter)
-    failures: CommonReasons = field(default_factory=CommonReasons)
+    # Errors by code, and the first of each.
+    codes: Counter[ErrorCode] = field(default_factory=Counter)
+    failures: dict[ErrorCode, RowFailure] = field(default_factory=dict)
 
-    def refuse_if_none_runs(self, path: str) -> None:
-        """Raises InputRefused, with the reason, where no row of the file can run, or most fail for one reason."""
-        most = self.failures.commonest()
-        if not self.rows:
-            raise InputRefused(f"{path} contains no rows")
-        if most is not None and (not self.lengths or most.of_most(self.rows)):
-            raise InputRefused(f"{path}: nothing was run: {most.sentence(self.rows)}")
+    def refuse_most(self, found: Preflight, lenient: bool) -> None:
+        """Raises InputRefused where most rows have the same error, as `found` does for those that it sees."""
+        code = None if lenient else common_error(self.codes, self.rows)
+        if code is not None:
+            raise InputRefused(
+                f"{found.path}: nothing was run: {self.codes[code]:,} of {counted(self.rows, 'row')} have the error "
+                f"{code}; the first is {located(self.failures[code], found.unit)}. "
+                "Fix the rows, or pass --lenient to answer the others"
+            )
+
+    def refuse_if_none_runs(self, found: Preflight) -> None:
+        """Raises InputRefused where there is nothing to plan."""
+        if found.file_problems.total:
+            raise InputRefused(found.report())
+        if not self.lengths:
+            first = "; ".join(located(each, found.unit) for each in self.failures.values())
+            raise InputRefused(f"{found.path}: none of {counted(self.rows, 'row')} can run: {first}")
 
     def add(self, choices: Choices | RowFailure) -> int:
         """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
         self.rows += 1
         if isinstance(choices, RowFailure):
             self.too_long += choices.code == "context_length_exceeded"
-            self.failures.add(choices)
+            self.codes[choices.code] += 1
+            self.failures.setdefault(choices.code, choices)
             return 0
         self.sequences += len(choices)
         self.prompt_tokens += sum(len(token_ids) for token_ids, _ in choices)

@@ -16,9 +16,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar, cast
 
-from ...offload.atomic_file import AtomicFile
+from ...offload.atomic_file import AtomicFile, write_atomically
 from ..rows.input_file import STDIN, open_input, open_regular, plain
 from ..rows.preflight import file_fingerprint
+from ..rows.tables import InputFormat, convert
 from ..settings.errors import InputChanged, InputUnreadable, JobInUse, OutputRefused
 
 
@@ -45,6 +46,16 @@ class JobFolder:
     def input(self) -> Path:
         """Rows that came through a pipe."""
         return self.path / "input"
+
+    @property
+    def rows(self) -> Path:
+        """The rows of an input that is not JSON lines, converted to them."""
+        return self.path / "rows.jsonl"
+
+    @property
+    def rows_of(self) -> Path:
+        """Of which file `rows` were made."""
+        return self.path / "rows.json"
 
     @property
     def trace(self) -> Path:
@@ -91,7 +102,7 @@ class JobFolder:
     def remove_unbegun(self) -> None:
         """Removes the folder of a job that was refused before its first record."""
         if not self.begun:
-            for file in (self.lock, self.input):
+            for file in (self.lock, self.input, self.rows, self.rows_of):
                 file.unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
@@ -206,6 +217,29 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
     finally:
         file.discard()
     return folder.input
+
+
+def json_lines(path: Path, kind: InputFormat, folder: JobFolder) -> Path:
+    """The file to read rows from: `path`, or its rows as JSON lines, converted once and kept for as long as the job is.
+
+    A file that is what it was is not converted again. Raises InputRefused, InputUnreadable, MissingExtra.
+    """
+    if kind is InputFormat.JSONL:
+        return path
+    found = file_fingerprint(path)
+    made_of = json.dumps({"format": kind, "sha256": found.sha256, "nbytes": found.nbytes})
+    if folder.rows.is_file() and folder.rows_of.is_file() and folder.rows_of.read_text() == made_of:
+        return folder.rows
+    # First: a kill between the two must not leave the mark of one file beside the rows of another.
+    folder.rows_of.unlink(missing_ok=True)
+    file = AtomicFile(folder.rows)
+    try:
+        convert(path, kind, file, "standard input" if path == folder.input else None)
+        file.publish()
+    finally:
+        file.discard()
+    write_atomically(folder.rows_of, made_of.encode())
+    return folder.rows
 
 
 def seekable(path: Path, folder: JobFolder) -> BufferedReader:

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from ...offload.heap import Heap
@@ -27,17 +27,19 @@ from ..rows.answer_formats import Answers
 from ..rows.failure import RowFailure
 from ..rows.preflight import Preflight
 from ..rows.reader import RowFile, read_rows
+from ..sampling.model_defaults import ModelDefaults, model_defaults
 from ..settings.errors import InputRefused
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT
+from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import seekable
 from .job_plan import plan_job, remember
-from .outputs import OutputPaths, PartialFile, claim_output
+from .outputs import OutputPaths, claim_output
 from .report import summarise, summarise_rows
-from .request import BatchRequest, identity
+from .request import BatchRequest, identity, settled_rows
 from .run import FileRows, RowRunner, RowSource
 from .session import JobClaim, JobInput, JobSession, lock_folder, start_over
 from .stop import StallGuard, StopRule
@@ -48,8 +50,9 @@ from .summary import RunSummary, Seconds
 class Checked:
     """The model's headers are read, the input is valid, and the output is claimed; nothing was written.
 
-    A job whose last row has its answer is `finished`: end it with `publish`. Every other is measured next. Leaving
-    the context ends every process and thread of the job; every answer that was confirmed is kept.
+    `sampling` are those defaults of rows that the model sets. A job whose last row has its answer is `finished`: end it
+    with `publish`. Every other is measured next. Leaving the context ends every process and thread of the job; every
+    answer that was confirmed is kept.
     """
 
     request: BatchRequest
@@ -58,6 +61,7 @@ class Checked:
     stop_rule: StopRule
     resources: ExitStack
     begun: float
+    sampling: ModelDefaults
 
     @classmethod
     def open(cls, request: BatchRequest) -> Self:
@@ -65,6 +69,9 @@ class Checked:
         stop_rule, begun = StopRule(request.limits), time.perf_counter()
         with ExitStack() as resources:
             source = resources.enter_context(open_source(request.model))
+            sampling = model_defaults(source.folder).only(request.unset)
+            request = replace(request, defaults=replace(request.defaults, **sampling.values))
+            request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
             rows = JobInput.check(request, folder)
@@ -75,7 +82,7 @@ class Checked:
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
-            return cls(request, source, claim, stop_rule, resources.pop_all(), begun)
+            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling)
 
     @property
     def finished(self) -> bool:
@@ -110,8 +117,8 @@ class Checked:
         spool.seal()
         if claim.job_id is None and self.request.limits.max_rows is None:
             # A job that has begun has answers to come, or rows that were already counted as errors.
-            size.refuse_if_none_runs(self.preflight.path)
-        return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()))
+            size.refuse_most(self.preflight, self.request.lenient)
+        return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +129,10 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Every row to be run is tokenized; `order` are their numbers, the first to run first."""
+    """Every row to be run is tokenized; `order` are their numbers, the first to run first.
+
+    `notes` say what rows ask for and the model does not do.
+    """
 
     checked: Checked
     tokenizer: Tokenizer
@@ -130,15 +140,17 @@ class Measured:
     file: RowFile
     size: JobSize
     order: array[int]
+    notes: tuple[str, ...] = ()
 
-    def plan(self, given: PlanResult | None = None) -> Planned:
+    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became.
 
-        `given` is the plan of an engine that is loaded already. Raises DoesNotFit, SettingError, JobMismatch.
+        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
+        opened again. Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = open_memory(budgets, source.settle(settings), source.shape)
+        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
         chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
         memory.limit_pins(chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
@@ -238,7 +250,7 @@ class Running:
             for _ in guard.watched(self._runner().passes()):
                 heap.after_pass()
                 if partial is not None:
-                    partial.update()
+                    partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
                 yield
                 self.stopped_because = self._why_stop()
@@ -258,11 +270,11 @@ class Running:
         summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
         return Ended(self.session, self._checked.paths, summary, reason, over)
 
-    def _partial_file(self) -> PartialFile | None:
+    def _partial_file(self) -> AnswerStream | None:
         """The file that grows with the answers, where it is asked for; closed with the job."""
         if not self._checked.request.follow:
             return None
-        file = PartialFile(self.session.journal, self.session.folder, self._checked.paths)
+        file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
         self._checked.resources.callback(file.close)
         return file
 
@@ -291,7 +303,9 @@ class Running:
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
-        remember(chosen, source, self.metrics, self._seconds or 0, engine.ledger)
+        summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
+        took = self._loaded.load_seconds, self._seconds or 0
+        remember(chosen, source, self.metrics, took, engine.ledger)
         return summary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...offload.machine.hardware import Hardware, find_hardware
+from ...offload.machine.presets import find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
-from ...offload.store.stores import default_root
+from ...offload.store.stores import DiskSpace, default_root
 from ..plan.cost_model import CostModel, rates_of
-from ..plan.history import MOST_KEPT as ALL_RUNS
 from ..plan.history import (
+    BESIDE_PASSES,
     RunRecord,
-    factors,
+    corrections,
     formats_key,
     formats_of,
     history_path,
@@ -24,20 +26,26 @@ from ..plan.history import (
     machine_key,
     shape_key,
 )
+from ..plan.history import MOST_KEPT as ALL_RUNS
+from ..plan.loading_cost import Prepared
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Workload
 from ..plan.plan_file import load_plan
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
+from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import FORMATS
+from ..shape.shards import checkpoint_nbytes
 from ..source.headers import Headers
-from ..source.model_source import ModelSource
+from ..source.hub import same_disk
+from ..source.model_source import ModelSource, prepared_nbytes
 
 if TYPE_CHECKING:
     from ..engine.metrics import Metrics
+    from ..rows.preflight import Preflight
+    from ..rows.row import Defaults
     from .encode import JobSize
 
 # Shorter runs are mostly their beginning and their end.
@@ -52,6 +60,8 @@ class _Machine:
 
     hardware: Hardware
     profile: Machine | None
+    elsewhere: bool = False
+    preset: str = ""
 
     @classmethod
     def here(cls, budgets: Budgets) -> _Machine:
@@ -66,7 +76,16 @@ class _Machine:
             profile = read_machine(path)
         except (OSError, ValueError) as error:
             raise SettingError(f"--machine: {error}") from None
-        return cls(profile.hardware, profile)
+        return cls(profile.hardware, profile, elsewhere=True)
+
+    def with_gpu(self, name: str) -> _Machine:
+        """The same with a GPU of a data sheet. Raises SettingError for a name that is not known."""
+        try:
+            preset = find_preset(name)
+        except ValueError as error:
+            raise SettingError(f"--gpu: {error}") from None
+        profile = with_preset(preset, self.hardware, self.profile)
+        return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
     def measured(self, budgets: Budgets) -> _Machine:
         """Measures the machine, in about twenty seconds."""
@@ -75,26 +94,61 @@ class _Machine:
         return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
 
     def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
-        """The cost model from its rates, corrected by its runs; with the rates of `device` if there is one."""
-        on_device = device is not None
-        dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
-        kinds = {
-            quant: formats_key(quant, dtype, settings.compute, settings.deterministic, on_device) for quant in FORMATS
-        }
-        learned = factors(last_runs(ALL_RUNS), machine_key(self.hardware), shape_key(shape), kinds)
-        return CostModel(shape, rates_of(self.profile, on_device), learned)
+        """The cost model from its rates; with the rates of `device` if there is one."""
+        return CostModel(shape, rates_of(self.profile, device is not None), BESIDE_PASSES)
 
-    def request(self, shape: ModelShape, settings: Settings, budget: MemoryBudget, workload: Workload) -> PlanRequest:
-        """A plan request for this machine."""
-        costs = self.costs(shape, settings, budget.device)
+    def corrections(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> dict[str, float]:
+        """What its earlier runs taught."""
+        dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
+        formats = formats_key(settings.quant, dtype, settings.compute, settings.deterministic, device is not None)
+        return corrections(last_runs(ALL_RUNS), machine_key(self.hardware), shape_key(shape), formats)
+
+    def request(
+        self, shape: ModelShape, settings: Settings, on_disk: tuple[MemoryBudget, Prepared], workload: Workload
+    ) -> PlanRequest:
+        """A plan request for this machine; `on_disk` is what `_with_disk` found."""
+        budget, prepared = on_disk
         return PlanRequest(
-            costs=costs,
+            costs=self.costs(shape, settings, budget.device),
             workload=workload,
             budget=budget,
             settings=settings,
             hardware=self.hardware,
             profile=self.profile,
+            prepared=prepared,
+            elsewhere=self.elsewhere,
+            preset=self.preset,
+            corrections=self.corrections(shape, settings, budget.device),
         )
+
+
+def _with_disk(
+    budget: MemoryBudget, budgets: Budgets, settings: Settings, model: _Located
+) -> tuple[MemoryBudget, Prepared]:
+    """The budget with the bytes that may still be written to the disk of prepared weights, as it is now, and what is
+    prepared there of the model."""
+    if model.is_store:
+        return replace(budget, disk_nbytes=None), Prepared(is_model=True)
+    root = budgets.disk_dir or default_root()
+    space = DiskSpace.of(root, budgets.disk_nbytes())
+    new, there = space.new_nbytes, {}
+    if model.on_hub and same_disk(root):
+        new -= checkpoint_nbytes(model.shape)
+    if model.folder is not None:
+        dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
+        there = prepared_nbytes(model.name, model.folder, dtype, root, space.stores)
+    return replace(budget, disk_nbytes=new), Prepared(there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A model and where its checkpoint is: None where nothing is here."""
+
+    name: str
+    shape: ModelShape
+    folder: Path | None
+    is_store: bool = False
+    on_hub: bool = False
 
 
 def plan_job(
@@ -110,13 +164,12 @@ def plan_job(
     A machine without a profile is measured first where the job is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
-    if source.store:
-        # The store is there already.
-        budget = replace(budget, disk_nbytes=None)
-    result = _solve(machine.request(source.shape, settings, budget, workload), saved)
-    if machine.profile is None and result.prediction.seconds > LONG_SECONDS:
+    located = _Located(source.name, source.shape, source.folder, source.store is not None)
+    on_disk = _with_disk(budget, budgets, settings, located)
+    result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
+    if machine.profile is None and result.prediction.total_s > LONG_SECONDS:
         measured = machine.measured(budgets)
-        result = _solve(measured.request(source.shape, settings, budget, workload), saved)
+        result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
     return result
 
 
@@ -124,31 +177,49 @@ def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
     if saved is None:
         return solve(request)
     plan = load_plan(saved, request)
-    prediction = request.costs.predict(plan, request.workload)
-    return PlanResult(plan, prediction, {plan.quant: prediction.seconds}, request)
+    seconds = request.costs.predict(plan, request.workload, request.prepared.for_choice).total_s
+    return PlanResult.of(plan, {plan.quant: seconds}, request)
 
 
 def plan_request(
-    headers: Headers, settings: Settings, budgets: Budgets, machine: Path | None, workload: Workload
+    headers: Headers,
+    settings: Settings,
+    budgets: Budgets,
+    machine: Path | None,
+    workload: Workload,
+    gpu: str | None = None,
 ) -> PlanRequest:
     """A request for a model of which only headers were read; no device is opened.
 
-    `machine` is a file with the profile of another machine. Raises SettingError, BadSize.
+    `machine` is a file with the profile of another machine, `gpu` the name of a GPU to plan for instead. Raises
+    SettingError, BadSize.
     """
     known = _Machine.here(budgets) if machine is None else _Machine.of_file(machine)
-    budget = budgets.expected(
-        known.hardware, known.profile.kernel_lacks if known.profile else None, elsewhere=machine is not None
-    )
-    return known.request(headers.shape, headers.settle(settings), budget, workload)
+    if gpu is not None:
+        known = known.with_gpu(gpu)
+    tried = known.profile.kernel_lacks if known.profile else None
+    budget = budgets.expected(known.hardware, tried, elsewhere=known.elsewhere)
+    settings = headers.settle(settings)
+    if machine is not None:
+        # Of its disk nothing is known but what the user says.
+        on_disk = budget, Prepared(is_model=bool(headers.recipe))
+    else:
+        located = _Located(headers.name, headers.shape, headers.folder, bool(headers.recipe), headers.on_hub)
+        on_disk = _with_disk(budget, budgets, settings, located)
+    return known.request(headers.shape, settings, on_disk, workload)
 
 
-def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds: float, ledger: MemoryLedger) -> None:
-    """Keeps how the prediction compares with a run of `seconds`, for the next one to be better."""
+def remember(
+    result: PlanResult, source: ModelSource, metrics: Metrics, took: tuple[float, float], ledger: MemoryLedger
+) -> None:
+    """Keeps how the prediction compares with a run, which `took` seconds to load and to generate, for the next one to
+    be better."""
+    loading_s, seconds = took
     sequences, request, plan = len(metrics.total), result.request, result.plan
     if seconds < LEAST_SECONDS or not sequences or request.hardware is None:
         return
     ran = Workload(sequences, request.workload.longest, None, metrics.prompt_tokens, metrics.generated_tokens)
-    uncorrected = request.costs.uncorrected().predict(plan, ran)
+    uncorrected = request.costs.predict(plan, ran, request.prepared)
     record = RunRecord(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine_key(request.hardware),
@@ -161,6 +232,7 @@ def remember(result: PlanResult, source: ModelSource, metrics: Metrics, seconds:
         measured_tok_s=metrics.generated_tokens / seconds,
         predicted_peak_nbytes=plan.used_nbytes,
         measured_peak_nbytes=ledger.computing.peak or 0,
+        loading_ratio=loading_s / uncorrected.loading_s if uncorrected.loading_s else 0.0,
     )
     try:
         keep(record)
@@ -176,19 +248,28 @@ def equal_rows(rows: int, prompt_tokens: int, output_tokens: int) -> Workload:
     return Workload(rows, longest, longest, rows * prompt_tokens, rows * output_tokens)
 
 
-def measured_job(headers: Headers, rows: Path, max_tokens: int) -> JobSize:
-    """Tokenizes every row, as a job does. Raises ModelNotFound where the tokenizer is not here."""
+def measured_job(
+    headers: Headers, rows: Path, defaults: Defaults, kind: InputFormat = InputFormat.AUTO
+) -> tuple[JobSize, Preflight]:
+    """Checks and tokenizes every row, as a job does, without a trace of it.
+
+    Raises ModelNotFound where the tokenizer is not here, InputUnreadable, InputRefused, SettingError.
+    """
     if headers.folder is None:
         raise ModelNotFound(
             f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
         )
     # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows
-    from ..rows.row import Defaults
     from ..text.tokenizer import Tokenizer
     from .encode import RowEncoder, measure
+    from .folder import JobFolder
+    from .request import BatchRequest, settled_rows
+    from .session import JobInput
 
-    shape, defaults = headers.shape, Defaults(max_tokens=max_tokens)
-    with Tokenizer.load(headers.folder) as tokenizer:
-        size, _ = measure(read_rows(rows, defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
-    return size
+    shape, asked = headers.shape, BatchRequest(headers.name, rows, Path(), defaults=defaults, input_format=kind)
+    request = settled_rows(asked, headers.folder)
+    with tempfile.TemporaryDirectory() as folder, Tokenizer.load(headers.folder) as tokenizer:
+        found = JobInput.check(request, JobFolder(Path(folder)))
+        size, _ = measure(read_rows(found.path, found.defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
+    return size, found.preflight

@@ -7,18 +7,18 @@ again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...offload.atomic_file import AtomicFile, own_name
-from ..settings.errors import BadJournal, OutputExists, OutputRefused
+from ..settings.errors import OutputExists, OutputRefused
 from .folder import JobFolder, now_text
+from .journal.answers import read_answers
 from .journal.journal import Journal
-from .journal.record import HEAD_NBYTES, Done, decode_done
 from .journal.state import JobState
+from .table_files import Sink, is_table, refuse_suffix, schema_fields, write_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ def _claim(
         raise OutputRefused(f"{out} is a folder; give a file name in it, such as {paths.out / 'out.jsonl'}")
     if paths.out.suffix == ".gz":
         raise OutputRefused(f"{out}: output is not compressed; drop .gz")
+    refuse_suffix(out)
     if out.suffix == ".job":
         raise OutputRefused(f"{out}: .job names the folder of a job; choose another output name")
     check_folder(out.parent, model_path)
@@ -107,34 +108,19 @@ class Exported:
     errors: str | None
 
 
-def read_answers(journal: Path, state: JobState) -> Iterable[Done]:
-    """Every answer and error so far, in the order of the input; one is in memory at a time."""
-    with journal.open("rb") as file:
-        for row, offset in state.answered():
-            yield _read_answer(file, row, offset)
-
-
-def read_answer(journal: Path, row: int, offset: int) -> Done:
-    """One answer, whose record begins at `offset`. Raises BadJournal."""
-    with journal.open("rb") as file:
-        return _read_answer(file, row, offset)
-
-
-def _read_answer(file: BinaryIO, row: int, offset: int) -> Done:
-    file.seek(offset)
-    done = decode_done(file.readline()[HEAD_NBYTES:-1])
-    if done is None or done.row != row:
-        raise BadJournal(f"{file.name} has no answer to row {row} at byte {offset}; the journal was changed")
-    return done
-
-
 def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
     """Publishes OUT, and the error file if a row failed. Raises OutputExists where something else has their names."""
     answered = _HashedFile(paths.out, folder.unfinished("out"))
     failed = _HashedFile(paths.errors, folder.unfinished("errors"))
     try:
+        table = is_table(paths.out)
         for done in read_answers(folder.journal, journal.state):
-            (failed if done.failed else answered).write(done.line)
+            if done.failed:
+                failed.write_line(done.line)
+            elif not table:
+                answered.write_line(done.line)
+        if table:
+            _write_table(paths.out, folder.journal, journal.state, answered)
         exported = Exported(answered.sha256, failed.sha256 if failed.nbytes else None)
         before = Exported(**_hashes(journal.state.exported))
         _refuse_foreign(paths.out, {exported.out, before.out})
@@ -153,12 +139,20 @@ def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
     return exported
 
 
+def _write_table(out: Path, journal: Path, state: JobState, file: Sink) -> None:
+    fields = schema_fields(state.opened["request"]["defaults"].get("schema"))
+    write_table(out.suffix, lambda: (done.line for done in read_answers(journal, state)), fields, file)
+
+
 def export_partial(journal: Path, state: JobState, target: Path) -> None:
-    """Every row that is finished, answered or failed, in one file."""
+    """Every row that is finished, answered or failed, in one file, which is a table where its name says so."""
     file = AtomicFile(target, own_name(target))
     try:
-        for done in read_answers(journal, state):
-            file.write(done.line.encode("ascii") + b"\n")
+        if is_table(target):
+            _write_table(target, journal, state, file)
+        else:
+            for done in read_answers(journal, state):
+                file.write(done.line.encode("ascii") + b"\n")
         file.publish()
     finally:
         file.discard()
@@ -202,36 +196,6 @@ def _sha256(path: Path) -> str | None:
     return digest.hexdigest()
 
 
-class PartialFile:
-    """The partial file of a running job, to which answers are appended as soon as they are on disk.
-
-    It begins with every answer so far, in input order. A row that is continued has a second line, which counts.
-    """
-
-    def __init__(self, journal: Journal, folder: JobFolder, paths: OutputPaths) -> None:
-        self._journal = journal
-        journal.sync()
-        export_partial(folder.journal, journal.state, paths.partial)
-        self._position = journal.committed.end
-        self._source = folder.journal.open("rb")
-        self._target = paths.partial.open("ab")
-
-    def update(self) -> None:
-        """Appends what was confirmed since the last call."""
-        end = self._journal.committed.end
-        self._source.seek(self._position)
-        while self._position < end:
-            record = self._source.readline()
-            self._position += len(record)
-            if (done := decode_done(record[HEAD_NBYTES:-1])) is not None:
-                self._target.write(done.line.encode("ascii") + b"\n")
-        self._target.flush()
-
-    def close(self) -> None:
-        self._source.close()
-        self._target.close()
-
-
 class _HashedFile:
     def __init__(self, path: Path, hidden: Path) -> None:
         self.nbytes = 0
@@ -242,8 +206,10 @@ class _HashedFile:
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    def write(self, line: str) -> None:
-        data = line.encode("ascii") + b"\n"
+    def write_line(self, line: str) -> None:
+        self.write(line.encode("ascii") + b"\n")
+
+    def write(self, data: bytes) -> None:
         self.nbytes += len(data)
         self._digest.update(data)
         self._file.write(data)

@@ -17,12 +17,15 @@ from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ..plan.placement import Plan
+from ..rows.columns import settled
 from ..rows.row import Defaults
+from ..rows.tables import InputFormat, input_format
 from ..settings.budgets import Budgets
 from ..settings.errors import JobMismatch
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, model_fingerprint
+from ..text.folder import has_chat_template
 from ..weights.key_offsets import KeyOffsets, keep, kept
 from .outputs import OutputPaths
 from .stop import Limits
@@ -48,7 +51,8 @@ class ResumeOptions:
 class BatchRequest:
     """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file.
 
-    `follow`: rows are appended to the partial file as soon as their answers are on disk.
+    `follow`: rows are appended to the partial file as soon as their answers are on disk. `unset` names sampling
+    defaults that nobody has given: the model's generation_config.json may set them.
     """
 
     model: str
@@ -60,9 +64,11 @@ class BatchRequest:
     limits: Limits = field(default_factory=Limits)
     experts: ExpertOptions = DEFAULTS
     lenient: bool = False
+    input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
     follow: bool = False
+    unset: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
         """The identity of the job; budgets, limits and expert streaming belong to a single run."""
@@ -73,7 +79,18 @@ class BatchRequest:
             "settings": asdict(self.settings),
             "defaults": asdict(self.defaults),
             "lenient": self.lenient,
+            "input_format": self.input_format,
         }
+
+
+def settled_rows(request: BatchRequest, model_folder: Path) -> BatchRequest:
+    """The request with the format of its input as found, and with what its prompts are made of on this model.
+
+    Raises InputUnreadable, InputRefused, SettingError.
+    """
+    kind = input_format(request.input, request.input_format)
+    defaults = settled(request.defaults, kind is InputFormat.TXT, has_chat_template(model_folder))
+    return replace(request, input_format=kind, defaults=defaults)
 
 
 def resumed(
@@ -93,6 +110,7 @@ def resumed(
         budgets=budgets,
         limits=limits,
         lenient=request["lenient"],
+        input_format=InputFormat(request.get("input_format", InputFormat.AUTO)),
         resume=replace(resume, cancelled=True),
     )
 
@@ -108,16 +126,17 @@ _LIBRARIES = ("moedge", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`facts` by name, flat, as the journal's first record keeps them."""
+    """`facts` by name, flat, as the journal's first record keeps them; `model` is the name of the model."""
 
     facts: Mapping[str, Any]
+    model: str
 
     def refuse_other(
         self, opened: Mapping[str, Any], settings: Settings, accepted: Collection[str], paths: OutputPaths
     ) -> None:
         """Raises JobMismatch, naming every difference to the job that begins with `opened`, minus those accepted."""
         recorded = opened["identity"]
-        _refuse(opened, {**self.facts, **_requested(settings, recorded)}, recorded, accepted, paths)
+        _refuse(opened, {**self.facts, **_requested(settings, recorded)}, recorded, accepted, paths, self.model)
 
     def refuse_resolved(
         self, opened: Mapping[str, Any], found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths
@@ -133,10 +152,14 @@ def _refuse(
     recorded: Mapping[str, Any],
     accepted: Collection[str],
     paths: OutputPaths,
+    model: str = "",
 ) -> None:
     different = [name for name in recorded if name not in accepted and found.get(name) != recorded[name]]
     if different:
-        changes = ", ".join(f"{name} {_brief(recorded[name])} -> {_brief(found.get(name))}" for name in different)
+        begun_with = Path(opened["model_name"]).name
+        changes = ", ".join(
+            _change(name, recorded[name], found.get(name), (begun_with, model or begun_with)) for name in different
+        )
         accept = " ".join(f"--accept-drift {name}" for name in different)
         raise JobMismatch(
             f"{paths.out} belongs to job {opened['id']}, started with other settings: {changes}. Use the old settings, "
@@ -144,10 +167,22 @@ def _refuse(
         )
 
 
+def _change(setting: str, before: Any, now: Any, models: tuple[str, str]) -> str:
+    """`max_tokens 256 -> 9`. A model and a tokenizer are named, since their hashes say nothing to a person."""
+    if setting not in ("model", "tokenizer"):
+        return f"{setting} {_brief(before)} -> {_brief(now)}"
+    begun_with, asked = models
+    of = setting if setting == "model" else "tokenizer of"
+    return f"{of} {begun_with} -> {asked if asked != begun_with else 'changed since then'}"
+
+
 def _brief(value: Any) -> str:
-    """A hash by its first digits; anything else as it is."""
+    """The beginning of a template or a schema; anything else as it is."""
     text = str(value)
-    return text[:12] if len(text) == 64 and text.isalnum() else text
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_MOST_SHOWN = 80
 
 
 def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity:
@@ -160,7 +195,7 @@ def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity
     }
     for name, value in asdict(defaults).items():
         facts[name] = list(value) if isinstance(value, tuple) else value
-    return Identity(facts)
+    return Identity(facts, Path(source.name).name)
 
 
 def resolved(plan: Plan) -> dict[str, Any]:

@@ -7,18 +7,21 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..rows.answer_formats import Answers, Completion, usage
 from ..rows.failure import ErrorCode, RowFailure
+from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import Row
-from ..sampling.params import FinishReason, SamplingParams, TokenLogprob
+from ..sampling.params import FinishReason, TokenLogprob
+from ..text.chat_stream import ChatStream
 from ..text.stream import TextStream
-from .cut_rows import CutRows
+from ..text.tool_calls import FunctionCall, split_calls
 from .encode import Choices, RowEncoder
+from .journal.answers import CutRows
 from .journal.journal import Journal
 from .journal.record import CutChoice, Done
 from .journal.state import JobState
@@ -104,14 +107,51 @@ class FileRows:
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
 
+# A text to continue has no parts, and neither has a chat answer whose model has no known marks.
+AnswerText = TextStream | ChatStream
+
+
 @dataclass(slots=True)
-class _OpenRow:
-    """A row whose choices are being generated; `num_open` of them are not finished."""
+class OpenRow:
+    """A row whose choices are being generated; `num_open` of them are not finished.
+
+    `first` are the sequences to add to an engine: the others are their forks, or whole since an earlier run.
+    """
 
     row: Row
     num_open: int
     sequences: list[Sequence] = field(default_factory=list)
-    texts: list[TextStream] = field(default_factory=list)
+    texts: list[AnswerText] = field(default_factory=list)
+    first: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, row: Row, choices: Choices, encoder: RowEncoder, before: Items[CutChoice] = ()) -> Self:
+        """The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
+
+        `before` is what an earlier run generated for the choices of a cut row; each goes on by itself behind it.
+        """
+        opened, eos_ids = cls(row, num_open=len(choices)), encoder.eos_ids(row)
+        for token_ids, params in choices:
+            text = encoder.text(row, token_ids, params)
+            parts = text if isinstance(text, ChatStream) else None
+            sequence = Sequence(token_ids, params, eos_ids, text=text, grammar=encoder.grammar(row), parts=parts)
+            opened.sequences.append(sequence)
+            opened.texts.append(text)
+        opened._continue(before) if before else opened._share()
+        return opened
+
+    def _share(self) -> None:
+        for sequence in self.sequences:
+            if self.first and self.first[-1].prompt_ids == sequence.prompt_ids:
+                self.first[-1].forks.append(sequence)
+            else:
+                self.first.append(sequence)
+
+    def _continue(self, before: Items[CutChoice]) -> None:
+        for sequence, generated in zip(self.sequences, before, strict=True):
+            sequence.replay(generated.token_ids, map(_logprob, generated.logprobs))
+        self.first = [each for each in self.sequences if not each.finished]
+        self.num_open = len(self.first)
 
 
 class RowRunner:
@@ -125,8 +165,7 @@ class RowRunner:
         self._answers = answers
         self._journal = journal
         self._source = source
-        self._eos_ids = frozenset(encoder.tokenizer.eos_token_ids)
-        self._open: dict[Sequence, _OpenRow] = {}
+        self._open: dict[Sequence, OpenRow] = {}
 
     def passes(self) -> Iterator[None]:
         """One pass per iteration, until every row of the source has its answer."""
@@ -155,41 +194,10 @@ class RowRunner:
                 self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
-        opened = _OpenRow(row, num_open=len(choices))
-        if before:
-            self._continue(opened, choices, before)
-            return
-        # The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
-        first: list[Sequence] = []
-        for token_ids, params in choices:
-            sequence = self._sequence(opened, token_ids, params)
-            if first and first[-1].prompt_ids == token_ids:
-                first[-1].forks.append(sequence)
-            else:
-                first.append(sequence)
-        for sequence in first:
+        opened = OpenRow.start(row, choices, self._encoder, before)
+        self._open |= dict.fromkeys((each for each in opened.sequences if not each.finished), opened)
+        for sequence in opened.first:
             self._engine.add(sequence)
-
-    def _sequence(self, opened: _OpenRow, token_ids: list[int], params: SamplingParams) -> Sequence:
-        """A sequence for one choice of a row."""
-        text = self._encoder.tokenizer.stream(params.stop)
-        grammar = self._encoder.grammar(opened.row)
-        sequence = Sequence(token_ids, params, self._eos_ids, text=text, grammar=grammar)
-        opened.sequences.append(sequence)
-        opened.texts.append(text)
-        self._open[sequence] = opened
-        return sequence
-
-    def _continue(self, opened: _OpenRow, choices: Choices, before: Items[CutChoice]) -> None:
-        """Adds the choices that were cut, behind the tokens that they have; the others are whole already."""
-        for (token_ids, params), generated in zip(choices, before, strict=True):
-            sequence = self._sequence(opened, token_ids, params)
-            sequence.replay(generated.token_ids, map(_logprob, generated.logprobs))
-            if sequence.finished:
-                del self._open[sequence]
-                opened.num_open -= 1
-            else:
-                self._engine.add(sequence)
 
     def _finish(self, sequences: Iterable[Sequence]) -> None:
         """Writes the answers of all rows that a pass finished at once; a fault keeps those that came before it."""
@@ -203,12 +211,14 @@ class RowRunner:
         finally:
             self._journal.done(*done)
 
-    def _answered(self, opened: _OpenRow) -> Done:
+    def _answered(self, opened: OpenRow) -> Done:
         row = opened.row
         broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:
             return self._failed(_failure(broken, row))
-        completions = [_completion(each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)]
+        completions = [
+            completion_of(row, each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)
+        ]
         cut = min((len(each.token_ids) for each in completions if each.finish_reason is FinishReason.LENGTH), default=0)
         if cut and row.schema is not None:
             done = self._failed(_incomplete(row, completions))
@@ -231,29 +241,51 @@ class RowRunner:
 
 
 def _failure(broken: Sequence, row: Row) -> RowFailure:
-    if broken.grammar is not None and broken.grammar.error:
-        return row.failure(ErrorCode.INVALID_JSON_SCHEMA, broken.error, "response_format")
+    if broken.grammar is not None and broken.grammar.error and row.schema is not None:
+        found = invalid_schema(row.schema, broken.error).failure
+        return row.failure(found.code, broken.error, found.param)
     return row.failure(ErrorCode.NUMERICAL_ERROR, broken.error)
 
 
-def _completion(sequence: Sequence, text: TextStream) -> Completion:
+def completion_of(row: Row, sequence: Sequence, text: AnswerText) -> Completion:
+    """The answer of a finished sequence, split into its parts."""
     text.finish()
     assert sequence.finish_reason is not None
-    return Completion(
+    completion = Completion(
         text.text,
         tuple(sequence.output_ids),
         sequence.finish_reason,
         len(sequence.prompt_ids),
         None if sequence.params.logprobs is None else tuple(sequence.logprobs),
     )
+    calls: Items[FunctionCall] = ()
+    if isinstance(text, ChatStream):
+        reasoning, counted, calls = text.reasoning, text.reasoning_tokens, text.calls
+        completion = replace(completion, reasoning=reasoning, reasoning_tokens=counted, answered=text.answered)
+    # A call of an answer that was cut may be cut too.
+    if row.tools and sequence.finish_reason is FinishReason.STOP:
+        return _with_calls(completion, calls)
+    if not calls:
+        return completion
+    return replace(completion, text=completion.text + "".join(call.arguments for call in calls), answered=True)
+
+
+def _with_calls(completion: Completion, calls: Items[FunctionCall]) -> Completion:
+    """The calls that the answer's format marks, else those that its text holds."""
+    content = completion.text
+    if not calls:
+        content, calls = split_calls(content)
+    if not calls:
+        return completion
+    return replace(completion, text=content, finish_reason=FinishReason.TOOL_CALLS, calls=tuple(calls))
 
 
 def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
     message = (
-        f"the answer reached max_tokens ({row.params.max_tokens}) before its JSON was complete; continue it with "
+        f"the answer reached max_tokens ({row.params.max_tokens}) before it was complete; continue it with "
         "moedge jobs resume JOB --cut --max-tokens N"
     )
-    failure = row.failure(ErrorCode.JSON_INCOMPLETE, message, "max_tokens")
+    failure = row.failure(ErrorCode.INCOMPLETE_OUTPUT, message, "max_tokens")
     return replace(failure, partial=tuple(each.text for each in completions))
 
 

@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import blake2b
 from heapq import merge
@@ -20,20 +20,21 @@ from typing import Any, Self
 
 from ...offload.stream.lane import StreamBroken
 from ..plan.placement import Plan
-from ..rows.input_file import Fingerprint, prefix_digest, zipped
+from ..rows.input_file import Fingerprint, packed, prefix_digest
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
+from ..rows.tables import InputFormat, input_format
 from ..settings.errors import ExportFailed, InputChanged, JobMismatch, JournalFailed, Stalled, counted
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..weights.key_offsets import KeyOffsets
-from .cut_rows import CutRows
-from .folder import JobFolder, JobLock, now_text, regular_input
+from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
+from .journal.answers import CutRows, read_answers
 from .journal.journal import Journal, Mark
 from .journal.record import FINISHED
 from .journal.state import JobState, read_state
-from .outputs import OutputPaths, export, export_partial, is_exported, read_answers, refuse_foreign_outputs
+from .outputs import OutputPaths, export, export_partial, is_exported, refuse_foreign_outputs
 from .request import BatchRequest, Identity, recall_offsets, resolved, settle, settle_offsets
 from .status import register
 from .stop import CrashMarker, boot_id, last_ending, memory_kills
@@ -65,12 +66,19 @@ class JobInput:
 
     @classmethod
     def check(cls, request: BatchRequest, folder: JobFolder) -> Self:
-        """Reads every row once, and keeps what comes through a pipe. Raises InputUnreadable, InputChanged."""
+        """Reads every row once, and keeps what comes through a pipe, or is converted to JSON lines.
+
+        Raises InputUnreadable, InputChanged, InputRefused.
+        """
         if request.resume.overwrite:
             # It is what came through the pipe the last time.
             folder.input.unlink(missing_ok=True)
-        path = regular_input(request.input, folder)
-        return cls(path, request.defaults, preflight(path, request.defaults))
+        kind = input_format(request.input, request.input_format)
+        path = json_lines(regular_input(request.input, folder), kind, folder)
+        found = preflight(path, request.defaults)
+        if kind is not InputFormat.JSONL:
+            found = replace(found, path=str(request.input), unit="row")
+        return cls(path, request.defaults, found)
 
     def refuse_other(self, folder: JobFolder, state: JobState) -> None:
         """Raises InputChanged where these are not the rows that the job was started with, naming the row."""
@@ -96,7 +104,7 @@ class JobInput:
         if found.num_rows <= num_rows or found.index.span(num_rows)[0] < before.nbytes:
             return False
         with self.path.open("rb") as file:
-            return not zipped(file) and prefix_digest(file, before.nbytes) == before.sha256
+            return not packed(file) and prefix_digest(file, before.nbytes) == before.sha256
 
 
 def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
@@ -109,7 +117,7 @@ def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
 
 
 def start_over(folder: JobFolder, paths: OutputPaths) -> None:
-    """Removes the journal and the outputs of the job in `folder`, which is locked and keeps its lock and its input.
+    """Removes the journal and the outputs of the job in `folder`, which is locked and keeps its lock and its rows.
 
     Raises JobMismatch, OutputExists where an output is not what the job wrote.
     """
@@ -120,7 +128,7 @@ def start_over(folder: JobFolder, paths: OutputPaths) -> None:
     refuse_foreign_outputs(state, paths)
     for path in (paths.out, paths.errors, paths.partial):
         path.unlink(missing_ok=True)
-    kept = {folder.lock, folder.input}
+    kept = {folder.lock, folder.input, folder.rows, folder.rows_of}
     # The journal last: as long as it is there, the folder is that of a job.
     for path in sorted(folder.path.iterdir(), key=lambda each: each == folder.journal):
         if path not in kept and not path.is_dir():

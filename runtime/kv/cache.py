@@ -161,7 +161,9 @@ class KVCache:
         return False
 
     def release(self, table: BlockTable) -> None:
-        """Gives back every block of the table, which is then as new except for its hashes."""
+        """Gives back every block of the table, parked ones too; the table is then as new except for its hashes."""
+        if table.parked and self.host is not None:
+            self.host.release(table)
         for group, blocks in zip(self.groups, table.blocks, strict=False):
             group.release(blocks)
         table.clear()

@@ -81,6 +81,12 @@ class HostTier:
         table.blocks, table.parked = moved, []
         return True
 
+    def release(self, table: BlockTable) -> None:
+        """What the table has parked is given up, and its blocks of host memory are free."""
+        for slots, parked in zip(self._host, table.parked, strict=True):
+            _release(slots, parked)
+        table.parked = []
+
     def _contents(self, table: BlockTable) -> list[bytes]:
         """Hashes of the blocks that are full of stored tokens."""
         return table.hashes[: table.num_tokens // self._block]

@@ -10,8 +10,7 @@ from ...offload.device import Device
 from ...offload.machine.hardware import num_workers
 from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.matmul.gemv import measure_gemv_max_rows
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.tensor import TORCH_DTYPES
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ...offload.budget import auto_device, parse_size
 from ...offload.device import Device, find_device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
@@ -73,7 +72,7 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
         if budgets.wants_device:
             budgets.without_device()
         return MachineMemory(MemoryBudget(host, None, disk))
-    nbytes = parse_size(budgets.gpu_mem, device.total, device.available, auto_device)
+    nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
     # What these two load and compile counts as memory of the process and of the CUDA context from now on.

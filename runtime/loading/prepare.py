@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.store.stores import default_root, disk_budget, store_folder
 from ...offload.store.writer import StoreWriter
-from ...quant.matmul.parallel import ParallelMatmul
-from ...quant.matmul.workspace import Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload
@@ -23,16 +20,11 @@ from ..settings.settings import Settings
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
-from ..source.model_source import ModelSource, model_fingerprint
+from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
 from ..weights.preparation import Preparation, StoreSink, window_nbytes
 from .engine_loader import load_engine
-
-
-def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
-    """The settings that determine the bytes of a store, together with the checkpoint."""
-    return {"quant": quant, "dtype": dtype}
 
 
 def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from ...moe.groups import group_by_expert
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...quant.kernels.tuning import TILE_ROWS
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ..model.assembly import LayerAssembly
 from ..model.experts_seam import PackedExperts
 

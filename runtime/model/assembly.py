@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...moe.expert import ExpertSource, ExpertWeights
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import PackedTensor
 from ..settings.errors import UnsupportedModel
 from ..shape.read import is_router

@@ -11,7 +11,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, mix_experts
 from ...quant.kernels.gates import recognise
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 
 
 class PackedExperts(nn.Module):

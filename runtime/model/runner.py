@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...quant.kernels.upload import upload
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
 from ..engine.batch import Batch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.scratch import TILE
 from ...quant.tensor import PackedTensor
 

@@ -20,6 +20,7 @@ from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint
+from .loading_cost import LoadingCost, LoadingSpeeds, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
 
 # Rates of a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
@@ -33,6 +34,9 @@ SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
 NUMBER_NBYTES = 50
 NO_SECONDS = 1e-12
+NOTHING_PREPARED = Prepared()
+# Tokens of the text by which offsets of quantized keys are measured (runtime/weights/key_offsets.py).
+OFFSETS_TOKENS = 256.0
 # How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
 TOGETHER = "{} together"
 ATTENTION = "attention {}"
@@ -53,6 +57,7 @@ class Rates:
     flop_s: FlopRates = field(default_factory=dict)
     otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
     measured: bool = False
+    loading: LoadingSpeeds = field(default_factory=LoadingSpeeds)
 
     def curve(self, *names: str) -> Curve:
         """The rates of products under the first of `names` that was measured."""
@@ -93,6 +98,7 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
         overheads=machine.overheads or SLOW_OVERHEADS,
         flop_s=machine.flop_s,
         measured=True,
+        loading=LoadingSpeeds.of(machine),
     )
 
 
@@ -109,6 +115,7 @@ def _device_rates(machine: Machine | None) -> Rates:
         flop_s=machine.device_flop_s if machine else {},
         otherwise=SLOW_DEVICE_FLOP_S,
         measured=link is not None,
+        loading=LoadingSpeeds.of(machine),
     )
 
 
@@ -333,9 +340,10 @@ RESOURCES: tuple[Resource, ...] = ("disk", "link", "compute")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The time of the whole job without loading. `busy_s` is by resource; passes wait for the `bottleneck`.
+    """The time of the whole job: `seconds` to generate after `loading_s`, in which `written_nbytes` go to disk.
 
-    Assumes that answers have `max_tokens` tokens and that prompts share no prefix.
+    `busy_s` is by resource, while generating; passes wait for the `bottleneck`. Assumes that answers have `max_tokens`
+    tokens and that prompts share no prefix.
     """
 
     seconds: float
@@ -347,6 +355,24 @@ class Prediction:
     busy_s: Mapping[str, float]
     disk_nbytes: float
     link_nbytes: float
+    loading_s: float = 0.0
+    written_nbytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the start to the last answer."""
+        return self.loading_s + self.seconds
+
+    def corrected(self, factor: float, loading: float = 1.0) -> Prediction:
+        """The same where generating takes `factor` times as long, and loading `loading` times."""
+        return replace(
+            self,
+            seconds=self.seconds * factor,
+            prompt_tok_s=self.prompt_tok_s / factor,
+            generated_tok_s=self.generated_tok_s / factor,
+            busy_s={name: busy * factor for name, busy in self.busy_s.items()},
+            loading_s=self.loading_s * loading,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -473,14 +499,14 @@ class _Passes:
 
 
 class CostModel:
-    """The cost of passes and jobs of a model on a machine, from its rates and the corrections of earlier runs.
+    """The cost of passes and jobs of a model on a machine, from its rates.
 
-    `factors` multiply the seconds of resources, by weight format (history.py). What no budget changes is kept, so
-    requests that are made from each other share one cost model.
+    `factors` multiply the seconds of resources, in every weight format. What no budget changes is kept, so requests
+    that are made from each other share one cost model.
     """
 
     def __init__(
-        self, shape: ModelShape, rates: Rates | None = None, factors: Mapping[str, Mapping[str, float]] | None = None
+        self, shape: ModelShape, rates: Rates | None = None, factors: Mapping[str, float] | None = None
     ) -> None:
         self.shape = shape
         self.rates = rates or Rates()
@@ -496,32 +522,50 @@ class CostModel:
             self._weights[key] = WeightFootprint(self.shape, quant, dtype, deterministic, granted)
         return self._weights[key]
 
-    def predict(self, plan: Plan, workload: Workload) -> Prediction:
-        """The predicted time of the job under the plan."""
+    def predict(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> Prediction:
+        """The predicted time of the job under the plan, if `prepared` weights exist already."""
         work = self._work(plan.quant, plan.dtype, None)
-        return _predict(work, plan, workload, self.rates, self.factors.get(plan.quant, {}))
+        predicted = _predict(work, plan, workload, self.rates, self.factors)
+        loading = self.loading(plan, workload, prepared)
+        return replace(predicted, loading_s=loading.seconds, written_nbytes=loading.written_nbytes)
 
-    def uncorrected(self) -> CostModel:
-        """The same rates without what earlier runs taught."""
-        return CostModel(self.shape, self.rates)
+    def loading(self, plan: Plan, workload: Workload, prepared: Prepared = NOTHING_PREPARED) -> LoadingCost:
+        """What happens before the first row, with the seconds of each step."""
+        costs = _PassCosts(self._work(plan.quant, plan.dtype, None), plan, self.rates)
+        live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
+        length = max(1.0, min(plan.tokens_per_pass // live, workload.longest - 1))
+        passes = (
+            _PassLoad(0.0, live * length, length, live, 0.0, length / 2),
+            _PassLoad(0.0, OFFSETS_TOKENS, OFFSETS_TOKENS, 0.0, 0.0, OFFSETS_TOKENS / 2),
+        )
+        rehearsed_s, offsets_s = (_pass_seconds(costs.cost(load), self.factors) for load in passes)
+        speeds, disk = self.rates.loading, self.rates.disk_bytes_s
+        return loading_cost(self.shape, plan, speeds, disk, prepared, (rehearsed_s, offsets_s))
 
     def least_seconds(
-        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], free_nbytes: int, workload: Workload
+        self,
+        candidate: Candidate,
+        compute: str,
+        blocks: tuple[int, ...],
+        free_nbytes: int,
+        workload: Workload,
+        prepared: Prepared = NOTHING_PREPARED,
     ) -> float:
         """No plan of the candidate is predicted to take less, with a cache of `blocks` and `free_nbytes` for weights.
 
         At best all of these hold weights and no resource waits for another. Of the other weights every pass reads at
         least the share that it wants of the experts that are wanted least.
         """
-        weights, rates = candidate.weights, self.rates
-        factors = self.factors.get(weights.quant, {})
+        weights, rates, factors = candidate.weights, self.rates, self.factors
         missing = max(0, weights.nbytes - free_nbytes)
         name, rate = ("link", rates.link_bytes_s) if weights.on_device else ("disk", rates.disk_bytes_s)
         moved, computed = missing / rate * factors.get(name, 1.0), factors.get("compute", 1.0)
-        return sum(
+        generating = sum(
             each.count * max(each.compute_s * computed, each.wanted * moved)
             for each in self._passes_of(candidate, compute, blocks, workload)
         )
+        streams = missing > 0 and not weights.on_device
+        return generating + least_loading_s(weights, streams, rates.loading, rates.disk_bytes_s, prepared)
 
     def _passes_of(
         self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload

@@ -22,25 +22,26 @@ from ...offload.atomic_file import own_name, write_atomically
 from ...offload.machine.hardware import Hardware
 from ..shape.model_shape import ModelShape, shape_to_json
 from .cost_model import RESOURCES
+from .loading_cost import LOADING
 from .placement import Plan
 
-SCHEMA = "moedge.runs/2"
+SCHEMA = "moedge.runs/3"
 MOST_KEPT = 200
 # Runs of one kind that a factor is the mean of, the newest; and how far runs of other kinds may move it.
 LEARNED_FROM = 3
 MOST_BORROWED = 2.0
-# Where no run of this machine has taught better. What a job does beside bare passes (sampling, text, the journal,
-# caches that they empty) is in no profile. First jobs took 1.05 to 1.7 times the time of compute alone, the
-# middle one a quarter more (docs/performance.md).
-UNTAUGHT = MappingProxyType({"compute": 1.25})
+# What a job does beside bare passes (sampling, text, the journal, caches that they empty) is in no profile. First jobs
+# took 1.05 to 1.7 times the time of compute alone, the middle one a quarter more (docs/performance.md).
+BESIDE_PASSES = MappingProxyType({"compute": 1.25})
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """One finished run. `machine`, `shape` and `formats` say of which kind it was; tok/s are of generated tokens.
 
-    `ratio` is the seconds that it took over those that the rates alone predict for the tokens that it really had, and
-    `bottleneck` the resource that this prediction waits for.
+    `ratio` is the seconds that generating took over those that are predicted without corrections for the tokens that
+    it really had, and `bottleneck` the resource that this prediction waits for. `loading_ratio` is the same for
+    loading, 0 where nothing was loaded.
     """
 
     at: str
@@ -54,6 +55,7 @@ class RunRecord:
     measured_tok_s: float
     predicted_peak_nbytes: int
     measured_peak_nbytes: int
+    loading_ratio: float = 0.0
 
 
 def history_path() -> Path:
@@ -74,33 +76,37 @@ def keep(record: RunRecord, path: Path | None = None) -> None:
     write_atomically(path, text.encode(), own_name(path))
 
 
-def factors(
-    records: Sequence[RunRecord], machine: str, shape: str, all_formats: Mapping[str, str]
-) -> dict[str, dict[str, float]]:
-    """Correction factors of predicted seconds, by weight format and resource. `all_formats` names the kind of each.
+def corrections(records: Sequence[RunRecord], machine: str, shape: str, formats: str) -> dict[str, float]:
+    """Correction factors of predicted seconds, by bottleneck and for "loading"; the same in every weight format.
 
-    Runs of the same model in the same formats count in full, their newest few; else runs of this machine that waited
-    for the same resource, within bounds, so that trying something new is predicted about as well as what is known.
-    Where there are none either, what first jobs take.
+    `formats` is a `formats_key`, whose weight format counts for nothing: a correction that knew some formats only would
+    make those that never ran look fast. Runs of the same model count in full, their newest few; else runs of this
+    machine that waited for the same resource, within bounds. Corrections are for what is shown; choices are made
+    without them, so that the same command chooses the same whatever ran before.
     """
-    mine = [record for record in records if record.machine == machine]
-    learned: dict[str, dict[str, float]] = {}
-    for quant, formats in all_formats.items():
-        learned[quant] = {}
-        for resource in RESOURCES:
-            like = [record.ratio for record in mine if record.bottleneck == resource]
-            same = [
-                record.ratio
-                for record in mine
-                if (record.shape, record.formats, record.bottleneck) == (shape, formats, resource)
-            ]
-            if same:
-                learned[quant][resource] = statistics.geometric_mean(same[:LEARNED_FROM])
-            elif like:
-                learned[quant][resource] = min(MOST_BORROWED, max(1 / MOST_BORROWED, statistics.median(like)))
-            elif resource in UNTAUGHT:
-                learned[quant][resource] = UNTAUGHT[resource]
-    return learned
+    mine = [each for each in records if each.machine == machine and _kind(each.formats) == _kind(formats)]
+    found = {}
+    for resource in (*RESOURCES, LOADING):
+        ratios = [(each.shape == shape, _ratio(each, resource)) for each in mine]
+        every = [ratio for _, ratio in ratios if ratio]
+        same = [ratio for own, ratio in ratios if own and ratio]
+        if same:
+            found[resource] = statistics.geometric_mean(same[:LEARNED_FROM])
+        elif every:
+            found[resource] = min(MOST_BORROWED, max(1 / MOST_BORROWED, statistics.median(every)))
+    return found
+
+
+def _ratio(record: RunRecord, resource: str) -> float:
+    """0 where the run says nothing of the resource."""
+    if resource == LOADING:
+        return record.loading_ratio
+    return record.ratio if record.bottleneck == resource else 0.0
+
+
+def _kind(formats: str) -> str:
+    """What a `formats_key` says beside the weight format."""
+    return formats.partition(" ")[2]
 
 
 def machine_key(hardware: Hardware) -> str:

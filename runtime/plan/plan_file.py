@@ -1,34 +1,45 @@
-"""A plan as a file, `moedge.plan/2`: what was asked, what was chosen, what it rests on. Torch-free."""
+"""A plan as a file, `moedge.plan/3`: what was asked, what was chosen, what it rests on. Torch-free."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...offload.machine.hardware import Hardware
+from ...offload.machine.hardware import Hardware, find_driver
 from ...quant.kernels.gpu import Lacks
 from ..settings.budgets import GIB
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .history import machine_key, shape_key
+from .memory_ledger import OPTIONS, MemoryLedger
 from .placement import Plan
 from .planner import PlanRequest, PlanResult, SearchSpace
 from .what_if import Point, Suggestion
 
-SCHEMA = "moedge.plan/2"
+SCHEMA = "moedge.plan/3"
 # Settings whose value in a plan must be the one that a job asks for.
 _FIXED = ("dtype", "quant", "kv", "compute", "deterministic", "tokens_per_pass", "max_sequences")
 
 
 def document(
-    name: str, result: PlanResult, points: list[Point], suggestions: list[Suggestion], left_out: int
+    name: str,
+    result: PlanResult,
+    points: list[Point],
+    suggestions: list[Suggestion],
+    left_out: int,
+    download: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The document of a plan for the model `name`. `left_out` rows may need more tokens than the plan's cache takes."""
+    """The document of a plan for the model `name`. `left_out` rows may need more tokens than the plan's cache takes.
+
+    `download` has the `nbytes` of a checkpoint that is not here, and the bytes `free` where it would go.
+    """
     request = result.request
+    loading = request.costs.loading(result.plan, request.workload, request.prepared)
     assert request.hardware is not None
     return {
         "schema": SCHEMA,
@@ -39,13 +50,17 @@ def document(
             "key": machine_key(request.hardware),
             "hardware": asdict(request.hardware),
             "measured": request.costs.rates.measured,
+            "preset": request.preset or None,
+            "computes": computes_on(request),
         },
+        "download": download,
         "job": asdict(request.workload),
         "left_out": {"rows": left_out, "takes": SearchSpace(request).for_every_row} if left_out else None,
         "settings": asdict(request.settings),
         "tiers": [tier.as_json() for tier in result.ledger.tiers.values()],
         "plan": result.plan.as_dict(),
         "prediction": result.prediction.as_dict(),
+        "loading": asdict(loading),
         "formats": dict(result.seconds),
         "points": [asdict(point) for point in points],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
@@ -70,12 +85,12 @@ def load_plan(path: Path, request: PlanRequest) -> Plan:
     Raises SettingError where it was made for something else, or needs more memory than there is now.
     """
     assert request.hardware is not None
-    content = _read(path)
+    content = read_plan_file(path)
     _refuse_other(path, content, request.shape, request.hardware)
     plan = Plan.from_json(content["plan"])
     _refuse_other_settings(path, plan, request.settings)
-    _refuse_other_budget(plan, request)
-    return plan
+    _refuse_other_tiers(plan, request)
+    return _within(plan, request)
 
 
 def _refuse_other(path: Path, content: dict[str, Any], shape: ModelShape, hardware: Hardware) -> None:
@@ -95,18 +110,34 @@ def _refuse_other_settings(path: Path, plan: Plan, settings: Settings) -> None:
             raise SettingError(f"{path} has {option} {planned}, and {wanted} was asked for; drop one of them")
 
 
-def _refuse_other_budget(plan: Plan, request: PlanRequest) -> None:
+def _refuse_other_tiers(plan: Plan, request: PlanRequest) -> None:
     if (plan.budget.device is None) != (request.budget.device is None):
         raise SettingError("the plan computes on another tier than this run would; give its --gpu-mem, or a new plan")
     if request.budget.device is not None:
         _refuse_missing_kernels(plan, request.budget.device.gpu.lacks)
-    granted = request.budget.memory
-    for tier, planned in plan.budget.memory.items():
-        if planned > granted[tier]:
+
+
+def _within(plan: Plan, request: PlanRequest) -> Plan:
+    """The plan within what is granted now. Raises SettingError where it uses more than that."""
+    ledger, granted = MemoryLedger.of(plan, request.shape), request.budget.memory
+    budget = plan.budget
+    for tier, nbytes in granted.items():
+        used = ledger.tiers[tier].planned
+        if used > nbytes:
             raise SettingError(
-                f"the plan was made for {planned / GIB:.2f} GiB of memory and {granted[tier] / GIB:.2f} GiB are "
-                "granted now; make a new plan, or grant that much"
+                f"the plan uses {used / GIB:.2f} GiB of {tier} memory and {nbytes / GIB:.2f} GiB are granted now; make "
+                f"a new plan, or grant that much with {OPTIONS[tier]}"
             )
+        budget = budget.with_tier(tier, min(nbytes, budget.memory[tier]))
+    store = ledger.tiers["disk"].planned
+    limit, there = request.budget.disk_nbytes, request.prepared.nbytes.get(plan.quant, 0)
+    if limit is not None and store > limit + there:
+        raise SettingError(
+            f"the plan keeps {store / GIB:.2f} GiB of prepared weights on disk, and --disk and the free space allow "
+            f"{max(0, limit + there) / GIB:.2f} GiB now; make a new plan, or free some space"
+        )
+    less = plan.budget.host_nbytes - budget.host_nbytes
+    return replace(plan, budget=budget, free_nbytes=max(0, plan.free_nbytes - less))
 
 
 def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
@@ -116,8 +147,30 @@ def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:
             raise SettingError(f"the plan takes the GPU's kernels for {family}. {reason}. Make a new plan without them")
 
 
+def computes_on(request: PlanRequest) -> str:
+    """Which device computes, and why not a GPU where none does."""
+    device, hardware = request.budget.device, request.hardware
+    assert hardware is not None
+    if device is not None:
+        granted = f"{device.nbytes / GIB:.1f}"
+        if not hardware.gpus:
+            return f"the GPU, {granted} GiB granted"
+        return f"the GPU ({hardware.gpus[0].name}), {granted} of {hardware.gpus[0].nbytes / GIB:.1f} GiB granted"
+    threads = f"the CPU ({hardware.cores} threads)"
+    if hardware.gpus:
+        return f"{threads}: --gpu-mem 0 was given"
+    if request.elsewhere:
+        return f"{threads}: that machine has no NVIDIA GPU"
+    return f"{threads}: {'no NVIDIA driver found' if find_driver() is None else 'the NVIDIA driver shows no GPU'}"
+
+
 def _model(name: str, shape: ModelShape) -> dict[str, Any]:
+    experts = [layer.experts for layer in shape.layers if layer.experts]
     return {
+        "layers": len(shape.layers),
+        "experts": sum(each.count for each in experts),
+        "experts_per_layer": max((each.count for each in experts), default=0),
+        "experts_per_token": max((each.per_token for each in experts), default=0),
         "name": name,
         "key": shape_key(shape),
         "type": shape.model_type,
@@ -126,7 +179,8 @@ def _model(name: str, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_plan_file(path: Path) -> dict[str, Any]:
+    """The document that `moedge plan --save` wrote. Raises SettingError for anything else."""
     try:
         content = json.loads(path.read_bytes())
         if content["schema"] != SCHEMA or not content["fits"]:

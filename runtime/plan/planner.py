@@ -20,7 +20,8 @@ from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import FORMATS, resident_nbytes
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
-from .cost_model import CostModel, Prediction
+from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
+from .loading_cost import LOADING, Prepared
 from .memory_ledger import MemoryLedger
 from .placement import Plan, Workload, choose_placement, device_ring, stage_for_device
 
@@ -42,8 +43,10 @@ ROUNDING = 1e-9
 class PlanRequest:
     """The request: a model on a machine (`costs`), a workload, a memory budget, and settings.
 
-    `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. Requests
-    that are made from each other share `costs`.
+    `hardware` is the machine's, None where it is not known; `profile` is what was measured of it. `prepared` is what is
+    on disk of the model. `corrections` of earlier runs (history.py) change what is predicted, not what is chosen.
+    `elsewhere` says that the machine is not this one, and `preset` names the GPU whose rates are a data sheet's.
+    Requests that are made from each other share `costs`.
     """
 
     costs: CostModel
@@ -52,6 +55,10 @@ class PlanRequest:
     settings: Settings = field(default_factory=Settings)
     hardware: Hardware | None = None
     profile: Machine | None = None
+    prepared: Prepared = NOTHING_PREPARED
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    elsewhere: bool = False
+    preset: str = ""
 
     @property
     def shape(self) -> ModelShape:
@@ -210,12 +217,28 @@ def _quants(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The plan that was taken, what is expected of it, and why: seconds of the best plan in every weight format."""
+    """The plan that was taken, what is expected of it, and why: seconds of the best plan in every weight format, with
+    loading as if no weights were prepared. `correction` of earlier runs is in all of them."""
 
     plan: Plan
     prediction: Prediction
     seconds: Mapping[str, float]
     request: PlanRequest = field(compare=False)
+    correction: float = 1.0
+
+    @classmethod
+    def of(cls, plan: Plan, seconds: Mapping[str, float], request: PlanRequest) -> PlanResult:
+        """The result with this plan. All formats get the same correction, or they could not be compared."""
+        predicted = request.costs.predict(plan, request.workload, request.prepared)
+        factor = request.corrections.get(predicted.bottleneck, 1.0)
+        corrected = predicted.corrected(factor, request.corrections.get(LOADING, 1.0))
+        return cls(plan, corrected, {quant: factor * each for quant, each in seconds.items()}, request, factor)
+
+    @property
+    def comparable(self) -> PlanRequest:
+        """The request, for variations that are compared with this result: corrected by the same factor."""
+        every: dict[str, float] = dict.fromkeys(RESOURCES, self.correction)
+        return replace(self.request, corrections={**self.request.corrections, **every})
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -242,10 +265,10 @@ def solve(request: PlanRequest) -> PlanResult:
     if not best:
         # What a device does not hold does not fit the host, or a store the disk.
         raise search.refusal
-    seconds = {quant: prediction.seconds for quant, (_, prediction) in best.items()}
+    seconds = {quant: prediction.total_s for quant, (_, prediction) in best.items()}
     fastest = min(seconds.values())
     taken = next(quant for quant in best if seconds[quant] <= WORTH * fastest)
-    return PlanResult(*best[taken], seconds, request)
+    return PlanResult.of(best[taken][0], seconds, request)
 
 
 def make_plan(shape: ModelShape, settings: Settings, budget: MemoryBudget, workload: Workload) -> Plan:
@@ -285,6 +308,8 @@ class _Search:
         self._request = space.request
         self._budget = space.request.budget
         self._longest = space.longest()
+        # Not what earlier jobs left: the same request chooses the same.
+        self._prepared = space.request.prepared.for_choice
         self.refusal = DoesNotFit("no plan was found")
 
     def best(self, quant: str) -> tuple[Plan, Prediction] | None:
@@ -294,9 +319,9 @@ class _Search:
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
-                predicted = self._request.costs.predict(plan, self._request.workload)
-                if best is None or (predicted.seconds, each.index) < best[:2]:
-                    best = predicted.seconds, each.index, plan, predicted
+                predicted = self._request.costs.predict(plan, self._request.workload, self._prepared)
+                if best is None or (predicted.total_s, each.index) < best[:2]:
+                    best = predicted.total_s, each.index, plan, predicted
         return best and best[2:]
 
     def holds_everything(self, plan: Plan) -> bool:
@@ -313,17 +338,21 @@ class _Search:
                 free = self._request.budget_nbytes - candidate.fixed - candidate.cache.nbytes_of(blocks)
                 if free < candidate.weights.streaming_nbytes:
                     break
-                least = costs.least_seconds(candidate, settings.compute, blocks, free, self._request.workload)
+                least = costs.least_seconds(
+                    candidate, settings.compute, blocks, free, self._request.workload, self._prepared
+                )
                 yield _Ranked(least, index, candidate, cached)
                 index += 1
 
     def _has_disk(self, weights: WeightFootprint) -> bool:
         store, granted = weights.nbytes + resident_nbytes(weights.shape, weights.dtype), self._budget.disk_nbytes
-        if granted is None or store <= granted:
+        there = self._request.prepared.nbytes.get(weights.quant, 0)
+        if granted is None or store <= granted + there:
             return True
         self.refusal = DoesNotFit(
-            f"in {weights.quant} this model's weights do not fit the memory, and their store of {store / GIB:.2f} GiB "
-            f"does not fit --disk {granted / GIB:.2f} GiB; give --disk {-(-store // MIB)}MiB, or more memory"
+            f"in {weights.quant} this model's weights do not fit the memory, and prepared weights of "
+            f"{store / GIB:.2f} GiB do not fit the {max(0, granted + there) / GIB:.2f} GiB that --disk and the free "
+            f"space allow; give --disk {-(-store // MIB)}MiB, a --disk-dir with more free space, or more memory"
         )
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -49,25 +50,40 @@ def by_sequences(request: PlanRequest, result: PlanResult) -> list[Point]:
     """Speed by number of sequences, from one to twice the plan's, each with the best other choices."""
     most = min(request.workload.sequences, 2 * result.plan.max_sequences)
     counts = sorted({1 << power for power in range(0, most.bit_length(), 2)} | {result.plan.max_sequences, most})
-    fixed = request.with_settings(quant=result.plan.quant)
+    fixed = result.comparable.with_settings(quant=result.plan.quant)
     return [_point("sequences", count, fixed.with_settings(max_sequences=count)) for count in counts]
 
 
 def by_budget(request: PlanRequest, result: PlanResult) -> list[Point]:
-    """Each tier's budget from half to double, the others as they are."""
-    fixed = request.with_settings(quant=result.plan.quant)
+    """Each tier's budget from half to double in round numbers, up to what the machine has; the others as they are."""
+    fixed = result.comparable.with_settings(quant=result.plan.quant)
     return [
-        _point(tier, int(share * nbytes), fixed.with_budget(tier, int(share * nbytes)))
+        _point(tier, value, fixed.with_budget(tier, value))
         for tier, nbytes in request.budget.memory.items()
-        for share in SHARES
+        for value in sorted({nbytes, *(_round(share * nbytes) for share in SHARES)})
+        if value <= most_of(request, tier)
     ]
+
+
+def most_of(request: PlanRequest, tier: str) -> float:
+    """The most bytes that a budget of a tier may be: what the machine has; of another machine, any."""
+    hardware = request.hardware
+    if request.elsewhere or hardware is None:
+        return math.inf
+    return hardware.ram_nbytes if tier == "host" else hardware.gpus[0].nbytes
+
+
+def _round(nbytes: float) -> int:
+    """Down to a size as a person would give it: whole GiB, half ones below 4, 64 MiB below 2."""
+    step = GIB if nbytes >= 4 * GIB else GIB // 2 if nbytes >= 2 * GIB else GIB // 16
+    return max(GIB // 16, int(nbytes // step) * step)
 
 
 def suggestions(request: PlanRequest, result: PlanResult) -> list[Suggestion]:
     """The cheapest change of each kind that helps: the first step of memory that does, formats from exact on."""
     now = result.prediction.generated_tok_s
     found = []
-    for changes in _changes(request, result):
+    for changes in _changes(result.comparable, result):
         for change, other in changes:
             better = attempt(other)
             if better and better.prediction.generated_tok_s >= WORTH_SHOWING * now:
@@ -104,6 +120,7 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
         yield [
             (f"+{step} GiB {OPTIONS[tier].removeprefix('--')}", request.with_budget(tier, nbytes + step * GIB))
             for step in STEPS
+            if nbytes + step * GIB <= most_of(request, tier)
         ]
     if request.settings.compute == "auto":
         lossier = FORMATS[FORMATS.index(result.plan.quant) + 1 :]

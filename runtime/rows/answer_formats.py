@@ -6,13 +6,14 @@ A line is a function of the row, its completions, the model's name and the job's
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
 from ..sampling.params import FinishReason, TokenLogprob
+from ..text.tool_calls import FunctionCall
 from .failure import ErrorCode, RowFailure
 from .row import Endpoint, Row
 
@@ -22,20 +23,46 @@ TokenText = Callable[[int], tuple[str, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued."""
+    """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued.
+
+    Of a chat answer whose parts are known, `reasoning` is what came before the text, and `reasoning_tokens` counts it
+    with its marks; `answered` is False where the text never began. `calls` are functions that the model calls.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str | None = None
+    reasoning_tokens: int | None = None
+    answered: bool = True
+    calls: tuple[FunctionCall, ...] = ()
+
+    @property
+    def content(self) -> str | None:
+        """The text where it is an answer, or the answer is nothing else."""
+        missing = not self.answered or (self.calls and not self.text)
+        return None if missing else self.text
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What an answer has beside its text, where it has it."""
+        return {} if self.reasoning is None else {"reasoning_content": self.reasoning}
 
 
-def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, int]:
-    """OpenAI's counts; a prompt counts once, however many samples were drawn from it."""
+def usage(completions: Sequence[Completion], num_samples: int) -> dict[str, Any]:
+    """OpenAI's counts; a prompt counts once, however many samples were drawn from it.
+
+    Tokens of reasoning are counted where the model's marks of it are known.
+    """
     prompt = sum(completion.num_prompt_tokens for completion in completions[::num_samples])
     generated = sum(len(completion.token_ids) for completion in completions)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+    }  # fmt: skip
+    reasoning = [each.reasoning_tokens for each in completions if each.reasoning_tokens is not None]
+    return counts | ({"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {})
 
 
 # JSON has no -inf; OpenAI and vLLM write this for "practically never".
@@ -56,15 +83,36 @@ def openai_answer(
         "choices": [_choice(row, index, completion, token_text) for index, completion in enumerate(completions)],
         "usage": usage(completions, row.num_samples),
     }
-    return _line(row.id, 200, body)
+    if row.metadata is not None:
+        body["metadata"] = row.metadata
+    return with_own(_line(row.id, 200, body), row.own)
 
 
 def openai_failure(failure: RowFailure) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
     status_code, kind = (500, "server_error") if failure.code in _NOT_THE_ROWS else (400, "invalid_request_error")
     content: dict[str, Any] = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
-    content |= _partial(failure)
-    return _line(failure.id, status_code, {"error": content})
+    return with_own(_line(failure.id, status_code, {"error": content | _partial(failure)}), failure.own)
+
+
+# What answers say themselves, in either form: a field of the user's with such a name gets a prefix in every answer.
+ANSWER_KEYS = frozenset(
+    (
+        *("id", "custom_id", "response", "error", "text", "partial", "finish_reason", "usage", "choices", "token_ids"),
+        *("logprobs", "prompt_logprobs", "reasoning_content", "tool_calls"),
+    )
+)
+OWN_PREFIX = "input_"
+
+
+def with_own(answer: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer, and the user's own fields behind it under their names, or with a prefix where those are taken."""
+    for name, value in own.items():
+        shown = name
+        while shown in answer or shown in ANSWER_KEYS or (shown != name and shown in own):
+            shown = OWN_PREFIX + shown
+        answer[shown] = value
+    return answer
 
 
 def _line(row_id: str, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +128,9 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
     chat = row.endpoint is Endpoint.CHAT
     choice: dict[str, Any] = {"index": index}
     if chat:
-        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        choice["message"] = {"role": "assistant", "content": completion.content, "refusal": None, **completion.beside}
+        if completion.calls:
+            choice["message"]["tool_calls"] = _calls(row, index, completion.calls)
     else:
         choice["text"] = completion.text
     shape = _chat_logprobs if chat else _completion_logprobs
@@ -89,6 +139,17 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     return choice
+
+
+def _calls(row: Row, index: int, calls: Sequence[FunctionCall]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": "call_" + _digest(f"{row.id}:{index}:{number}", b"call")[:24],
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(calls)
+    ]
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
@@ -124,14 +185,14 @@ def _digest(row_id: str, purpose: bytes) -> str:
 
 def short_answer(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
     """With n above 1 the choices are listed under `choices`, each as the single one would have been."""
-    choices = [_short_choice(row, completion) for completion in completions]
+    choices = [_short_choice(row, index, completion) for index, completion in enumerate(completions)]
     answer = choices[0] if row.num_samples == 1 else {"choices": choices}
-    return {"id": row.id} | answer | {"usage": usage(completions, row.num_samples)}
+    return with_own({"id": row.id} | answer | {"usage": usage(completions, row.num_samples)}, row.own)
 
 
 def short_failure(failure: RowFailure) -> dict[str, Any]:
-    content = {"code": failure.code, "message": failure.message, "param": failure.param}
-    return {"id": failure.id, "error": content | _partial(failure)}
+    error: dict[str, Any] = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return with_own({"id": failure.id, "error": error | _partial(failure)}, failure.own)
 
 
 def _partial(failure: RowFailure) -> dict[str, str | list[str]]:
@@ -140,8 +201,10 @@ def _partial(failure: RowFailure) -> dict[str, str | list[str]]:
     return {"partial": texts[0] if len(texts) == 1 else list(texts)} if texts else {}
 
 
-def _short_choice(row: Row, completion: Completion) -> dict[str, Any]:
-    choice: dict[str, Any] = {"text": completion.text}
+def _short_choice(row: Row, index: int, completion: Completion) -> dict[str, Any]:
+    choice: dict[str, Any] = {"text": completion.content, **completion.beside}
+    if completion.calls:
+        choice["tool_calls"] = _calls(row, index, completion.calls)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)

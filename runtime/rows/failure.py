@@ -5,9 +5,10 @@ A `RowFailure` is the only form of it, from the line that was read to the line t
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 
 class Severity(Enum):
@@ -22,6 +23,7 @@ class ErrorCode(StrEnum):
     EMPTY_FILE = "empty_file"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
     DAMAGED_GZIP = "damaged_gzip"
+    DAMAGED_ZSTD = "damaged_zstd"
     INPUT_CHANGED = "input_changed"
 
     LINE_TOO_LONG = "line_too_long"
@@ -43,8 +45,9 @@ class ErrorCode(StrEnum):
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_JSON_SCHEMA = "invalid_json_schema"
+    INVALID_GRAMMAR = "invalid_grammar"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    JSON_INCOMPLETE = "json_incomplete"
+    INCOMPLETE_OUTPUT = "incomplete_output"
     NUMERICAL_ERROR = "numerical_error"
     WORKER_CRASHED = "worker_crashed"
 
@@ -64,6 +67,7 @@ _FILE = {
     ErrorCode.EMPTY_FILE,
     ErrorCode.UNSUPPORTED_ENCODING,
     ErrorCode.DAMAGED_GZIP,
+    ErrorCode.DAMAGED_ZSTD,
     ErrorCode.INPUT_CHANGED,
 }
 _ROW = {
@@ -73,8 +77,9 @@ _ROW = {
     ErrorCode.UNKNOWN_PARAMETER,
     ErrorCode.UNSUPPORTED_PARAMETER,
     ErrorCode.INVALID_JSON_SCHEMA,
+    ErrorCode.INVALID_GRAMMAR,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-    ErrorCode.JSON_INCOMPLETE,
+    ErrorCode.INCOMPLETE_OUTPUT,
     ErrorCode.NUMERICAL_ERROR,
     ErrorCode.WORKER_CRASHED,
 }
@@ -87,8 +92,8 @@ class RowFailure:
     """The error of one row, and its line and id.
 
     `param` is the field at fault, in the words of the row. `index` counts rows from 0, `line` counts the lines of the
-    file from 1; line 0 is the whole file. `short` says in which form the error is answered. `partial` is the text that
-    was generated until then, by choice.
+    file from 1; line 0 is the whole file. `short` says in which form the error is answered; `own` are the fields of the
+    user that the answer repeats. `partial` is the text that was generated until then, by choice.
     """
 
     code: ErrorCode
@@ -98,6 +103,7 @@ class RowFailure:
     line: int = 0
     id: str = ""
     short: bool = False
+    own: Mapping[str, Any] = field(default_factory=dict, compare=False)
     partial: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -105,48 +111,14 @@ class RowFailure:
         return f"{where}: {self.code}: {self.message}"
 
 
-# A job of fewer bad rows runs: their errors are soon read.
-LEAST_COMMON = 20
+# Of all rows, that have the same error: from here on the job is refused.
+MOST_ROWS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class CommonFailure:
-    """The most frequent reason of failures: how many rows have it, and the first of them."""
-
-    count: int
-    first: RowFailure
-
-    def of_most(self, num_rows: int) -> bool:
-        """Whether more than half of the rows fail for it, and enough of them to look like one mistake."""
-        return self.count >= LEAST_COMMON and 2 * self.count > num_rows
-
-    def sentence(self, num_rows: int) -> str:
-        """What is wrong with the rows, and what to change."""
-        rows = "the only row fails" if num_rows == 1 else f"{self.count:,} of {num_rows:,} rows fail"
-        return f"{rows} with {self.first.code}: {self.first.message} (first: line {self.first.line})"
-
-
-class CommonReasons:
-    """Counts failures by reason: their code and the field at fault."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str | None]] = Counter()
-        self._first: dict[tuple[str, str | None], RowFailure] = {}
-
-    def add(self, failure: RowFailure) -> None:
-        reason = failure.code, failure.param
-        # A hostile file has as many reasons as rows: those that come late are not the commonest.
-        if reason in self._first or len(self._first) < _MOST_REASONS:
-            self._first.setdefault(reason, failure)
-            self._counts[reason] += 1
-
-    def commonest(self) -> CommonFailure | None:
-        """None if no row failed."""
-        found = self._counts.most_common(1)
-        return CommonFailure(found[0][1], self._first[found[0][0]]) if found else None
-
-
-_MOST_REASONS = 1000
+def common_error(codes: Mapping[ErrorCode, int], num_rows: int) -> ErrorCode | None:
+    """The error that most rows have, which is a slip of whoever wrote the file, and not of a row."""
+    code, count = max(codes.items(), key=lambda item: item[1], default=(None, 0))
+    return code if count > num_rows * MOST_ROWS else None
 
 
 class InvalidRow(Exception):

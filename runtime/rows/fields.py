@@ -8,19 +8,23 @@ end name the fields that are read, those that cannot change an answer, and those
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from ..sampling.grammar import ANY_OBJECT, SchemaError, compile_schema
+from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compile_schema
 from ..sampling.params import LIMITS, Limit
-from ..settings.errors import shown
+from ..settings.errors import SettingError, shown
 from ..text.messages import BadMessage, MessageFault, joined, read_messages
+from ..text.tool_calls import read_tools
 from .failure import ErrorCode, InvalidRow
 from .row import ChatPrompt, Endpoint, Message, TextPrompt, TokenPrompt
+from .strict_json import parse_object
 
+T = TypeVar("T")
 MAX_STOP = 16
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -110,11 +114,89 @@ _CODE_OF_MESSAGE = {
 
 def messages(value: Any, param: str) -> ChatPrompt:
     """Text parts are joined by newlines, as vLLM joins them for templates that take strings."""
+    read = _as_row_error(read_messages, value, param)
+    return ChatPrompt(tuple(_row_message(each) for each in read))
+
+
+def _row_message(read: Mapping[str, Any]) -> Message:
+    beside = {name: item for name, item in read.items() if name not in ("role", "content")}
+    return Message(read["role"], joined(read["content"]), beside)
+
+
+def _as_row_error(check: Callable[[Any, str], T], value: Any, param: str) -> T:
     try:
-        read = read_messages(value, param)
+        return check(value, param)
     except BadMessage as error:
         raise InvalidRow(_CODE_OF_MESSAGE[error.fault], str(error), error.where) from None
-    return ChatPrompt(tuple(Message(each["role"], joined(each["content"])) for each in read))
+
+
+def tools(value: Any, param: str) -> tuple[dict[str, Any], ...]:
+    """Function tools, as OpenAI has them."""
+    return _as_row_error(read_tools, value, param)
+
+
+def tool_choice(value: Any, param: str) -> str:
+    if value not in ("auto", "none") or not isinstance(value, str):
+        message = f'{param} must be "auto" or "none", found {shown(value)}: no answer is forced to call a function'
+        raise InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, param)
+    return value
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_KWARGS_LENGTH = 64 << 10
+# What the template gets from elsewhere. The names of special tokens end in _token, or _tokens.
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+
+
+def reasoning_effort(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(value, param, "a string")
+    if value not in EFFORTS:
+        raise wrong_value(value, param, f"one of {', '.join(EFFORTS)}")
+    return value
+
+
+def chat_template_kwargs(value: Any, param: str) -> dict[str, Any]:
+    """Variables of the chat template."""
+    if not isinstance(value, dict):
+        raise wrong_type(value, param, "an object")
+    for name in value:
+        if name in _OWN_VARIABLES or name.endswith(("_token", "_tokens")) or not name.isidentifier():
+            message = f"{name[:64]!a} of {param} is not a variable that a row can set; remove it"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, f"{param}.{name[:64]}")
+    if (length := len(json.dumps(value))) > MAX_KWARGS_LENGTH:
+        message = f"{param} has {length} characters as JSON, at most {MAX_KWARGS_LENGTH} are accepted"
+        raise InvalidRow(ErrorCode.INVALID_VALUE, message, param)
+    return value
+
+
+def kwargs_setting(given: str, name: str = "--chat-template-kwargs") -> str:
+    """The same as the text of an option, in one spelling. Raises SettingError."""
+    try:
+        value = parse_object(given.encode(errors="replace"))
+        return json.dumps(chat_template_kwargs(value, name), sort_keys=True)
+    except InvalidRow as error:
+        raise SettingError(f"{given[:60]!a} is not what {name} takes: {error}") from None
+
+
+MAX_BIASES = 1024
+
+
+def logit_bias(value: Any, param: str) -> tuple[tuple[int, float], ...]:
+    """From token ids, which are names in JSON, to what is added to their logits."""
+    if not isinstance(value, dict):
+        raise wrong_type(value, param, "an object from token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise InvalidRow(
+            ErrorCode.INVALID_VALUE, f"{param} has {len(value)} tokens, at most {MAX_BIASES} are accepted", param
+        )
+    number = Number(LIMITS["logit_bias"])
+    for name in value:
+        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= MAX_TOKEN_ID):
+            raise wrong_value(name, param, f"token ids from 0 to {MAX_TOKEN_ID} as names")
+    if len(by_id := {int(name): number(bias, f"{param}.{name}") for name, bias in value.items()}) < len(value):
+        raise InvalidRow(ErrorCode.INVALID_VALUE, f"{param} has a token id twice; keep one of them", param)
+    return tuple(sorted(by_id.items()))
 
 
 MAX_PROMPTS = 2048
@@ -158,7 +240,72 @@ def response_format(value: Any, param: str) -> str | None:
     return ANY_OBJECT if kind == "json_object" else None
 
 
-def invalid_schema(error: SchemaError) -> InvalidRow:
+_FORMS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def structured_outputs(value: Any, param: str) -> AnswerForm | None:
+    """vLLM's name for the form of an answer: one of `_FORMS`."""
+    if not isinstance(value, dict):
+        raise wrong_type(value, param, f"an object with one of {', '.join(_FORMS)}")
+    _only(value, _FORMS, param)
+    given = {name: form for name, form in value.items() if form is not None}
+    if len(given) != 1:
+        raise wrong_value(value, param, f"an object with exactly one of {', '.join(_FORMS)}")
+    ((name, form),) = given.items()
+    return _READ_FORM[name](form, f"{param}.{name}")
+
+
+def _json_form(value: Any, param: str) -> str:
+    """A schema, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value = parse_object(value.encode())
+        except InvalidRow:
+            raise wrong_value(value, param, "a JSON schema, or the text of one") from None
+    if not isinstance(value, dict):
+        raise wrong_type(value, param, "a JSON schema")
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _any_object(value: Any, param: str) -> str | None:
+    return ANY_OBJECT if flag(value, param) else None
+
+
+def _regex(value: Any, param: str) -> Lark:
+    return Lark.of_regex(_some_text(value, param))
+
+
+def _grammar(value: Any, param: str) -> Lark:
+    return Lark(_some_text(value, param))
+
+
+def _choice(value: Any, param: str) -> Lark:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise wrong_type(value, param, "a list of strings")
+    if not value or "" in value:
+        raise wrong_value(value, param, "at least one string, none of them empty")
+    return Lark.of_choice(value)
+
+
+def _some_text(value: Any, param: str) -> str:
+    if not text(value, param):
+        raise wrong_value(value, param, "not empty")
+    return str(value)
+
+
+_READ_FORM: Mapping[str, Callable[[Any, str], AnswerForm | None]] = {
+    "json": _json_form,
+    "json_object": _any_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+def invalid_schema(schema: AnswerForm, error: SchemaError | str) -> InvalidRow:
+    """What is wrong with the form that a row asks its answer to have."""
+    if isinstance(schema, Lark):
+        return InvalidRow(ErrorCode.INVALID_GRAMMAR, f"the grammar is refused: {error}", "structured_outputs")
     return InvalidRow(ErrorCode.INVALID_JSON_SCHEMA, f"the JSON schema is refused: {error}", "response_format")
 
 
@@ -168,9 +315,10 @@ class Schemas:
     def __init__(self) -> None:
         self._verdicts: dict[bytes, InvalidRow | None] = {}
 
-    def check(self, schema: str) -> None:
+    def check(self, schema: AnswerForm) -> None:
         """Raises `InvalidRow` for a schema that is refused, and MissingExtra where no schema can be followed."""
-        digest = blake2b(schema.encode(), digest_size=16).digest()
+        text, kind = (schema.text, b"lark") if isinstance(schema, Lark) else (schema, b"json")
+        digest = blake2b(text.encode(), digest_size=16, person=kind).digest()
         if digest not in self._verdicts:
             if len(self._verdicts) >= _MAX_VERDICTS:
                 self._verdicts.clear()
@@ -180,11 +328,11 @@ class Schemas:
             raise fault
 
 
-def _verdict(schema: str) -> InvalidRow | None:
+def _verdict(schema: AnswerForm) -> InvalidRow | None:
     try:
         compile_schema(schema)
     except SchemaError as error:
-        return invalid_schema(error)
+        return invalid_schema(schema, error)
     return None
 
 
@@ -240,7 +388,18 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "n": _everywhere(Integer(NUM_SAMPLES)),
     "logprobs": {CHAT: flag, COMPLETION: Integer(LIMITS["logprobs"])},
     "top_logprobs": {CHAT: Integer(LIMITS["logprobs"])},
+    "logit_bias": _everywhere(logit_bias),
+    "min_tokens": _everywhere(Integer(LIMITS["min_tokens"])),
     "response_format": _everywhere(response_format),
+    "structured_outputs": _everywhere(structured_outputs),
+    "tools": {CHAT: tools, SHORT: tools},
+    "tool_choice": {CHAT: tool_choice, SHORT: tool_choice},
+    "chat_template_kwargs": {CHAT: chat_template_kwargs, SHORT: chat_template_kwargs},
+    "reasoning_effort": {CHAT: reasoning_effort, SHORT: reasoning_effort},
+    "max_thinking_tokens": {
+        CHAT: Integer(LIMITS["max_thinking_tokens"]),
+        SHORT: Integer(LIMITS["max_thinking_tokens"]),
+    },
     "return_token_ids": _everywhere(flag),
 }
 
@@ -261,42 +420,35 @@ IGNORED = (
     "prompt_cache_retention",
     "parallel_tool_calls",
 )
-# A user's own columns: never read, never answered.
+# A user's own fields, whatever they are called.
 FREE_PREFIX = "x-"
 
 # A field that would change the answer, and the values of it that would not.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": (),
     "audio": (),
     "prediction": (),
     "moderation": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -312,14 +464,53 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         check = checks.get(name)
         if check is not None:
             given[name] = check(value, name)
-        elif not (name in IGNORED or name.startswith(FREE_PREFIX) or _neutral(name, value)):
+        elif not (name in IGNORED or name.startswith(FREE_PREFIX) or _neutral(name, value) or is_own(name, endpoint)):
             raise _refusal(name, endpoint)
     return given
 
 
+# Parameters of other programs, and what says the same here: as a field of one's own each would be a silent slip.
+FOREIGN: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "temp": "temperature",
+    "do_sample": "temperature",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "system": "messages, with the role system",
+    "json_schema": "response_format",
+}
+# From which share of equal characters a name is a slip of another: `max_token` is one, `prompt_id` and `topic` are not.
+_SLIP = 0.82
+
+
+@lru_cache(maxsize=4096)
+def slip_of(name: str, known: tuple[str, ...]) -> str | None:
+    """The field that was meant by `name`, which is none; None for a name of the user's own."""
+    plain = name[:64].lower().replace("-", "_")
+    if plain in FOREIGN:
+        return FOREIGN[plain]
+    return next(iter(get_close_matches(plain, known, n=1, cutoff=_SLIP)), None)
+
+
+def is_own(name: str, endpoint: Endpoint) -> bool:
+    """Whether a field is the user's own, which answers repeat; only short rows have such fields beside the others."""
+    if endpoint is not SHORT or name in _SHORT_NAMES:
+        return False
+    return name.startswith(FREE_PREFIX) or slip_of(name, _SHORT_NAMES) is None
+
+
+_SHORT_NAMES = ("id", *FIELDS, *IGNORED, *UNSUPPORTED)
+
+
 def unknown(name: str, known: tuple[str, ...]) -> InvalidRow:
-    nearest = get_close_matches(name[:64], known, n=1)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"your own fields may start with {FREE_PREFIX}"
+    meant = slip_of(name, known) or next(iter(get_close_matches(name[:64], known, n=1)), None)
+    advice = f"did you mean {meant}?" if meant else f"your own fields may start with {FREE_PREFIX}"
     return InvalidRow(ErrorCode.UNKNOWN_PARAMETER, f"{name[:64]!a} is not a known field; {advice}", name[:64])
 
 
@@ -334,5 +525,5 @@ def _refusal(name: str, endpoint: Endpoint) -> InvalidRow:
     elif name in UNSUPPORTED:
         message = f"{name} would change the answer and is not supported; remove it"
     else:
-        return unknown(name, tuple(_CHECKS[endpoint]))
+        return unknown(name, _SHORT_NAMES if endpoint is SHORT else tuple(_CHECKS[endpoint]))
     return InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)

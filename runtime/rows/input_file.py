@@ -1,4 +1,4 @@
-"""An input file or standard input as one stream of plain bytes. Knows gzip and encodings, no lines, no rows."""
+"""An input file or standard input as one stream of plain bytes. Knows gzip, zstd and encodings, no lines, no rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..settings.errors import InputUnreadable
+from ..settings.errors import InputUnreadable, MissingExtra
 from .failure import ErrorCode, InvalidRow
 
 STDIN = "-"
 Stream = BufferedReader | gzip.GzipFile
 _GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -28,7 +29,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
     try:
         return Path(path).open("rb")
     except OSError as error:
-        raise InputUnreadable(f"{path} cannot be read: {error.strerror}; give a .jsonl or .jsonl.gz file") from None
+        raise InputUnreadable(f"{path} cannot be read: {error.strerror}; give a file of rows") from None
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -38,18 +39,81 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return open_input(path)
 
 
-def zipped(raw: BufferedReader) -> bool:
-    """Whether the first bytes are those of gzip; the name does not matter."""
-    return raw.peek(2)[:2] == _GZIP_MAGIC
+class DamagedZstd(Exception):
+    """The compressed data is damaged, cut off, or needs more memory than any compressor uses by default."""
+
+
+# What zstd's own program accepts; a frame may ask for 2 GiB.
+_MAX_WINDOW_NBYTES = 1 << 27
+# What is unpacked at once: a block of 4 bytes may unpack to 128 KiB.
+_ZSTD_PIECE_NBYTES = 512
+
+
+class ZstdReader(RawIOBase):
+    """The frames of a zstd file, unpacked in pieces of bounded size."""
+
+    def __init__(self, raw: BufferedReader) -> None:
+        """Raises MissingExtra."""
+        try:
+            import zstandard
+        except ImportError:
+            raise MissingExtra("zstd needs zstandard: pip install 'moedge[zst]', or unpack the file first") from None
+        self._raw = raw
+        self._zstd = zstandard
+        self._frame: Any = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input and not (self._refilled()):
+                return 0
+            self._unpack()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _refilled(self) -> bool:
+        self._input = self._raw.read(_ZSTD_PIECE_NBYTES)
+        if not self._input and self._frame is not None:
+            raise DamagedZstd("it ends within a frame")
+        return bool(self._input)
+
+    def _unpack(self) -> None:
+        if self._frame is None:
+            self._frame = self._zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES).decompressobj()
+        try:
+            self._output = memoryview(self._frame.decompress(self._input))
+        except self._zstd.ZstdError as error:
+            raise DamagedZstd(str(error)) from None
+        self._input = self._frame.unused_data if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = None
+
+
+def packed(raw: BufferedReader) -> bool:
+    """Whether gzip or zstd is around the file."""
+    return raw.peek(4)[:4].startswith((_GZIP_MAGIC, _ZSTD_MAGIC))
+
+
+def _layer(raw: BufferedReader) -> Stream:
+    head = raw.peek(4)[:4]
+    if head.startswith(_GZIP_MAGIC):
+        return gzip.GzipFile(fileobj=raw)
+    return BufferedReader(ZstdReader(raw)) if head == _ZSTD_MAGIC else raw
 
 
 def plain(raw: BufferedReader) -> Stream:
-    """`raw` without its gzip layer and its byte order mark; gzip is recognized by its first bytes, not by a name.
+    """`raw` without gzip or zstd around it and without its byte order mark; both are recognized by their first bytes.
 
     Raises `InvalidRow` for UTF-16 and UTF-32: JSON text starts with two ASCII characters, so that a NUL among
     the first four bytes tells them without a mark as well (RFC 4627, section 3).
     """
-    stream: Stream = gzip.GzipFile(fileobj=raw) if zipped(raw) else raw
+    stream = _layer(raw)
     head = stream.peek(4)[:4]
     if head.startswith(_UTF16_BOMS) or b"\0" in head:
         raise InvalidRow(ErrorCode.UNSUPPORTED_ENCODING, "the file looks like UTF-16 or UTF-32; save it as UTF-8")

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 
 from ..settings.errors import counted
-from .failure import CommonFailure, CommonReasons, ErrorCode, RowFailure, Severity
+from .failure import ErrorCode, RowFailure, Severity, common_error
 from .input_file import Fingerprint, HashingReader, open_regular
 from .reader import RowIndex, rows_from
 from .row import Defaults, Endpoint, Row
 
 MAX_LISTED = 20
+_FEW = 3
 # Read at once; each time costs two calls of Python.
 _BUFFER_NBYTES = 1 << 18
 
@@ -28,17 +29,27 @@ class Problems:
     total: int
     first: tuple[RowFailure, ...]
 
-    def lines(self) -> Iterator[str]:
-        yield from map(str, self.first)
-        if self.total > len(self.first):
-            yield f"... and {self.total - len(self.first)} more"
+    @property
+    def more(self) -> int:
+        """How many are not among the first."""
+        return self.total - len(self.first)
+
+    def lines(self, unit: str) -> Iterator[str]:
+        yield from (located(failure, unit) for failure in self.first)
+
+
+def located(failure: RowFailure, unit: str) -> str:
+    """The failure behind the number of its line, or of its row where the file is a table."""
+    text = str(failure)
+    return text.replace("line", unit, 1) if failure.line else text
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
     """`rows` counts runnable rows by endpoint (chat, completion, short); the three kinds of problems are apart
     because they decide differently: whole files, malformed lines, rows that merely get an error for an answer.
-    `bad_rows` are the indices of all rows with an error; `index` is where each row is, without its gzip layer.
+    `bad_rows` are the indices of all rows with an error; `index` is where each row is, without its gzip layer. `codes`
+    counts the errors; `unit` is what the numbers of errors count in the user's file: lines, or rows of a table.
     """
 
     path: str
@@ -48,8 +59,9 @@ class Preflight:
     line_problems: Problems
     row_problems: Problems
     bad_rows: Items[int] = ()
-    commonest: CommonFailure | None = None
     index: RowIndex = field(default_factory=RowIndex)
+    codes: Mapping[ErrorCode, int] = field(default_factory=dict)
+    unit: str = "line"
 
     @property
     def num_rows(self) -> int:
@@ -58,30 +70,52 @@ class Preflight:
 
     def refused(self, lenient: bool = False) -> bool:
         """Whether the job must not start (exit code 7)."""
-        return (
-            self.file_problems.total > 0
-            or (not lenient and self.line_problems.total > 0)
-            or self.hopeless(lenient) is not None
-        )
+        if self.file_problems.total:
+            return True
+        return not lenient and (self.line_problems.total > 0 or self.common_error is not None)
 
-    def hopeless(self, lenient: bool = False) -> str | None:
-        """Why a job of these rows is not worth a model, in a sentence: no row can run, or most fail for one reason."""
-        most = self.commonest
-        if most is None or not (len(self.bad_rows) == self.num_rows or (not lenient and most.of_most(self.num_rows))):
-            return None
-        return f"Nothing was run: {most.sentence(self.num_rows)}"
+    @property
+    def common_error(self) -> ErrorCode | None:
+        """The error that most rows have."""
+        return common_error(self.codes, self.num_rows)
 
     def report(self, lenient: bool = False) -> str:
         """A report for the user: the counts, then the errors that refuse the input, then the others."""
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items() if count) or "none runnable"
-        text = [f"{self.path}: {counted(self.num_rows, 'row')} ({kinds})"]
-        for problems in (self.file_problems, self.line_problems, self.row_problems):
-            text.extend(problems.lines())
-        if not self.refused(lenient) or self.file_problems.total:
-            return "\n".join(text)
-        hopeless = self.hopeless(lenient)
-        text.append(hopeless or "Nothing was run. Fix these lines, or pass --lenient to write them as error rows")
+        text = [f"{self.path}: {counted(self.num_rows, 'row')}: {self._counts()}", *self.file_problems.lines(self.unit)]
+        marked = not lenient and self.line_problems.total > 0
+        listed = self._listed(lenient)
+        for failure in listed:
+            stops = failure.code.severity is Severity.LINE
+            mark = f" ({'stops the job' if stops else 'this row only'})" if marked and self.row_problems.total else ""
+            text.append(located(failure, self.unit) + mark)
+        if more := self.line_problems.total + self.row_problems.total - len(listed):
+            text.append(f"... and {more:,} more")
+        if self.refused(lenient) and not self.file_problems.total:
+            text.append(self._advice())
         return "\n".join(text)
+
+    def _listed(self, lenient: bool) -> list[RowFailure]:
+        """The first errors; of one that most rows have, a few are enough."""
+        found = sorted((*self.line_problems.first, *self.row_problems.first), key=lambda each: each.line)
+        common = None if lenient else self.common_error
+        same = [each for each in found if each.code == common]
+        return [each for each in found if each.code != common or each in same[:_FEW]]
+
+    def _counts(self) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items() if count)
+        invalid = self.num_rows - sum(self.rows.values())
+        if not invalid:
+            return f"all valid ({kinds})" if kinds else "nothing to run"
+        return f"{sum(self.rows.values()):,} valid{f' ({kinds})' if kinds else ''}, {invalid:,} invalid"
+
+    def _advice(self) -> str:
+        if self.line_problems.total:
+            return "Nothing was run. Fix these lines, or pass --lenient to write them as error rows"
+        code = self.common_error
+        return (
+            f"Nothing was run: {self.codes[code] if code else 0:,} of {counted(self.num_rows, 'row')} have the error "
+            f"{code}. Fix the rows, or pass --lenient to answer the others"
+        )
 
 
 def preflight(path: str | os.PathLike[str], defaults: Defaults, max_listed: int = MAX_LISTED) -> Preflight:
@@ -117,13 +151,11 @@ class _Tally:
         self._rows: Counter[Endpoint] = Counter()
         self._codes: Counter[ErrorCode] = Counter()
         self._first: dict[Severity, list[RowFailure]] = {severity: [] for severity in Severity}
-        self._reasons = CommonReasons()
 
     def add(self, row: Row | RowFailure) -> None:
         self.num_rows += 1
         if isinstance(row, RowFailure):
             self._note(row)
-            self._reasons.add(row)
             self._bad_rows.append(row.index)
         else:
             self._rows[row.endpoint] += 1
@@ -140,8 +172,8 @@ class _Tally:
             line_problems=self._problems(Severity.LINE),
             row_problems=self._problems(Severity.ROW),
             bad_rows=self._bad_rows,
-            commonest=self._reasons.commonest(),
             index=self.index,
+            codes=self._codes,
         )
 
     def _note(self, failure: RowFailure) -> None:

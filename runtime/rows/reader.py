@@ -16,21 +16,25 @@ from io import BufferedReader
 from typing import Any, NamedTuple
 
 from ..settings.errors import InputChanged
+from .columns import Columns
 from .failure import ErrorCode, InvalidRow, RowFailure
 from .fields import Schemas
-from .input_file import Stream, open_input, plain
+from .input_file import DamagedZstd, Stream, open_input, plain
 from .row import Defaults, Endpoint, Row
 from .row_formats import (
     RowBuilder,
     RowPosition,
     UniqueIds,
+    is_batch_line,
     is_openai,
     is_short,
     line_id,
     openai_body,
     openai_id,
+    openai_own,
     short_body,
     short_id,
+    what_is_missing,
 )
 from .strict_json import parse_again, parse_object
 
@@ -146,6 +150,10 @@ def rows_from(
         yield parser.end_badly(
             RowFailure(ErrorCode.DAMAGED_GZIP, f"the gzip data is damaged or cut off ({error}); copy the file again")
         )
+    except DamagedZstd as error:
+        yield parser.end_badly(
+            RowFailure(ErrorCode.DAMAGED_ZSTD, f"the zstd data is damaged or cut off ({error}); copy the file again")
+        )
     except InvalidRow as error:
         yield parser.end_badly(error.failure)
 
@@ -155,6 +163,7 @@ class LineParser:
 
     def __init__(self, defaults: Defaults, max_line_nbytes: int = MAX_LINE_NBYTES) -> None:
         self._builder = RowBuilder(defaults)
+        self._columns = Columns(defaults)
         self._max_line_nbytes = max_line_nbytes
         self._ids = UniqueIds()
         self._schemas = Schemas()
@@ -163,30 +172,32 @@ class LineParser:
         self._short = False
 
     def parse(self, line: Line) -> Row | RowFailure:
-        index, row_id = self._num_rows, line_id(line.number)
+        position = RowPosition(self._num_rows, line.number, line_id(line.number))
         self._num_rows += 1
         try:
             values = self._object(line)
-            row_id = self._id(values, line.number)
-            self._ids.add(row_id, line.number, "id" if self._short else "custom_id")
-            row = self._row(values, RowPosition(index, line.number, row_id))
+            position = self._position(values, position)
+            self._ids.add(position.id, line.number, self._columns.id_field if self._short else "custom_id")
+            row = self._row(values, position)
             if row.schema is not None:
                 self._schemas.check(row.schema)
             return row
         except InvalidRow as error:
-            return self._located(error.failure, RowPosition(index, line.number, row_id))
+            return self._located(error.failure, position)
 
     def again(self, content: bytes, index: int, number: int) -> Row:
         """The row of line `number`; neither JSON nor id nor schema is looked at twice."""
         values = parse_again(content)
-        return self._row(values, RowPosition(index, number, self._id(values, number)))
+        return self._row(values, self._position(values, RowPosition(index, number, line_id(number))))
 
     def end_badly(self, failure: RowFailure) -> RowFailure:
         """The failure of the file as a whole, behind the rows that were read."""
         return self._located(failure, RowPosition(self._num_rows, 0, line_id(0)))
 
     def _row(self, values: dict[str, Any], position: RowPosition) -> Row:
-        endpoint, body = (Endpoint.SHORT, short_body(values)) if self._short else openai_body(values)
+        if self._short:
+            return self._builder.build(short_body(self._columns.body(values)), Endpoint.SHORT, position)
+        endpoint, body = openai_body(values)
         return self._builder.build(body, endpoint, position)
 
     def _object(self, line: Line) -> dict[str, Any]:
@@ -196,18 +207,21 @@ class LineParser:
             )
         return parse_object(line.content)
 
-    def _id(self, values: dict[str, Any], number: int) -> str:
-        if is_openai(values):
+    def _position(self, values: dict[str, Any], position: RowPosition) -> RowPosition:
+        """The position with the row's id, and with the user's fields; notes which form the row has."""
+        number, made = position.line, self._columns.make_prompts
+        if is_batch_line(values) if made else is_openai(values):
             self._short = False
-            return openai_id(values, number)
-        if is_short(values):
+            return replace(position, id=openai_id(values, number), own=openai_own(values))
+        if is_short(values) or made:
             self._short = True
-            return short_id(values, number)
-        found = ", ".join(ascii(key[:32]) for key in list(values)[:8]) or "an empty object"
-        raise InvalidRow(ErrorCode.NOT_A_ROW, f'needs "prompt" or "messages" (or an OpenAI batch line); found: {found}')
+            own = self._columns.own(values)
+            return replace(position, id=short_id(values, number, self._columns.id_field), own=own)
+        raise InvalidRow(ErrorCode.NOT_A_ROW, what_is_missing(values))
 
     def _located(self, failure: RowFailure, position: RowPosition) -> RowFailure:
-        return replace(failure, index=position.index, line=position.line, id=position.id, short=self._short)
+        index, line, row_id = position.index, position.line, position.id
+        return replace(failure, index=index, line=line, id=row_id, short=self._short, own=position.own)
 
 
 class RowFile:

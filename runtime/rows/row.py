@@ -5,13 +5,17 @@ Knows no file, no JSON and no tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 from ..sampling.params import SamplingParams
 from .failure import ErrorCode, RowFailure
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import AnswerForm
 
 
 def row_seed(job_seed: int, row_id: str) -> int:
@@ -38,8 +42,11 @@ class Endpoint(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """`beside`: what else the template gets of it, such as calls of functions; see text/messages.py."""
+
     role: str
     content: str
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +65,11 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages that go through the model's chat template."""
+    """Messages that go through the model's chat template, with function tools and further variables of it."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -70,17 +79,30 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 class Defaults(SamplingParams):
     """Values for absent fields of a row; the seed of each row is derived from `seed`, the seed of the job.
 
-    `logprobs` has no default: only a row itself can ask for them.
+    `logprobs` has no default: only a row itself can ask for them. `chat_template_kwargs` is the text of a JSON object,
+    or nothing: a journal keeps it and compares it. `schema` is the text of a JSON schema. The others say what prompts
+    are made of: `prompt_column` and `id_column` name fields of a row, `prompt` and `system` are templates over its
+    fields, and `chat` makes prompts messages of a user; None is "as the model can".
     """
 
     max_tokens: int = 256
+    chat_template_kwargs: str = ""
+    reasoning_effort: str | None = None
+    schema: str | None = None
+    prompt_column: str | None = None
+    id_column: str | None = None
+    prompt: str | None = None
+    system: str | None = None
+    chat: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """`index` counts rows from 0, `line` counts the file's lines from 1; blank lines make them differ.
 
-    `schema` is the text of a JSON schema that every answer must follow.
+    `schema` is the text of a JSON schema, or another grammar, that every answer must follow. `own` are the user's
+    fields, which the answer repeats beside its own; `metadata` is OpenAI's field of that name, repeated in the answer's
+    body.
     """
 
     index: int
@@ -92,7 +114,20 @@ class Row:
     num_samples: int = 1
     model: str | None = None
     return_token_ids: bool = False
-    schema: str | None = None
+    schema: AnswerForm | None = None
+    own: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    metadata: Any = field(default=None, compare=False)
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a conversation, not a text to continue."""
+        return isinstance(self.prompts[0], ChatPrompt)
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """Those that the model may call."""
+        prompt = self.prompts[0]
+        return prompt.tools if isinstance(prompt, ChatPrompt) else ()
 
     @property
     def short(self) -> bool:
@@ -100,7 +135,7 @@ class Row:
 
     def failure(self, code: ErrorCode, message: str, param: str | None = None) -> RowFailure:
         """Of this row."""
-        return RowFailure(code, message, param, self.index, self.line, self.id, self.short)
+        return RowFailure(code, message, param, self.index, self.line, self.id, self.short, self.own)
 
     def choices(self) -> Iterator[tuple[int, SamplingParams]]:
         """The row's sequences in the order of its answer: all samples of a prompt, which is counted from 0, then the

@@ -5,16 +5,18 @@ Knows how fields depend on each other; what each may be is in fields.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any
 
+from ..sampling.grammar import AnswerForm
 from ..sampling.params import SamplingParams
 from ..settings.errors import shown
 from .failure import ErrorCode, InvalidRow
-from .fields import FREE_PREFIX, MAX_PROMPTS, read_fields, unknown
-from .row import Defaults, Endpoint, Prompt, Row, row_seed
+from .fields import FREE_PREFIX, MAX_PROMPTS, is_own, read_fields, slip_of, unknown
+from .row import ChatPrompt, Defaults, Endpoint, Prompt, Row, row_seed
 
 MAX_ID_CHARS = 512
 
@@ -58,7 +60,15 @@ _ENDPOINTS = {endpoint.value: endpoint for endpoint in (Endpoint.CHAT, Endpoint.
 
 
 def is_openai(line: dict[str, Any]) -> bool:
-    return not _ANY_OF_THEM.isdisjoint(line)
+    """A short row may have a method, a url and a body among its own fields, as rows about web pages and mails do."""
+    if _ANY_OF_THEM.isdisjoint(line):
+        return False
+    return "custom_id" in line or isinstance(line.get("body"), dict) or not is_short(line)
+
+
+def is_batch_line(line: dict[str, Any]) -> bool:
+    """A whole one, among rows of which any other object is short."""
+    return isinstance(line.get("url"), str) and isinstance(line.get("body"), dict)
 
 
 def openai_id(line: dict[str, Any], number: int) -> str:
@@ -76,23 +86,59 @@ def openai_body(line: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
     if url not in _ENDPOINTS:
         raise InvalidRow(ErrorCode.UNKNOWN_URL, f"url {shown(url)} is not one of {', '.join(_ENDPOINTS)}", "url")
     for key in line:
-        if key not in LINE_KEYS and not key.startswith(FREE_PREFIX):
+        if key not in LINE_KEYS and not _is_beside(key):
             raise unknown(key, LINE_KEYS)
     return _ENDPOINTS[url], body
+
+
+def openai_own(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's fields of a batch line, beside those of OpenAI."""
+    return {name: value for name, value in line.items() if name not in LINE_KEYS and _is_beside(name)}
+
+
+def _is_beside(name: str) -> bool:
+    """Fields of a body that stand outside of it are a mistake, not the user's own."""
+    return name.startswith(FREE_PREFIX) or (is_own(name, Endpoint.SHORT) and slip_of(name, LINE_KEYS) is None)
 
 
 def is_short(line: dict[str, Any]) -> bool:
     return "prompt" in line or "messages" in line
 
 
-def short_id(line: dict[str, Any], number: int) -> str:
+# Rows of common data sets, by their fields, and the smallest change that makes them rows.
+_KNOWN_SHAPES = (
+    (("conversations",), "rename conversations to messages, and from/value in it to role/content (ShareGPT)"),
+    (("instruction", "input"), "give --prompt '{{ instruction }}\n\n{{ input }}' (alpaca)"),
+    (("instruction",), "give --prompt-column instruction"),
+    (("text",), "give --prompt-column text"),
+    (("question",), "give --prompt-column question"),
+    (("query",), "give --prompt-column query"),
+    (("content",), "give --prompt-column content"),
+    (("input",), "give --prompt-column input"),
+)
+
+
+def what_is_missing(line: Mapping[str, Any]) -> str:
+    """Of an object that is no row: the fields that were found, and what would make it one."""
+    if not line:
+        return 'needs "prompt" or "messages" (or an OpenAI batch line); found: an empty object'
+    found = ", ".join(ascii(key[:32]) for key in list(line)[:8])
+    known = next((advice for names, advice in _KNOWN_SHAPES if line.keys() >= set(names)), None)
+    texts = [name for name, value in line.items() if isinstance(value, str) and name != "id"]
+    advice = (
+        known or f"name the column of the prompt: --prompt-column {ascii(texts[0][:32])[1:-1] if texts else 'NAME'}"
+    )
+    return f'needs "prompt" or "messages" (or an OpenAI batch line); found: {found}; {advice}'
+
+
+def short_id(line: dict[str, Any], number: int, name: str = "id") -> str:
     """Whole numbers are names too; the answer gives them back as strings."""
-    value = line.get("id")
-    return row_id(str(value) if type(value) is int else value, number, "id")
+    value = line.get(name)
+    return row_id(str(value) if type(value) is int else value, number, name)
 
 
-def short_body(line: dict[str, Any]) -> dict[str, Any]:
-    body = {name: value for name, value in line.items() if name != "id"}
+def short_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a short row without its id, where they do not contradict each other."""
     if body.get("prompt") is not None and body.get("messages") is not None:
         raise InvalidRow(ErrorCode.INVALID_VALUE, "prompt and messages are both given; keep one of them", "messages")
     if isinstance(body.get("prompt"), list) and not all(type(item) is int for item in body["prompt"]):
@@ -102,13 +148,19 @@ def short_body(line: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
+def short_own(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's fields of a short row, and its metadata."""
+    return {name: value for name, value in line.items() if name == "metadata" or is_own(name, Endpoint.SHORT)}
+
+
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """Which row of the file: `index` counts rows from 0, `line` lines from 1."""
+    """Which row of the file: `index` counts rows from 0, `line` lines from 1; `own` are the user's fields of it."""
 
     index: int
     line: int
     id: str
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RowBuilder:
@@ -116,12 +168,18 @@ class RowBuilder:
 
     def __init__(self, defaults: Defaults) -> None:
         self._seed = defaults.seed
-        self._defaults: Mapping[str, Any] = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+        self._schema_of_job = defaults.schema
+        # SamplingParams and what the chat template gets.
+        self._defaults: Mapping[str, Any] = {
+            field.name: getattr(defaults, field.name) for field in fields(SamplingParams)
+        }
+        self._effort = defaults.reasoning_effort
+        self._kwargs: dict[str, Any] = json.loads(defaults.chat_template_kwargs or "{}")
 
     def build(self, body: Mapping[str, Any], endpoint: Endpoint, position: RowPosition) -> Row:
         """Raises `InvalidRow` naming the first field that cannot be run as it is."""
         given = read_fields(body, endpoint)
-        prompts, num_samples = _prompts(given, endpoint), given.get("n", 1)
+        prompts, num_samples = self._chat(_prompts(given, endpoint), given, body), given.get("n", 1)
         if len(prompts) * num_samples > MAX_PROMPTS:
             raise InvalidRow(
                 ErrorCode.INVALID_VALUE,
@@ -139,6 +197,8 @@ class RowBuilder:
             model=given.get("model"),
             return_token_ids=given.get("return_token_ids", False),
             schema=self._schema(given),
+            own=position.own,
+            metadata=None if endpoint is Endpoint.SHORT else body.get("metadata"),
         )
 
     def _params(self, given: Mapping[str, Any], row_id: str) -> SamplingParams:
@@ -152,20 +212,72 @@ class RowBuilder:
             values["max_tokens"] = _max_tokens(given)
         if "seed" not in given:
             values["seed"] = row_seed(self._seed, row_id)
+        if values["min_tokens"] > values["max_tokens"]:
+            raise InvalidRow(
+                ErrorCode.INVALID_VALUE,
+                f"min_tokens {values['min_tokens']} is more than max_tokens {values['max_tokens']}; lower it",
+                "min_tokens",
+            )
         return SamplingParams(**values)
 
-    def _schema(self, given: Mapping[str, Any]) -> str | None:
+    def _chat(
+        self, prompts: tuple[Prompt, ...], given: Mapping[str, Any], body: Mapping[str, Any]
+    ) -> tuple[Prompt, ...]:
+        """`prompts` with what else the chat template gets."""
+        prompt = prompts[0]
+        if not isinstance(prompt, ChatPrompt):
+            for name in _CHAT_ONLY:
+                if name in given:
+                    raise InvalidRow(ErrorCode.INVALID_VALUE, f"{name} needs messages, and there is a prompt", name)
+            return prompts
+        tools = given.get("tools", ()) if given.get("tool_choice") != "none" else ()
+        if tools and body.get("parallel_tool_calls") is False:
+            name = "parallel_tool_calls"
+            message = f"{name} false would change the answer and is not supported beside tools; remove it"
+            raise InvalidRow(ErrorCode.UNSUPPORTED_PARAMETER, message, name)
+        return (replace(prompt, tools=tools, variables=self._variables(given)),)
+
+    def _variables(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        own, effort = given.get("chat_template_kwargs", {}), given.get("reasoning_effort")
+        if effort is not None and own.get("reasoning_effort", effort) != effort:
+            raise InvalidRow(
+                ErrorCode.INVALID_VALUE,
+                "reasoning_effort and the one in chat_template_kwargs disagree; keep one of them",
+                "reasoning_effort",
+            )
+        variables = {**self._kwargs, **own}
+        if effort is not None or (self._effort is not None and "reasoning_effort" not in variables):
+            variables["reasoning_effort"] = effort or self._effort
+        return variables
+
+    def _schema(self, given: Mapping[str, Any]) -> AnswerForm | None:
         """A grammar alone ends its text: whatever else might would cut it."""
-        schema: str | None = given.get("response_format")
-        for name in ("stop", "stop_token_ids", "ignore_eos") if schema is not None else ():
+        forms = [name for name in _FORMS if given.get(name) is not None]
+        if len(forms) > 1:
+            message = "response_format and structured_outputs are both given; keep one of them"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, "structured_outputs")
+        of_job = None if any(name in given for name in _FORMS) else self._schema_of_job
+        schema: AnswerForm | None = given[forms[0]] if forms else of_job
+        if schema is None:
+            return None
+        named = forms[0] if forms else "--schema"
+        for name in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
             if given.get(name, self._defaults[name]):
+                kind = "a JSON response_format" if named == "response_format" else named
                 raise InvalidRow(
                     ErrorCode.INVALID_VALUE,
-                    f"{name} and a JSON response_format are both given; keep one of them: JSON ends where it is "
-                    "complete",
+                    f"{name} and {kind} are both given; keep one of them: such an answer ends where it is complete",
                     name,
                 )
+        if given.get("tools") and given.get("tool_choice") != "none":
+            message = f"tools and {named} are both given; keep one of them: an answer of that form calls no function"
+            raise InvalidRow(ErrorCode.INVALID_VALUE, message, "tools")
         return schema
+
+
+# Fields that say what form an answer must have.
+_FORMS = ("response_format", "structured_outputs")
+_CHAT_ONLY = ("tools", "chat_template_kwargs", "reasoning_effort", "max_thinking_tokens")
 
 
 def _prompts(given: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]:

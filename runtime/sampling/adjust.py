@@ -1,4 +1,4 @@
-"""Changes logits before a token is drawn: penalties for tokens that were used, and masks of a grammar."""
+"""Changes logits before a token is drawn: biases, penalties for tokens that were used, and masks of a grammar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .draw import Draw
+
+
+def bias(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Adds, in place, to the logits [R, V] what each of the R draws asks for, and sets those it forbids to -inf."""
+    vocab_size = logits.shape[-1]
+    for row, draw in enumerate(draws):
+        added = [(token_id, value) for token_id, value in draw.params.logit_bias if token_id < vocab_size]
+        added += [(token_id, -torch.inf) for token_id in draw.forbidden if token_id < vocab_size]
+        if added:
+            ids, values = zip(*added, strict=True)
+            logits[row, torch.tensor(ids, device=logits.device)] += torch.tensor(values, device=logits.device)
 
 
 def penalise(logits: Tensor, draws: Sequence[Draw]) -> None:

@@ -62,13 +62,16 @@ class Draw:
     """One row's settings and its position in its own random stream.
 
     `sample` distinguishes the continuations of one prompt; `position` counts the tokens generated so far.
-    `history` holds prompt and output so far; it is required if `params.penalised`.
+    `history` holds prompt and output so far; it is required if `params.penalised`. `forbidden` tokens are never drawn;
+    `forced`, if not None, replaces the token that would be drawn.
     """
 
     params: SamplingParams
     sample: int
     position: int
     history: TokenHistory | None = None
+    forbidden: tuple[int, ...] = ()
+    forced: int | None = None
 
     def __post_init__(self) -> None:
         if self.history is None and self.params.penalised:
@@ -76,8 +79,13 @@ class Draw:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the row's token is that of the first largest logit, without penalties."""
-        return self.params.greedy and not self.params.penalised
+        """Whether the row's token is that of the first largest logit, without changes to the logits."""
+        return self.params.greedy and not self.biased
+
+    @property
+    def biased(self) -> bool:
+        """Whether logits of the row are changed before its token is drawn."""
+        return self.params.penalised or bool(self.params.logit_bias or self.forbidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,15 @@
-"""Compiles JSON schemas for one model's vocabulary, and follows them token by token. Knows no sequence and no pass."""
+"""Compiles JSON schemas and other grammars for one model's vocabulary, and follows them token by token.
+
+Knows no sequence and no pass.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -22,40 +27,82 @@ ANY_OBJECT = '{"type":"object"}'
 
 # Where only one text may follow, llguidance would force its tokenizer's tokens of that text; without forcing the model
 # may choose any tokens that spell it.
-_HEADER = '%llguidance {"no_forcing": true}\nstart: %json '
+_HEADER = '%llguidance {"no_forcing": true}\n'
 # They override options in the schema itself: no row may switch checks off. One space is allowed between two tokens of
 # JSON, so that no model can generate blanks until its tokens end.
 _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": "[ ]", "coerce_one_of": False, "lenient": False}
+
+# A regex or a grammar is written by a person. Rules that double each other would grow to seconds of work within the
+# limits for schemas.
+MAX_GRAMMAR_LENGTH = 32 << 10
+_LARK_FUEL = 50_000
 
 _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class SchemaError(MoedgeError, ValueError):
-    """The schema is not a JSON schema, or a grammar cannot enforce it, or not within the limits on work."""
+    """The schema is not a JSON schema, or a grammar cannot enforce it, or not within the limits on work.
+
+    The same for a regex or a grammar.
+    """
 
     exit_code = ExitCode.INPUT
 
 
-def compile_schema(schema: str) -> str:
-    """Compiles a schema's text to llguidance's grammar. Raises SchemaError, and MissingExtra without llguidance."""
+@dataclass(frozen=True, slots=True)
+class Lark:
+    """A grammar in llguidance's form of Lark's syntax, whose rule `start` is the whole answer."""
+
+    text: str
+
+    @classmethod
+    def of_regex(cls, regex: str) -> Lark:
+        """An answer that a regex of Rust's syntax matches as a whole."""
+        # A slash ends a regex in a grammar, unless a backslash is before it.
+        return cls("start: /" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL) + "/")
+
+    @classmethod
+    def of_choice(cls, texts: Sequence[str]) -> Lark:
+        """An answer that is one of `texts`."""
+        return cls("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+
+# The text of a JSON schema, or another grammar.
+AnswerForm = str | Lark
+
+
+def compile_schema(schema: AnswerForm) -> str:
+    """Compiles a schema's text, or another grammar, to llguidance's grammar.
+
+    Raises SchemaError, and MissingExtra without llguidance.
+    """
     if find_spec("llguidance") is None:
-        raise MissingExtra("response_format needs llguidance, which is not installed: pip install 'moedge[json]'")
+        raise MissingExtra(
+            "response_format and structured_outputs need llguidance, which is not installed: pip install 'moedge[json]'"
+        )
     from llguidance import LLMatcher
 
-    if len(schema) > MAX_SCHEMA_NBYTES:
-        raise SchemaError(f"it has {len(schema)} bytes as ASCII, at most {MAX_SCHEMA_NBYTES} are accepted")
-    grammar = LLMatcher.grammar_from_lark(_HEADER + json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS}))
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    text, most = (schema.text, MAX_GRAMMAR_LENGTH) if isinstance(schema, Lark) else (schema, MAX_SCHEMA_NBYTES)
+    if len(text) > most:
+        unit = "characters" if isinstance(schema, Lark) else "bytes as ASCII"
+        raise SchemaError(f"it has {len(text)} {unit}, at most {most} are accepted")
+    if not isinstance(schema, Lark):
+        text = "start: %json " + json.dumps(json.loads(schema) | {"x-guidance": _OPTIONS})
+    elif setting := re.search(r"%(llguidance|json|regex)\b", text):
+        raise SchemaError(f"it has {setting[0]}, and no settings or grammars of other kinds are accepted inside one")
+    grammar = LLMatcher.grammar_from_lark(_HEADER + text)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits(schema))
     if failed:
         raise SchemaError(first_line(messages[0]))
     return grammar
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(schema: AnswerForm = "") -> LLParserLimits:
     """Limits a mask to about 20 ms (llguidance counts work, not time) and a schema's automaton to about 60 MB."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=40_000, verbose_errors=False)
+    fuel = _LARK_FUEL if isinstance(schema, Lark) else None
+    return LLParserLimits(max_lexer_states=40_000, verbose_errors=False, initial_lexer_fuel=fuel)
 
 
 def first_line(message: str) -> str:
@@ -102,10 +149,10 @@ class Grammars:
         """`vocab` is the number of logits, which may exceed the tokenizer's vocabulary."""
         self._tokenizer = tokenizer
         self._vocab = vocab
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[AnswerForm, LLMatcher] = OrderedDict()
 
-    def start(self, schema: str) -> GrammarState:
-        """The state before the first token of a text that follows the schema. Raises SchemaError."""
+    def start(self, schema: AnswerForm) -> GrammarState:
+        """The state before the first token of a text that follows the schema or grammar. Raises SchemaError."""
         matcher = self._compiled.get(schema)
         if matcher is None:
             matcher = self._compile(schema)
@@ -115,15 +162,16 @@ class Grammars:
         self._compiled.move_to_end(schema)
         return GrammarState(matcher.deep_copy(), -(-self._guidance_tokenizer.vocab_size // 32))
 
-    def _compile(self, schema: str) -> LLMatcher:
+    def _compile(self, schema: AnswerForm) -> LLMatcher:
         grammar = compile_schema(schema)
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._guidance_tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self._guidance_tokenizer, grammar, log_level=0, limits=parser_limits(schema))
         # Only the first mask reveals a schema that no text satisfies.
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise SchemaError(first_line(matcher.get_error()))
+            found = first_line(matcher.get_error())
+            raise SchemaError("no text satisfies it" if found.startswith("NoExtension") else found)
         return matcher
 
     @cached_property

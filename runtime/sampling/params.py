@@ -13,7 +13,9 @@ class SamplingParams:
     """How one sequence is continued; every field is resolved, none refers to another default.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filters off.
-    `logprobs` is the number of alternatives reported per token; None reports no log-probabilities.
+    `logprobs` is the number of alternatives reported per token; None reports no log-probabilities. `logit_bias` holds
+    (token id, number added to its logit). Before `min_tokens` no token ends the sequence. `max_thinking_tokens` bounds
+    the reasoning of a chat answer, unless it is None.
     """
 
     max_tokens: int
@@ -29,6 +31,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    max_thinking_tokens: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -70,15 +75,20 @@ LIMITS = MappingProxyType(
         "frequency_penalty": Limit(-2.0, 2.0),
         "seed": Limit(0, _INT63),
         "logprobs": Limit(0, 20),
+        "logit_bias": Limit(-100.0, 100.0),
+        "min_tokens": Limit(0, _INT63),
+        "max_thinking_tokens": Limit(0, _INT63),
     }
 )
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; ERROR never reaches an answer, because its row fails."""
+    """Why a sequence ended; ERROR never reaches an answer, because its row fails. No sequence ends with TOOL_CALLS:
+    an answer does that was found to call functions."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     ERROR = "error"
 
 

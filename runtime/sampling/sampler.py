@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .adjust import TokenMasks, forbid, penalise
+from .adjust import TokenMasks, bias, forbid, penalise
 from .choose import Settings, choose, token_logprobs
 from .draw import NO_TOKEN, Draw, Sampled
 from .params import TokenLogprob
@@ -50,6 +50,9 @@ class Sampler:
             token_ids[drawn] = self._draw_rows(logits, drawn, [draws[row] for row in drawn], None)
         if masks is not None and masks.rows:
             token_ids[masks.rows] = self._draw_rows(logits, masks.rows, [draws[row] for row in masks.rows], masks.bits)
+        for row, draw in enumerate(draws):
+            if draw.forced is not None and token_ids[row] != NO_TOKEN:
+                token_ids[row] = draw.forced
         return Sampled(token_ids, self._logprobs(logits, draws, token_ids.tolist()))
 
     def _draw_rows(
@@ -66,6 +69,7 @@ class Sampler:
             if settings is None:
                 found.append(_argmax(tile))
                 continue
+            bias(tile, draws[part])
             penalise(tile, draws[part])
             found.append(choose(tile, Settings(*settings[:, part])).cpu().numpy())
         return np.concatenate(found)

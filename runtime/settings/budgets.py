@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.budget import auto_device, auto_host, parse_size
+from ...offload.budget import BadSize, auto_device, auto_host, gib, parse_size
 from ...offload.machine.hardware import Hardware
 from ...offload.memory import host_available, host_total
 from ...quant.kernels.gpu import Gpu, Lacks
@@ -72,6 +72,13 @@ class MemoryBudget:
         return cls(**{**content, "device": device})
 
 
+def within(option: str, text: str, nbytes: int, total: int) -> int:
+    """`nbytes`, which `text` means. Raises BadSize where the machine has less: the kernel would end such a job."""
+    if nbytes > total:
+        raise BadSize(f"{option} {text} is more than this machine has ({gib(total)}); give at most {total // MIB}MiB")
+    return nbytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Sizes as people write them; `disk` bounds all stores together, `disk_dir` is the folder of the stores."""
@@ -92,11 +99,15 @@ class Budgets:
         """
         ram = hardware.ram_nbytes
         host = parse_size(self.ram, ram, ram, auto_host) if elsewhere else self.host_nbytes()
-        return MemoryBudget(host, self._expected_device(hardware, tried), self.disk_nbytes())
+        return MemoryBudget(host, self._expected_device(hardware, tried, elsewhere), self.disk_nbytes())
 
     def host_nbytes(self) -> int:
-        """Bytes of this machine's memory. Raises BadSize."""
-        return parse_size(self.ram, host_total(), host_available())
+        """Bytes of this machine's memory. Raises BadSize, where there is less, too."""
+        return within("--ram", self.ram, parse_size(self.ram, host_total(), host_available()), host_total())
+
+    def device_nbytes(self, total: int, available: int) -> int:
+        """Bytes of a device's memory. Raises BadSize, where there is less, too."""
+        return within("--gpu-mem", self.gpu_mem, parse_size(self.gpu_mem, total, available, auto_device), total)
 
     def disk_nbytes(self) -> int | None:
         """None for auto: what the store needs, minus a reserve. Raises BadSize."""
@@ -106,7 +117,9 @@ class Budgets:
     def wants_device(self) -> bool:
         return self.gpu_mem.strip() != "0"
 
-    def _expected_device(self, hardware: Hardware, tried: Mapping[str, str] | None) -> DeviceBudget | None:
+    def _expected_device(
+        self, hardware: Hardware, tried: Mapping[str, str] | None, elsewhere: bool
+    ) -> DeviceBudget | None:
         """The budget of the first GPU."""
         if not self.wants_device:
             return None
@@ -115,6 +128,8 @@ class Budgets:
             return None
         first = hardware.gpus[0]
         nbytes = parse_size(self.gpu_mem, first.nbytes, first.nbytes, auto_device)
+        if not elsewhere:
+            nbytes = self.device_nbytes(first.nbytes, first.nbytes)
         gpu = WITHOUT_KERNELS._replace(processors=max(1, first.processors))
         if first.capability:
             major, minor = first.capability.split(".")

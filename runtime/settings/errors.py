@@ -19,6 +19,28 @@ class SettingError(MoedgeError):
     exit_code = ExitCode.DOES_NOT_FIT
 
 
+class BadArgument(MoedgeError, ValueError):
+    """An argument of the Python API has a value, or a combination of values, that makes no sense."""
+
+    exit_code = ExitCode.USAGE
+
+
+class EngineUnavailable(MoedgeError, RuntimeError):
+    """The engine was closed, or another call is using it."""
+
+    exit_code = ExitCode.USAGE
+
+
+class OverBudget(MoedgeError):
+    """More memory was used than the budget allows, although the work was finished: `result` is what it gave."""
+
+    exit_code = ExitCode.GAVE_OUT
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
 class DoesNotFit(MoedgeError):
     """The model or the job needs more memory than it was given."""
 

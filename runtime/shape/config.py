@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from ...offload.checkpoint.folder_file import read_inside
+from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.json_object import described, load_object
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range

@@ -162,3 +162,8 @@ def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardL
 def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
     """Bytes of all weights with matrices packed in a format, the rest in `dtype`."""
     return resident_nbytes(shape, dtype) + model_shards(shape, format_name, dtype).nbytes
+
+
+def checkpoint_nbytes(shape: ModelShape) -> int:
+    """Bytes of the weights of the checkpoint itself."""
+    return shape.parameters * ITEM_NBYTES[shape.dtype]

@@ -11,29 +11,45 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...offload.checkpoint.checkpoint import INDEX, has_weights, read_inside
 from ...offload.checkpoint.header import TensorEntry
+from ...offload.checkpoint.json_object import load_object
+from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec
 from ..settings.errors import ModelNotFound
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
-from ..shape.config import ModelConfig
+from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
+from ..shape.formula import shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.read import model_shape
-from ..shape.shards import FORMATS, weights_nbytes
-from .hub import local_folder, repository_of
+from ..shape.shards import FORMATS, checkpoint_nbytes, weights_nbytes
+from .hub import download_space, local_folder, repository_of
 from .model_source import is_store
+
+# An index may count tensors that are not read, such as rotary tables.
+MOST_DIFFERENT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """`folder` is None for a model that is not in the local cache; `recipe` holds the formats of prepared weights."""
+    """`folder` is None for a model whose weights are not here; `recipe` holds the formats of prepared weights.
+
+    `on_hub` means that a job would download the checkpoint first.
+    """
 
     name: str
     shape: ModelShape
     folder: Path | None
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    on_hub: bool = False
+
+    @property
+    def download(self) -> dict[str, int] | None:
+        """The `nbytes` of a checkpoint that is not here, and the bytes `free` on the disk where it would go."""
+        return {"nbytes": checkpoint_nbytes(self.shape), "free": download_space()} if self.on_hub else None
 
     def settle(self, settings: Settings) -> Settings:
         return replace(settings, **{name: self.recipe[name] for name in ("quant", "dtype") if name in self.recipe})
@@ -42,15 +58,34 @@ class Headers:
 def read_headers(name: str) -> Headers:
     """Reads the headers of a folder, prepared weights, a checkpoint in the hub's cache, or a hub repository.
 
+    The shape of a folder that has config.json but no weights is computed from the config.
+
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """
     folder = local_folder(name)
     if folder is None:
-        return Headers(name, _on_hub(name), None)
+        return Headers(name, _on_hub(name), None, on_hub=True)
+    if not is_store(folder) and not has_weights(folder):
+        return Headers(name, _of_config(folder), None)
     if not is_store(folder):
         return Headers(name, read_shape(folder), folder)
     manifest = read_manifest(folder / MANIFEST)
     return Headers(name, shape_from_json(dict(manifest.extra["shape"])), folder, manifest.recipe)
+
+
+def _of_config(folder: Path) -> ModelShape:
+    """Raises BadCheckpoint where the folder has an index that says something else."""
+    config = ModelConfig.read(folder)
+    content = load_object(read_inside(folder, CONFIG, MAX_CONFIG_NBYTES))
+    shape = shape_of_config(config, str(content.get("dtype") or content.get("torch_dtype") or ""))
+    index = folder / INDEX
+    total = load_object(index.read_bytes()).get("metadata", {}).get("total_size") if index.is_file() else None
+    if isinstance(total, int) and abs(checkpoint_nbytes(shape) - total) > MOST_DIFFERENT * total:
+        raise BadCheckpoint(
+            f"{index}: {total:,} bytes of weights, and config.json describes {checkpoint_nbytes(shape):,}; one of the "
+            "two files is of another model"
+        )
+    return shape
 
 
 def _on_hub(name: str) -> ModelShape:
@@ -58,7 +93,7 @@ def _on_hub(name: str) -> ModelShape:
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     try:
-        config = hf_hub_download(repository, "config.json", revision=revision)
+        config = hf_hub_download(repository, CONFIG, revision=revision)
         metadata = get_safetensors_metadata(repository, revision=revision)
     # As in hub.py: whatever its HTTP client or its parser raises.
     except Exception as error:

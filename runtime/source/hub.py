@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...offload.errors import BadCheckpoint
+from ...offload.store.stores import disk_free, disk_of
 from ..settings.errors import ModelNotFound, UnsupportedModel
 from ..shape.checkpoint_shape import read_shape
 
@@ -49,6 +50,20 @@ def local_folder(name: str) -> Path | None:
     except Exception:
         return None
     return found if any(found.glob("*.safetensors")) else None
+
+
+def download_space() -> int:
+    """Free bytes of the disk that checkpoints are downloaded to."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return disk_free(Path(HF_HUB_CACHE))
+
+
+def same_disk(folder: Path) -> bool:
+    """Whether downloads take space of the disk of `folder`, which need not exist."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return disk_of(folder) == disk_of(Path(HF_HUB_CACHE))
 
 
 def _fetch(name: str, repository: str, revision: str | None) -> Path:

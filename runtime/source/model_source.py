@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...offload.checkpoint.checkpoint import SINGLE, read_header, read_index
-from ...offload.checkpoint.folder_file import blob_id, open_inside, read_inside
+from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
+from ...offload.store.stores import store_folder
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape
-from ..shape.shards import weights_nbytes
+from ..shape.shards import FORMATS, weights_nbytes
 from .hub import find_model
 
 if TYPE_CHECKING:
@@ -81,6 +81,23 @@ def is_store(folder: Path) -> bool:
 
 def _recipe(store: Store) -> dict[str, str]:
     return {"quant": store.manifest.recipe["quant"], "dtype": store.manifest.recipe["dtype"]}
+
+
+def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
+    """Everything beside the checkpoint that decides the bytes of a store."""
+    return {"quant": quant, "dtype": dtype}
+
+
+def prepared_nbytes(name: str, folder: Path, dtype: str, root: Path, stores: Mapping[str, int]) -> dict[str, int]:
+    """By weight format, the bytes of what is prepared, finished or not, of the checkpoint in `folder`.
+
+    `stores` are the bytes of the stores in `root`, by folder name.
+    """
+    if not stores:
+        return {}
+    fingerprint = model_fingerprint(folder)
+    names = {quant: store_folder(root, name, fingerprint, recipe(quant, dtype)).name for quant in FORMATS}
+    return {quant: stores[found] for quant, found in names.items() if found in stores}
 
 
 def model_fingerprint(folder: Path) -> str:

@@ -53,6 +53,14 @@ def read_folder(folder: Path) -> TokenizerFolder:
     )
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether the model was made for conversations, by its small files alone."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(_json(path).get("chat_template"))
+
+
 def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer
 

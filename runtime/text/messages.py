@@ -3,6 +3,7 @@
 This is the only table of roles and the only check, for rows of a file and for messages that a Python caller gives.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
@@ -11,13 +12,16 @@ from ..settings.errors import PromptError, shown
 
 # A closed set, because templates write the role between control tokens, unmarked. OpenAI renamed system to developer;
 # templates know the old name only.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What a stored answer carries beside its text when it comes back as a message.
 _IGNORED = {"annotations"}
 _UNSUPPORTED = {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning", "reasoning_content"}
+# Fields of a message that hold text, in the order in which `texts` gives them.
+TEXT_FIELDS = ("reasoning_content", "content")
 
 Message = Mapping[str, Any]
-"""`role`: a key of `ROLES`, `content`: str or a list of `{"type": "text", "text": str}`, `name`: str, not rendered."""
+"""`role`: a key of `ROLES`, `content`: str or a list of `{"type": "text", "text": str}`, `name`: str, which only
+messages of tools keep. An assistant's may have `reasoning_content` and `tool_calls`, a tool's `tool_call_id`."""
 
 
 class MessageFault(Enum):
@@ -49,8 +53,9 @@ def read_messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
 
 
 def texts(messages: Iterable[Message]) -> list[str]:
-    """The texts of all contents, in order."""
-    return [text for message in messages for text in _content_texts(message["content"])]
+    """The texts of all messages, in order."""
+    fields = (message[name] for message in messages for name in TEXT_FIELDS if name in message)
+    return [text for field in fields for text in _content_texts(field)]
 
 
 def with_texts(messages: Iterable[Message], replacements: Iterable[str]) -> list[dict[str, Any]]:
@@ -58,9 +63,13 @@ def with_texts(messages: Iterable[Message], replacements: Iterable[str]) -> list
     source = iter(replacements)
     copies = []
     for message in messages:
-        content = message["content"]
-        content = [{**part, "text": next(source)} for part in content] if isinstance(content, list) else next(source)
-        copies.append({**message, "content": content})
+        copy = dict(message)
+        for name in TEXT_FIELDS:
+            if isinstance(field := message.get(name), list):
+                copy[name] = [{**part, "text": next(source)} for part in field]
+            elif field is not None:
+                copy[name] = next(source)
+        copies.append(copy)
     return copies
 
 
@@ -91,10 +100,76 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise _wrong(MessageFault.VALUE, role, f"{where}.role", f"one of {', '.join(ROLES)}")
     if name is not None and not isinstance(name, str):
         raise _wrong_type(name, f"{where}.name", "a string")
-    content = _content(given.pop("content", None), f"{where}.content")
+    read = _BESIDE[role](given, name, where) if role in _BESIDE else {}
+    # An answer that calls functions need not say anything.
+    content = given.pop("content", "" if "tool_calls" in read else None)
+    read = {"role": ROLES[role], "content": _content(content, f"{where}.content"), **read}
     if given:
         raise _unknown(next(iter(given)), where)
-    return {"role": ROLES[role], "content": content}
+    return read
+
+
+def _of_assistant(given: dict[str, Any], name: str | None, where: str) -> dict[str, Any]:
+    """Takes what only an assistant's message may have; vLLM's older name of the reasoning is accepted too."""
+    read: dict[str, Any] = {}
+    for key in ("reasoning", "reasoning_content"):
+        if (value := given.pop(key, None)) is not None:
+            read["reasoning_content"] = _string(value, f"{where}.{key}")
+    if calls := given.pop("tool_calls", None):
+        read["tool_calls"] = read_calls(calls, f"{where}.tool_calls")
+    return read
+
+
+def _of_tool(given: dict[str, Any], name: str | None, where: str) -> dict[str, Any]:
+    read = {} if name is None else {"name": name}
+    if (call_id := given.pop("tool_call_id", None)) is not None:
+        read["tool_call_id"] = _string(call_id, f"{where}.tool_call_id")
+    return read
+
+
+_BESIDE = {"assistant": _of_assistant, "tool": _of_tool}
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong_type(value, where, "a string")
+    return value
+
+
+def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of functions as templates take them: `arguments` is an object, where OpenAI has it as JSON text."""
+    if not isinstance(value, list | tuple):
+        raise _wrong_type(value, where, "a list of tool calls")
+    return [_call(item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or value.get("type", "function") != "function":
+        raise _wrong_type(value, where, 'an object {"type": "function", "function": {"name": ..., "arguments": ...}}')
+    name = _string(function.get("name"), f"{where}.function.name")
+    call = {"type": "function", "function": {"name": name, "arguments": _arguments(function.get("arguments"), where)}}
+    if value.get("id") is not None:
+        call["id"] = _string(value["id"], f"{where}.id")
+    return call
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    """A copy of the object, or what its JSON text says."""
+    try:
+        # Through JSON even where it is an object: a Python caller's may hold anything.
+        read = json.loads(
+            value if isinstance(value, str) else json.dumps(value, allow_nan=False), parse_constant=_never
+        )
+    except (TypeError, ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise _wrong(MessageFault.VALUE, value, f"{where}.function.arguments", "a JSON object, or the text of one")
+    return read
+
+
+def _never(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _content(value: Any, where: str) -> str | list[dict[str, str]]:

@@ -15,8 +15,12 @@ class TextStream:
     that are complete at the same character the longer one cuts.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
-        """Raises ValueError for an empty stop string, which would end every text before it begins."""
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, drop_newlines: bool = False
+    ) -> None:
+        """No stop string ends the text in its first `min_tokens` tokens; `drop_newlines` leaves out those it begins
+        with. Raises ValueError for an empty stop string, which would end every text before it begins.
+        """
         if "" in stops:
             raise ValueError("A stop string is empty; leave it out, or give the characters to stop at.")
         self._detokenizer = detokenizer
@@ -27,8 +31,11 @@ class TextStream:
         self._context = ""
         # A stop string that ends in text to come may begin one character short of its length before it.
         self._context_length = max(map(len, self._stops), default=1) - 1
+        self._tokens_to_stops = min_tokens
+        self._drop_newlines = drop_newlines
         self._ended = False
         self.stopped = False
+        self.after = ""  # the stop string that ended the text, and what the last token has behind it
 
     @property
     def text(self) -> str:
@@ -41,9 +48,17 @@ class TextStream:
         """Adds a token; once the text has ended, tokens add nothing."""
         if self._ended:
             return
-        piece = self._detokenizer.push(token_id)
+        self._tokens_to_stops -= 1
+        self.add(self._detokenizer.push(token_id))
+
+    def add(self, piece: str) -> None:
+        """Adds text that belongs to no token of this stream."""
+        if self._ended:
+            return
+        if self._drop_newlines and not self._length:
+            piece = piece.lstrip("\n")
         self._settle(piece)
-        if self._stops:
+        if self._stops and self._tokens_to_stops < 0:
             self._search(piece)
 
     def finish(self) -> None:
@@ -85,7 +100,8 @@ class TextStream:
 
     def _cut(self, end: int, opened: str) -> None:
         taken = self._length - sum(map(len, self._fresh))
-        text = ("".join(self._settled) + opened)[:end]
+        whole = "".join(self._settled) + opened
+        text, self.after = whole[:end], whole[end:]
         self._settled, self._fresh = [text], [text[taken:]]
         self._ended = self.stopped = True
 

@@ -6,21 +6,22 @@ knows frames and deadlines, `TemplateRenderer` limits and restarts, `ChatTemplat
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self
 
-from ..settings.errors import TemplateError
+from ..settings.errors import PromptError, TemplateError
 from .control_tokens import ControlTokens, Marks, Piece, Span
 from .limits import check_text, output_limit
-from .messages import Message, has_parts, joined_parts, read_messages, texts, with_texts
+from .messages import TEXT_FIELDS, Message, has_parts, joined_parts, read_messages, texts, with_texts
 
 HEADER_NBYTES = 4
 
@@ -130,9 +131,14 @@ class TemplateRenderer:
         self._limit_s = limit_s
         self._child: Child | None = None
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The prompt's text, generation prompt included. Raises `TemplateError`; the next call starts afresh."""
-        frame = pack(messages)
+        frame = pack({"messages": messages, "tools": tools or None, "variables": dict(variables)})
         try:
             reply = self._exchange(self._child or self._start(), frame)
         except TimeoutError:
@@ -216,27 +222,62 @@ class ChatTemplate:
         self._renderer = TemplateRenderer(source, special_tokens, now)
         self._takes_parts: bool | None = None
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[Piece]:
         """The prompt for the next answer, cut where text imitates control tokens. Raises `PromptError`."""
         chat = read_messages(messages)
         check_text("".join(texts(chat)), "the conversation")
+        if tools and not self.reads("tools"):
+            raise PromptError("The model's chat template takes no tools; remove tools from the row.")
+        self._refuse_controls(tools, "tools")
+        self._refuse_controls(variables, "chat_template_kwargs")
+        for message in chat:
+            beside = {name: value for name, value in message.items() if name not in TEXT_FIELDS}
+            self._refuse_controls(beside, "messages", special_only=message["role"] == "assistant")
         if has_parts(chat) and not self._accepts_parts():
             chat = joined_parts(chat)
         contents = texts(chat)
         spans = list(_foreign(self._controls.spans("".join(contents)), chat))
         if not spans:
-            return [Piece(self._render(chat), literal=False)]
+            return [Piece(self._render(chat, tools, variables), literal=False)]
         marks = Marks(contents, spans, avoid=self._source)
-        return list(marks.pieces(self._render(with_texts(chat, marks.texts))))
+        return list(marks.pieces(self._render(with_texts(chat, marks.texts), tools, variables)))
+
+    def reads(self, name: str) -> bool:
+        """Whether the template's source has the name of a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
+    @property
+    def writes_json_calls(self) -> bool:
+        """Whether calls of functions are `<tool_call>` and JSON, not one of the forms that have tags inside."""
+        return "<tool_call>" in self._source and not any(tag in self._source for tag in ("<function", "<arg_key>"))
 
     def close(self) -> None:
         """Ends the template's process."""
         self._renderer.close()
 
-    def _render(self, chat: Sequence[dict[str, Any]]) -> str:
-        text = self._renderer.render(chat)
+    def _render(
+        self, chat: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        # gpt-oss has another name for the reasoning.
+        named = [
+            {**each, "thinking": each["reasoning_content"]} if "reasoning_content" in each else each for each in chat
+        ]
+        text = self._renderer.render(named, tools, variables)
         check_text(text, "the rendered prompt")
         return text
+
+    def _refuse_controls(self, value: Any, where: str, special_only: bool = False) -> None:
+        """Raises `PromptError` for values that templates write as JSON or compare, so that marks cannot be in them."""
+        text = "\n".join(_strings(value))
+        for span in self._controls.spans(text) if text else ():
+            if span.special or not special_only:
+                found = text[span.start : span.stop]
+                raise PromptError(f"{where} has the control token {found[:64]!r} as text; remove it.")
 
     def _accepts_parts(self) -> bool:
         # Templates for plain texts print a list of parts as Python would; the probe shows it, the source does not.
@@ -248,6 +289,19 @@ class ChatTemplate:
                 prompt = ""
             self._takes_parts = _PROBE in prompt and "'type'" not in prompt and '"type"' not in prompt
         return self._takes_parts
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
 
 
 def _foreign(spans: Sequence[Span], chat: Sequence[Message]) -> Iterator[Span]:

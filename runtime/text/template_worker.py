@@ -134,7 +134,7 @@ class Program:
 
     def __init__(self, source: str, special_tokens: dict[str, Any], now: datetime) -> None:
         self._source = source
-        self._values = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
+        self._values = {"documents": None, "add_generation_prompt": True, **special_tokens}
         self._environment = template_environment(now)
         self._template: Template | None = None
 
@@ -146,11 +146,12 @@ class Program:
             message = f"{type(error).__name__}: {error}"[:_ERROR_LENGTH]
             return {"error": message.encode(errors="replace").decode()}
 
-    def _render(self, messages: list[Any], limit: int) -> str:
+    def _render(self, request: dict[str, Any], limit: int) -> str:
         # Compiling folds constants, so it can run as wild as rendering: it happens inside the first timed request.
         if self._template is None:
             self._template = self._environment.from_string(self._source)
-        return bounded_text(self._template.generate({**self._values, "messages": messages}), limit)
+        values = {**request["variables"], **self._values, "tools": request["tools"], "messages": request["messages"]}
+        return bounded_text(self._template.generate(values), limit)
 
 
 def bounded_text(chunks: Iterable[str], limit: int) -> str:

@@ -3,16 +3,17 @@
 In every prompt, control tokens come from the model's own template and never from the text of a row. Knows no rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer as Backend
 
 from ..settings.errors import PromptError, TokenizerError
+from .chat_stream import ChatStream, Harmony, StreamOptions, find_format, open_stream
 from .control_tokens import ControlTokens, Marks, Piece, PlainText
 from .detokenizer import decoding
 from .folder import TokenizerFolder, read_folder
@@ -39,6 +40,7 @@ class Tokenizer:
         self._controls = ControlTokens(folder.backend, folder.template or "", folder.unknown_id)
         self._encoder = Encoder(folder.backend, self._controls.ids)
         self._decoding = decoding(folder.backend)
+        self.answer_format = find_format(folder.backend, folder.template or "", self._encoder.middle)
         self._chat: ChatTemplate | None = None
         if folder.template is not None:
             self._chat = ChatTemplate(folder.template, folder.special_tokens, self._controls, now)
@@ -74,19 +76,47 @@ class Tokenizer:
         marks = Marks([text], spans, avoid="")
         return self._encoder.pieces(marks.pieces(marks.texts[0]), affixes=True)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of the model's chat prompt for its next answer. Raises `PromptError`, `TemplateError` among them."""
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """The ids of the model's chat prompt for its next answer; `variables` are further ones of its template.
+
+        Raises `PromptError`, `TemplateError` among them.
+        """
         if self._chat is None:
             raise PromptError("The model has no chat template; give its rows as prompts to complete, not as messages.")
-        return self._encoder.pieces(self._chat.pieces(messages), affixes=False)
+        return self._encoder.pieces(self._chat.pieces(messages, tools, variables), affixes=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template mentions a variable."""
+        return self._chat is not None and self._chat.reads(name)
 
-    def stream(self, stops: Sequence[str] = ()) -> TextStream:
-        """A text that grows token by token and ends before the first of `stops`."""
-        return TextStream(self._decoding.detokenizer(), stops)
+    @property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """Tokens beside those of `eos_token_ids` that end a chat answer."""
+        return frozenset() if self.answer_format is None else self.answer_format.stop_ids
+
+    @property
+    def marks_calls(self) -> bool:
+        """Whether it is known how the model's answers mark calls of functions."""
+        return isinstance(self.answer_format, Harmony) or (self._chat is not None and self._chat.writes_json_calls)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without special tokens unless they are asked for."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self, stops: Sequence[str] = (), *, min_tokens: int = 0) -> TextStream:
+        """A text that grows token by token and ends before the first of `stops` behind its first `min_tokens`."""
+        return TextStream(self._decoding.detokenizer(), stops, min_tokens=min_tokens)
+
+    def chat_stream(self, prompt_ids: Sequence[int], options: StreamOptions) -> ChatStream | None:
+        """The answer to a chat prompt, split into its parts; None where the model's parts have no known marks."""
+        if self.answer_format is None:
+            return None
+        return open_stream(self.answer_format, self._decoding, prompt_ids, options)
 
     def token_text(self, token_id: int) -> TokenText:
         """The token by itself, as in the middle of a text."""
@@ -125,6 +155,10 @@ class Encoder:
     def prompt(self, text: str) -> list[int]:
         """The ids of a rendered prompt without imitations: its template has written what belongs around it."""
         return list(bounded_encoding(self._backend, text).ids)
+
+    def middle(self, text: str) -> list[int]:
+        """The ids of text from the middle of an answer, in which the names of control tokens are control tokens."""
+        return self._with_controls(text)
 
     def pieces(self, pieces: Iterable[Piece], affixes: bool) -> list[int]:
         """The ids of `pieces` one after the other; `affixes` adds what the tokenizer adds around a text."""

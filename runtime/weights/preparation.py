@@ -16,7 +16,7 @@ from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
 from ...quant.formats.format import FormatError
-from ...quant.matmul.parallel import ParallelMatmul
+from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import pack_into
 from ..model.assembly import LayerAssembly
 from ..model.loading import CheckpointLoader, refuse_nonfinite

@@ -1,12 +1,13 @@
 """The command line, run in this process as a person would run it."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.row_files import read_rows, write_rows
 
 Cli = Callable[..., int]
 
@@ -23,15 +24,6 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
         return int(ended.value.code or 0)
 
     return call
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture

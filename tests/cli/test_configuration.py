@@ -4,7 +4,10 @@ Cases K1, K3 and K4 of the failure table.
 """
 
 import json
+import re
+import socket
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from moedge.cli.main import app
+from moedge.cli.options import configured_command
 from moedge.cli.options.configured_command import ConfigError, configured_commands, read_entries
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt as one_prompt
+from moedge.runtime.api import single_prompt
 from moedge.runtime.jobs.request import BatchRequest
 
 Cli = Callable[..., int]
@@ -82,6 +86,9 @@ ARRIVES: dict[str, tuple[str, Callable[[BatchRequest], object], object]] = {
     "deterministic": ("true", lambda r: r.settings.deterministic, True),
     "max-tokens": ("12", lambda r: r.defaults.max_tokens, 12),
     "temperature": ("0.5", lambda r: r.defaults.temperature, 0.5),
+    "reasoning-effort": ('"low"', lambda r: r.defaults.reasoning_effort, "low"),
+    "max-thinking-tokens": ("99", lambda r: r.defaults.max_thinking_tokens, 99),
+    "chat-template-kwargs": (r'"{\"a\": false}"', lambda r: r.defaults.chat_template_kwargs, '{"a": false}'),
     "seed": ("7", lambda r: r.defaults.seed, 7),
     "ram": ('"3GiB"', lambda r: r.budgets.ram, "3GiB"),
     "gpu-mem": ('"0"', lambda r: r.budgets.gpu_mem, "0"),
@@ -252,8 +259,6 @@ def test_lines_are_found_in_any_style(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("MOEDGE_RAMM", "3GiB", "unknown variable MOEDGE_RAMM; nearest: MOEDGE_RAM"),
-        ("MOEDGE_GPU", "3GiB", "unknown variable MOEDGE_GPU; nearest: MOEDGE_GPU_MEM"),
         ("MOEDGE_RAM", "3", "MOEDGE_RAM=3; '3' is not a size"),
         ("MOEDGE_SEED", "x", "environment: MOEDGE_SEED=x; "),
         ("MOEDGE_DETERMINISTIC", "perhaps", "environment: MOEDGE_DETERMINISTIC=perhaps; "),
@@ -266,6 +271,119 @@ def test_a_wrong_variable_is_refused_by_name(
     assert cli("batch", "model", "in.jsonl", "-o", "out.jsonl") == 2
     assert says in capsys.readouterr().err
     assert cli("batch", "--help") == 0, "help is there whatever stands"
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("MOEDGE_RAMM", "MOEDGE_RAM"), ("MOEDGE_GPU", "MOEDGE_GPU_MEM")])
+def test_an_unknown_variable_is_a_warning_with_the_nearest(
+    name: str,
+    nearest: str,
+    places: Places,
+    requested: Callable[..., BatchRequest],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(configured_command, "_warned", set())
+    places.variable(name, "3GiB")
+    assert requested().budgets.ram == "auto"
+    assert capsys.readouterr().err.count(f"warning: unknown variable {name} is ignored; nearest: {nearest}\n") == 1
+
+
+TABLES = """ram = "1GiB"
+kv = "int8"
+[batch]
+ram = "2GiB"
+kv = "int4"
+[machine.here]
+ram = "3GiB"
+[machine."there.example"]
+ram = "4GiB"
+[profile.night]
+ram = "5GiB"
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "profile", "ram"),
+    [
+        ("any", [], "2GiB"),
+        ("here", [], "3GiB"),
+        ("there.example", [], "4GiB"),
+        ("here", ["--profile", "night"], "5GiB"),
+    ],
+)
+def test_tables_of_machines_and_profiles_count_where_their_name_is_that_of_this_run(
+    host: str,
+    profile: list[str],
+    ram: str,
+    places: Places,
+    requested: Callable[..., BatchRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    places.project.write_text(TABLES)
+    found = requested(*profile)
+    assert (found.budgets.ram, found.settings.kv) == (ram, "int4")
+    assert requested(*profile, "--ram", "6GiB").budgets.ram == "6GiB"
+    if profile:
+        places.variable("MOEDGE_PROFILE", profile[1])
+        assert requested().budgets.ram == ram
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "says"),
+    [
+        (TABLES, ["--profile", "nigth"], "nearest: night"),
+        ("", ["--profile", "night"], "there is no [profile.NAME] table"),
+        ('[machine.x]\nrom = "1GiB"', [], "moedge.toml:2: unknown key 'rom' of [machine.x]; nearest: ram"),
+        ("[profile.x]\n\nram = 8", [], "moedge.toml:3: ram = 8"),
+        ('[profile]\nram = "8GiB"', [], "[profile] wants a table for each name, such as [profile.night]"),
+        ('[profil.x]\nram = "8GiB"', [], "unknown table [profil]; nearest: profile"),
+    ],
+)
+def test_what_is_wrong_in_such_tables_is_refused_wherever_they_count(
+    text: str, arguments: list[str], says: str, places: Places, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places.project.write_text(text)
+    assert cli("batch", "model", "in.jsonl", "-o", "out.jsonl", *arguments) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_config_init_writes_what_can_be_read_and_overwrites_nothing(
+    places: Places, cli: Cli, capsys: pytest.CaptureFixture[str], requested: Callable[..., BatchRequest]
+) -> None:
+    assert cli("config", "init") == 0
+    text = places.project.read_text()
+    assert read_entries(places.project) == [], "all of it is comments"
+    uncommented = [line.removeprefix("# ") for line in text.splitlines() if re.match(r"# (\[[\w.]+\]|[\w-]+ = )", line)]
+    assert cli("config", "init") == 2
+    assert "exists already" in capsys.readouterr().err
+    places.project.write_text("\n".join(uncommented))
+    checked(places.project)
+    assert requested().defaults.max_tokens == 1024
+
+
+def test_config_init_takes_budgets_and_formats_from_a_plan(
+    places: Places,
+    cli: Cli,
+    requested: Callable[..., BatchRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = str(files("moedge.demo") / "model")
+    assert cli("plan", model, "--ram", "738MiB", "--quant", "nf4", "--max-sequences", 2, "--save", "plan.json") == 0
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    assert cli("config", "init", "--from-plan", "plan.json", "--for-machine") == 0
+    assert '[machine."box"]' in places.project.read_text()
+    found = requested()
+    assert (found.budgets.ram, found.settings.quant) == ("738MiB", "nf4")
+    planned = json.loads(Path("plan.json").read_text())
+    store = sum(planned["tiers"][-1]["parts"].values())
+    assert store > 0
+    assert f'# disk = "{-(-store // (1 << 20))}MiB"' in places.project.read_text(), "no budget unless a person says so"
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert requested().budgets.ram == "auto"
+    assert cli("config", "init", "--from-plan", "moedge.toml", "-o", "other.toml") == 4
+    assert "holds no plan" in capsys.readouterr().err
 
 
 def test_a_folder_in_a_file_is_relative_to_that_file(places: Places, requested: Callable[..., BatchRequest]) -> None:
@@ -301,11 +419,11 @@ def test_run_takes_what_stands(
     places: Places, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(one_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
+    monkeypatch.setattr(single_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
     places.project.write_text('[run]\nmax-tokens = 9\nkv = "int8"\n')
     assert cli("run", "model", "hi") == 0
-    _, _, wanted, _, wish = seen[0]
-    assert (wanted.kv, wish.max_tokens) == ("int8", 9)
+    _, _, wanted, _, asked = seen[0]
+    assert (wanted.kv, asked.max_tokens) == ("int8", 9)
     assert capsys.readouterr().out == "hello\n", "what stands is said on stderr"
 
 

@@ -49,7 +49,7 @@ def test_cut_rows_end_as_those_of_an_uncut_run(
     assert cli(*batch, "--max-tokens", 4, "-o", cut) == 3, "JSON that was cut is an error row"
     errors = [json.loads(line) for line in (tmp_path / "cut.errors.jsonl").read_text().splitlines()]
     assert errors
-    assert "json_incomplete" in json.dumps(errors[0])
+    assert "incomplete_output" in json.dumps(errors[0])
     # With other batches than those of the uncut run.
     resume = ["jobs", "resume", cut, "--cut", "-q", "--max-tokens"]
     cli(*resume, 9)

@@ -12,7 +12,7 @@ import torch
 
 from moedge.quant.matmul.thread_pool import torch_threads
 
-# Each costs seconds; bench/matrix_models.py runs every family.
+# Each costs seconds; tests/matrix/families.py runs every family.
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "llama", "llama4_text", "mimo_v2_flash")
 # Those that tests/isa.py runs under other instruction sets, where every second counts several times.
 ISA_FAMILIES = ("qwen3_moe", "gemma3_text")

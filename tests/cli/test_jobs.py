@@ -25,7 +25,7 @@ SCHEMA = json.loads(files("moedge.cli").joinpath("events.schema.json").read_text
 def source(rows_file: Callable[[Path, Rows], Path], tmp_path: Path) -> Path:
     """Twelve rows, the last of which fails."""
     rows: Rows = [{"id": str(i), "prompt": f"row {i}", "max_tokens": 4 + i, "ignore_eos": True} for i in range(11)]
-    return rows_file(tmp_path / "in.jsonl", [*rows, {"id": "odd", "prompt": "x", "tools": [1]}])
+    return rows_file(tmp_path / "in.jsonl", [*rows, {"id": "odd", "prompt": "x", "echo": True}])
 
 
 @pytest.fixture

@@ -8,25 +8,25 @@ import pytest
 
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
-from moedge.runtime.api import single_prompt as one_prompt
+from moedge.runtime.api import single_prompt
 from moedge.runtime.loading import prepare as making
 
 Cli = Callable[..., int]
 
 RUN: dict[str, tuple[str | None, Callable[[Any, Any, Any], object], object]] = {
-    "--dtype": ("fp32", lambda settings, budgets, wish: settings.dtype, "fp32"),
-    "--quant": ("int4", lambda settings, budgets, wish: settings.quant, "int4"),
-    "--kv": ("int4", lambda settings, budgets, wish: settings.kv, "int4"),
-    "--attention": ("torch", lambda settings, budgets, wish: settings.attention, "torch"),
-    "--deterministic": (None, lambda settings, budgets, wish: settings.deterministic, True),
-    "--ram": ("3GiB", lambda settings, budgets, wish: budgets.ram, "3GiB"),
-    "--gpu-mem": ("0", lambda settings, budgets, wish: budgets.gpu_mem, "0"),
-    "--disk": ("5GiB", lambda settings, budgets, wish: budgets.disk, "5GiB"),
-    "--disk-dir": ("/stores", lambda settings, budgets, wish: budgets.disk_dir, Path("/stores")),
-    "--max-tokens": ("9", lambda settings, budgets, wish: wish.max_tokens, 9),
-    "--temperature": ("0.5", lambda settings, budgets, wish: wish.temperature, 0.5),
-    "--seed": ("4", lambda settings, budgets, wish: wish.seed, 4),
-    "--raw": (None, lambda settings, budgets, wish: wish.raw, True),
+    "--dtype": ("fp32", lambda settings, budgets, asked: settings.dtype, "fp32"),
+    "--quant": ("int4", lambda settings, budgets, asked: settings.quant, "int4"),
+    "--kv": ("int4", lambda settings, budgets, asked: settings.kv, "int4"),
+    "--attention": ("torch", lambda settings, budgets, asked: settings.attention, "torch"),
+    "--deterministic": (None, lambda settings, budgets, asked: settings.deterministic, True),
+    "--ram": ("3GiB", lambda settings, budgets, asked: budgets.ram, "3GiB"),
+    "--gpu-mem": ("0", lambda settings, budgets, asked: budgets.gpu_mem, "0"),
+    "--disk": ("5GiB", lambda settings, budgets, asked: budgets.disk, "5GiB"),
+    "--disk-dir": ("/stores", lambda settings, budgets, asked: budgets.disk_dir, Path("/stores")),
+    "--max-tokens": ("9", lambda settings, budgets, asked: asked.max_tokens, 9),
+    "--temperature": ("0.5", lambda settings, budgets, asked: asked.temperature, 0.5),
+    "--seed": ("4", lambda settings, budgets, asked: asked.seed, 4),
+    "--raw": (None, lambda settings, budgets, asked: asked.raw, True),
 }
 
 
@@ -37,7 +37,7 @@ def typed(flag: str, value: str | None) -> list[str]:
 @pytest.mark.parametrize("flag", RUN)
 def test_run_asks_for_what_was_typed(flag: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(one_prompt, "answer", lambda model, prompt, *rest: seen.append(rest) or ["hello"])
+    monkeypatch.setattr(single_prompt, "answer", lambda model, prompt, *rest: seen.append(rest) or ["hello"])
     value, arrived, wanted = RUN[flag]
     assert cli("run", "model", "hi") == 0
     assert cli("run", "model", "hi", *typed(flag, value)) == 0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moedge.cli.options.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
+from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CODE = """
-from moedge.cli.options.process import settle
+from moedge.runtime.settings.process import settle
 settle()
 import torch
 buffer = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
@@ -61,5 +61,5 @@ def test_benches_on_a_gpu_take_the_allocator_s_settings_from_where_users_do() ->
     assert not [
         path for path in bench.rglob("*.*") if path.suffix in {".sh", ".py"} and "ALLOC_CONF" in path.read_text()
     ]
-    main = (bench / "gpu" / "main.py").read_text()
+    main = (bench / "gpu" / "__main__.py").read_text()
     assert 0 < main.index("\nsettle()\n") < main.index("\nimport torch\n")

@@ -58,7 +58,7 @@ def test_every_kind_of_row_is_answered_with_json(answers: Callable[..., dict[str
         jsonschema.validate(json.loads(choice["text"]), SCHEMA)
     assert len({choice["text"] for choice in found["several"]["choices"]}) > 1
     assert "{" not in found["free"]["text"]
-    assert found["cut"]["error"]["code"] == "json_incomplete"
+    assert found["cut"]["error"]["code"] == "incomplete_output"
     assert found["cut"]["error"]["partial"].startswith("{")
 
 

@@ -1,56 +1,46 @@
-"""The fake device, the simulator's seeded bugs, and tiny models to run: modules beside the tests."""
+"""The fake device, the simulator's seeded bugs, and tiny models to run."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from moedge.cli.options.process import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES
 from moedge.runtime.source.model_source import open_source
-
-HERE = Path(__file__).parent
-
-
-def load(name: str, path: Path) -> ModuleType:
-    if name not in sys.modules:
-        spec = util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+from support.device import expert_modes, fake_device
+from support.device import host_cost as costs
+from support.device import tiny_engine as tiny
+from support.stream import seeded_bugs
 
 
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
-    return load("fake_device", HERE / "fake_device.py")
+    return fake_device
 
 
 @pytest.fixture(scope="session")
 def host_cost() -> ModuleType:
-    return load("host_cost", HERE / "host_cost.py")
+    return costs
 
 
 @pytest.fixture(scope="session")
 def modes() -> ModuleType:
-    return load("expert_modes", HERE / "expert_modes.py")
+    return expert_modes
 
 
 @pytest.fixture(scope="session")
-def bugs(fakes: ModuleType) -> ModuleType:
-    return load("seeded_bugs", HERE.parent / "offload" / "stream" / "seeded_bugs.py")
+def bugs() -> ModuleType:
+    return seeded_bugs
 
 
 @pytest.fixture(scope="session")
 def tiny_engine() -> ModuleType:
-    return load("tiny_engine", HERE / "tiny_engine.py")
+    return tiny
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.loading import machine_memory
+from support.row_files import read_rows, write_rows
 
 EXACT = ("--dtype", "fp32", "--quant", "none", "--deterministic", "-q", "--tokens-per-pass", "64")
 
@@ -22,7 +23,7 @@ def batch(
     from moedge.cli.main import main
 
     rows = tmp_path / "in.jsonl"
-    rows.write_text("".join(json.dumps({"id": str(n), "prompt": "a b " * n, "max_tokens": 8}) + "\n" for n in (1, 9)))
+    write_rows(rows, [{"id": str(n), "prompt": "a b " * n, "max_tokens": 8} for n in (1, 9)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
@@ -32,7 +33,7 @@ def batch(
         monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()
-        answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
+        answers = [row["text"] for row in read_rows(out)] if out.exists() else []
         return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
 
     return run

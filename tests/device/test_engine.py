@@ -9,7 +9,7 @@ import torch
 from moedge.offload.stream.lane import StreamBroken
 from moedge.runtime.plan import placement
 from moedge.runtime.settings.errors import MemoryGaveOut
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 
 def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:

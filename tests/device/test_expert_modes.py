@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.moe.slots import ExpertSlots
+from moedge.moe.expert_cache import ExpertSlots
 from moedge.moe.streaming_mode import Hold, Mode
 from moedge.moe.streaming_order import ExpertFetchQueue
 from moedge.offload.stream.lane import ShardKey
 
-# Each mode, policy, share and tier mix in some combination with every other's kind; bench/expert_modes.py has them all.
+# Each mode, policy, share and tier mix in some combination; matrix/expert_modes.py has all of them.
 SOME = [
     ("qwen3_moe", "disk-host", 0.1, None, Hold.LRU),
     ("qwen3_moe", "host-device", 0.5, Mode.WANTED, Hold.LRU),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moedge.cli.options.process import ALLOCATOR_VARIABLES
 from moedge.offload.errors import is_out_of_memory
 from moedge.offload.host_memory import HostMemory
+from moedge.runtime.settings.process import ALLOCATOR_VARIABLES
 
 MIB = 1 << 20
 PAGE = 4096
@@ -82,7 +82,7 @@ def test_registrations_and_page_locked_tensors_share_one_budget(fakes: ModuleTyp
 @pytest.mark.parametrize("way", ["to", "copy_"])
 def test_what_comes_to_the_host_is_late(way: str, fakes: ModuleType) -> None:
     with lazy(fakes) as fake:
-        there = torch.full((8,), 7.0, device=fake.place)
+        there = torch.full((8,), 7.0, device=fake.torch_device)
         came = torch.empty(8).pin_memory()
         if way == "to":
             came = there.to("cpu", non_blocking=True)
@@ -99,7 +99,7 @@ def test_what_comes_to_the_host_is_late(way: str, fakes: ModuleType) -> None:
 def test_page_locked_memory_that_is_written_too_early_is_found_out(fakes: ModuleType) -> None:
     with lazy(fakes) as fake:
         host = torch.ones(8).pin_memory()
-        host.to(fake.place, non_blocking=True)
+        host.to(fake.torch_device, non_blocking=True)
         host.zero_()
         with pytest.raises(fakes.simulator.Race, match="overwritten"):
             torch.cuda.synchronize()
@@ -118,7 +118,7 @@ def test_memory_is_not_unregistered_under_a_copy(fakes: ModuleType) -> None:
 def test_an_error_left_behind_is_told_to_the_next_launch_and_to_no_allocation(fakes: ModuleType) -> None:
     with fakes.FakeDevice(pin_limit=0) as fake:
         assert fake.cuda.cudaHostRegister(1 << 40, PAGE, 0) == 2
-        there = torch.empty(4, device=fake.place)
+        there = torch.empty(4, device=fake.torch_device)
         with pytest.raises(RuntimeError, match="earlier call"):
             there.fill_(1)
         there.fill_(1)
@@ -136,13 +136,13 @@ def test_libraries_take_what_the_allocator_does_not_know_of(total_mib: int, said
         functional.scaled_dot_product_attention(x, x, x)
 
     with fakes.FakeDevice(total=total_mib * MIB, context=0) as fake:
-        x = torch.ones(1, 1, 4, 4, device=fake.place)
+        x = torch.ones(1, 1, 4, 4, device=fake.torch_device)
         with pytest.raises(RuntimeError, match=said) as told:
             compute()
         assert is_out_of_memory(told.value)
         assert fake.device.context_nbytes == {10: 0, 46: 20, 54: 28}[total_mib] * MIB
     with fakes.FakeDevice(total=60 * MIB, context=0) as fake:
-        x = torch.ones(1, 1, 4, 4, device=fake.place)
+        x = torch.ones(1, 1, 4, 4, device=fake.torch_device)
         compute()
 
 

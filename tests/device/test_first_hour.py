@@ -22,7 +22,7 @@ from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets, MemoryBudget
 from moedge.runtime.shape.model_shape import KVGroup
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 MIB = 1 << 20
 PAGE = 4096
@@ -74,7 +74,7 @@ def test_the_ring_for_uploads_is_pinned_first_and_nothing_after_it(case: Any, fa
         assert not fake.cuda.registered
         for size in range(1, 3000, 7):
             x = torch.arange(size)
-            assert torch.equal(upload(x, fake.place).cpu(), x)
+            assert torch.equal(upload(x, fake.torch_device).cpu(), x)
         assert fake.cuda.nbytes_pinned == RING_NBYTES
 
 
@@ -84,9 +84,9 @@ def test_uploads_need_no_memory_that_can_be_page_locked(limit: int, shape: tuple
     """Where there is a ring, what it has no room for goes another way."""
     with fakes.FakeDevice(pin_limit=limit) as fake:
         x = torch.randint(1 << 40, shape)
-        assert torch.equal(upload(x, fake.place).cpu(), x)
+        assert torch.equal(upload(x, fake.torch_device).cpu(), x)
         table = torch.zeros(4, 6, dtype=torch.int32).T
-        assert torch.equal(upload(table, fake.place).cpu(), table)
+        assert torch.equal(upload(table, fake.torch_device).cpu(), table)
 
 
 class Careless(UploadRing):
@@ -98,7 +98,7 @@ class Careless(UploadRing):
 
 
 def fill(ring: UploadRing, fake: Any) -> None:
-    sent = [(x, ring.upload(x, fake.place)) for x in torch.arange(6400).view(-1, 16)]
+    sent = [(x, ring.upload(x, fake.torch_device)) for x in torch.arange(6400).view(-1, 16)]
     torch.cuda.synchronize()
     assert all(there is not None and torch.equal(there.cpu(), x) for x, there in sent)
 
@@ -121,7 +121,7 @@ def test_what_libraries_take_is_counted_before_the_plan(fakes: ModuleType, monke
         granted = tiers.open_memory(Budgets(gpu_mem="8GiB")).budget.device
         assert granted is not None
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            x = torch.ones(1, 1, 8, 8, dtype=dtype, device=fake.place)
+            x = torch.ones(1, 1, 8, 8, dtype=dtype, device=fake.torch_device)
             functional.linear(x, x[0, 0])
             functional.scaled_dot_product_attention(x, x, x)
         assert fake.device.context_nbytes > 5 * LIBRARIES_NBYTES // 2
@@ -183,7 +183,7 @@ def test_parking_waits_for_its_copies_before_it_is_unregistered(fakes: ModuleTyp
         fake.machine.haste = 0.0
         parking = ParkingMemory([spec], (2,), fake.device)
         slot = parking.slots[0][1]
-        slot.copy_(torch.full((spec.block_nbytes,), 5, dtype=torch.uint8, device=fake.place), non_blocking=True)
+        slot.copy_(torch.full((spec.block_nbytes,), 5, dtype=torch.uint8, device=fake.torch_device), non_blocking=True)
         parking.close()
         assert not fake.cuda.registered
         assert slot.unique().tolist() == [5]
@@ -191,6 +191,6 @@ def test_parking_waits_for_its_copies_before_it_is_unregistered(fakes: ModuleTyp
 
 def test_a_ring_is_opened_once(fakes: ModuleType) -> None:
     with fakes.FakeDevice() as fake:
-        assert (open_ring(fake.place), open_ring(fake.place)) == (RING_NBYTES, 0)
-        assert fake.place in uploads._rings
+        assert (open_ring(fake.torch_device), open_ring(fake.torch_device)) == (RING_NBYTES, 0)
+        assert fake.torch_device in uploads._rings
     assert not uploads._rings

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import build_tokenizer, tiny_config
 
 from moedge.moe import expert
 from moedge.moe.groups import ExpertGroups
 from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.runtime.plan.planner import Settings
 from moedge.runtime.source.model_source import open_source
+from support.tiny_families import build_tokenizer, tiny_config
 
 RECORDED = Path(__file__).with_name("host_cost.json")
 AMPERE, NO_KERNELS = (8, 6), (7, 0)

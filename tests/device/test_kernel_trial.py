@@ -32,6 +32,7 @@ from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
+from support.row_files import read_rows, write_rows
 
 AMPERE, TURING = (8, 6), (7, 5)
 KERNELS = {
@@ -60,7 +61,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     from moedge.cli.main import main
 
     rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
-    rows.write_text(json.dumps({"prompt": "a b c", "max_tokens": 3}) + "\n")
+    write_rows(rows, [{"prompt": "a b c", "max_tokens": 3}])
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -70,7 +71,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()
-    answers = [json.loads(line)["text"] for line in out.read_text().splitlines()] if out.exists() else []
+    answers = [row["text"] for row in read_rows(out)] if out.exists() else []
     return int(ended.value.code or 0), answers, json.loads(numbers.read_text()) if numbers.exists() else {}
 
 
@@ -193,14 +194,14 @@ def question(shape: Any, settings: Settings, job: Any, gpu: Gpu) -> PlanRequest:
 def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernels(
     case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.cli.plan import print_plan
+    from moedge.runtime.api.plan_report import PlanReport
 
     tiny = case("qwen3_moe")
     whole = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28))
     part = question(tiny.source.shape, tiny.settings, JOB, Gpu(AMPERE, 28, Lacks(attention="it does not compile")))
     documents = [json.loads(json.dumps(document("a model", solve(each), [], [], 0))) for each in (whole, part)]
     assert [found["plan"]["lacks"] for found in documents] == [{}, {"attention": "it does not compile"}]
-    print_plan(documents[1], explain=False)
+    PlanReport(documents[1]).print()
     assert "torch computes instead of the GPU kernels for attention. it does not compile" in capsys.readouterr().out
     plan = Plan.from_json(documents[0]["plan"])
     assert plan == solve(whole).plan
@@ -217,7 +218,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
     ("capability", "wanted", "dtype", "note"),
     [
         (TURING, "auto", "fp16", "dtype is fp16: compute capability 7.5 has no tensor cores for bfloat16"),
-        (TURING, "bf16", "bf16", "bf16 is several times slower than fp16 there"),
+        (TURING, "bf16", "bf16", "bf16 is several times slower than fp16 on it"),
         (TURING, "fp32", "fp32", ""),
         (TURING, "fp16", "fp16", ""),
         ((8, 0), "auto", "bf16", ""),
@@ -227,7 +228,7 @@ def test_reasons_are_in_the_document_of_a_plan_and_a_saved_plan_wants_its_kernel
 def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
     capability: tuple[int, int], wanted: str, dtype: str, note: str, case: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moedge.cli.plan import print_plan
+    from moedge.runtime.api.plan_report import PlanReport
 
     tiny = case("qwen3_moe")
     shape = replace(tiny.source.shape, dtype="bf16")
@@ -238,7 +239,7 @@ def test_bfloat16_is_left_where_it_is_slow_unless_it_is_asked_for(
     assert plan.kv == dtype, "where all have room keys and values are native"
     assert len(plan.notes) == bool(note)
     assert note in "".join(plan.notes)
-    print_plan(document("a model", result, [], [], 0), explain=False)
+    PlanReport(document("a model", result, [], [], 0)).print()
     assert note in capsys.readouterr().out
     without_gpu = replace(asked, budget=MemoryBudget(1 << 36))
     assert solve(without_gpu).plan.dtype == ("bf16" if wanted == "auto" else wanted)

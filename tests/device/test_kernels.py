@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moedge.offload.stream.lane import StreamBroken
-from moedge.runtime.weights import lanes
+from moedge.runtime.weights import streaming as lanes
 
 AMPERE, TURING = (8, 6), (7, 5)
 

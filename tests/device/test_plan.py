@@ -81,14 +81,15 @@ def test_kernels_are_planned_where_they_run_and_their_scratch_is_counted(
 ) -> None:
     # Prompts that take more than what torch's attention takes for decoding.
     shape = case("qwen3_moe").source.shape
-    settings = Settings(dtype="bf16", quant=quant, kv="int8", tokens_per_pass=65536)
+    settings = Settings(dtype="bf16", quant=quant, kv="int8", tokens_per_pass=65536, max_sequences=3)
     plans = [
         make_plan(shape, settings, MemoryBudget(AMPLE, replace(ROOM, nbytes=1 << 32, gpu=each)), JOB)
         for each in (gpu, WITHOUT_KERNELS)
     ]
     assert (plans[0].attention, plans[0].grouped_experts) == (attention, grouped)
     assert (plans[1].attention, plans[1].grouped_experts) == ("torch", False)
-    assert (plans[0].scratch_nbytes > plans[1].scratch_nbytes) == (attention == "triton")
+    # Grouped experts alone take a tenth more.
+    assert (plans[0].scratch_nbytes > 1.2 * plans[1].scratch_nbytes) == (attention == "triton")
     assert plans[0].lacks == gpu.lacks.reasons
     assert plans[0].stores_by_kernel == (not gpu.lacks.cache)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+# The child finds `support` in its working directory.
+TESTS = Path(__file__).parents[1]
 FORBIDDEN = (
     "socket.connect",
     "socket.bind",
@@ -18,9 +20,8 @@ FORBIDDEN = (
 )
 LOAD = """
 import json, sys
-sys.path.insert(0, {helpers!r})
 from pathlib import Path
-from hostile_load import load_weights
+from support.hostile.load import load_weights
 from moedge.runtime.shape.checkpoint_shape import read_shape
 
 folder, seen = Path({folder!r}), []
@@ -40,28 +41,23 @@ def watch(event, arguments):
 
 
 sys.addaudithook(watch)
-{before}
 load_weights(folder, read_shape(folder))
+print(json.dumps(seen))
+import subprocess
+subprocess.run(["true"])
 print(json.dumps(seen))
 """
 
 
-def events(good: Path, folder: Path, before: str = "") -> list[str]:
-    helpers = str(Path(__file__).parent)
-    code = LOAD.format(helpers=helpers, folder=str(folder), good=str(good), forbidden=FORBIDDEN, before=before)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seen: list[str] = json.loads(run.stdout)
-    return seen
-
-
-@pytest.fixture
-def baited(good_folders: list[Path], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def baited(good_folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good checkpoint with everything beside it that has made loaders run code."""
-    folder = tmp_path / "baited"
+    parent = tmp_path_factory.mktemp("audit")
+    folder = parent / "baited"
     folder.mkdir()
     for path in good_folders[0].iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    bait = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    bait = f"open({str(parent / 'ran')!r}, 'w')"
     for name in ("modeling_qwen3_moe.py", "configuration_qwen3_moe.py", "sitecustomize.py", "torch.py", "__init__.py"):
         (folder / name).write_text(bait)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
@@ -72,11 +68,19 @@ def baited(good_folders: list[Path], tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_runs_nothing_and_reaches_nothing(good_folders: list[Path], baited: Path) -> None:
-    assert set(events(good_folders[0], baited)) <= {"config.json", "model.safetensors"}
+@pytest.fixture(scope="module")
+def events(good_folders: list[Path], baited: Path) -> tuple[list[str], list[str]]:
+    """What was seen while the checkpoint was loaded, and after a process was started besides."""
+    code = LOAD.format(folder=str(baited), good=str(good_folders[0]), forbidden=FORBIDDEN)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TESTS)
+    loaded, started = map(json.loads, run.stdout.splitlines())
+    return loaded, started
+
+
+def test_a_checkpoint_runs_nothing_and_reaches_nothing(events: tuple[list[str], list[str]], baited: Path) -> None:
+    assert set(events[0]) <= {"config.json", "model.safetensors"}
     assert not (baited.parent / "ran").exists()
 
 
-def test_the_watch_sees_what_it_forbids(good_folders: list[Path], baited: Path) -> None:
-    before = "import subprocess; subprocess.run(['true'])"
-    assert "subprocess.Popen" in events(good_folders[0], baited, before)
+def test_the_watch_sees_what_it_forbids(events: tuple[list[str], list[str]]) -> None:
+    assert "subprocess.Popen" in events[1]

@@ -10,8 +10,7 @@ import torch
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
-from moedge.quant.matmul.parallel import ParallelMatmul
-from moedge.quant.matmul.workspace import Workspace
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
 from moedge.runtime.shape.checkpoint_shape import read_shape

@@ -3,8 +3,9 @@
 import struct
 
 import pytest
-from hostile_headers import KINDS, header_outcome, make_header
 from safetensors import SafetensorError, deserialize
+
+from support.hostile.headers import KINDS, header_outcome, make_header
 
 NUM_HEADERS = 5_000
 

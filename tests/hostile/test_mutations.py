@@ -1,4 +1,4 @@
-"""Spoiled checkpoints are refused, harmless ones are read. bench/hostile.py does the same by the thousand."""
+"""Spoiled checkpoints are refused, harmless ones are read. tests/matrix/hostile.py does the same by the thousand."""
 
 import logging
 from collections import Counter
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hostile_cases import judge, make_case
-from hostile_load import load_weights
-from hostile_mutations import ACCEPT, MUTATIONS, REFUSE
 
 from moedge.runtime.shape import checkpoint_shape as shape_folder
+from support.hostile.cases import judge, make_case
+from support.hostile.load import load_weights
+from support.hostile.mutations import ACCEPT, MUTATIONS, REFUSE
 
 NUM_CASES = 300
 

@@ -11,11 +11,13 @@ import pytest
 from moedge.offload.errors import ExitCode, MoedgeError, exit_code_of
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("quant", "offload", "moe", "runtime", "cli")
+FLOORS = ("quant", "offload", "moe", "runtime", "cli", "api")
 # Those that are caught before a command or a caller would see them, and where.
 CONTROL_FLOW = {
+    "DamagedZstd": "runtime/rows/reader.py and runtime/rows/tables.py, which say it of the file",
     "FormatError": "runtime/kv/spec.py and runtime/weights/preparation.py, which know the setting or the checkpoint",
     "InvalidRow": "runtime/rows/reader.py, which makes a RowFailure of it",
+    "_Refused": "runtime/rows/tables.py itself, which makes InputRefused of it",
     "Stopped": "cli/views/job_view.py, which ends with the code of the signal",
 }
 

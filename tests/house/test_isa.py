@@ -1,13 +1,10 @@
 """What `make test-isa` makes of a probe: which settings count."""
 
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import isa
+from matrix import isa
 
 SAID = """onednn_verbose,v1,info,cpu,isa:Intel AVX2
 onednn_verbose,v1,primitive,exec,cpu,matmul,gemm:jit:bf16,undef,src:bf16::blocked:ab::f0,,,37x1024:1024x512,42.4

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from models_page import page, verdicts
-
 from moedge.runtime.shape.families import DENSE, MOE, WANTING
+from support.models_page import page, verdicts
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

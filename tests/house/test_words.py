@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CODE = ("quant", "offload", "moe", "runtime", "cli")
+CODE = ("quant", "offload", "moe", "runtime", "cli", "api")
 PAGES = (*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md")
 
 # No part of a name, be it of a module, class, function, parameter or attribute: what to say instead.

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from instant_lane import InstantLane, number, open_stream, shard
 
 from moedge.moe.expert import ExpertBody, OneShotEvent, ResidentExpert, mix_experts
-from moedge.moe.expert_cache import StreamedExperts, StreamingExpertCache
+from moedge.moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
 from moedge.moe.forecast import Forecast, LookAhead
 from moedge.moe.policy import HoldPolicy, Lru, Popular
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.slots import ExpertSlots
 from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
 from moedge.offload.stream.lane import ALIGNMENT, ShardKey
-from moedge.quant.matmul.matmul import Matmul
-from moedge.quant.matmul.parallel import ParallelMatmul
-from moedge.quant.matmul.workspace import Workspace
+from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
+from support.experts.instant_lane import InstantLane, number, open_stream, shard
 
 LAYERS, EXPERTS, TOKENS = 3, 8, 4
 

@@ -16,9 +16,8 @@ from moedge.moe.routing_stats import RoutingStats
 from moedge.quant.kernels.gates import recognise
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.product import GroupedProduct
-from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
-from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.tensor import pack
 
 pytestmark = pytest.mark.numerics

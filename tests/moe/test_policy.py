@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from replay import Trace, belady, replay
 
 from moedge.moe.policy import HoldPolicy, Lru, Popular
 from moedge.offload.stream.lane import ShardKey
+from support.experts.replay import Trace, belady, replay
 
 LAYERS, EXPERTS = 4, 8
 KEYS = [ShardKey(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]

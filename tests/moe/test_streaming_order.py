@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instant_lane import number, opened
 
 from moedge.moe.streaming_order import ExpertFetchQueue
 from moedge.offload.stream.lane import ShardKey
+from support.experts.instant_lane import number, opened
 
 LAYERS = 3
 

@@ -2,18 +2,13 @@
 
 import itertools
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "compiling"))
-import main
-import rules
-import tritons
-from pairwise import pairwise
+from matrix.compiling import main, rules, tritons
+from matrix.compiling.pairwise import pairwise
 
 FACTS = {
     "registers": 96, "spill": 0, "spills_in_loop": False, "shared": 20 << 10, "warps": 4, "mma": True, "codes": [16],

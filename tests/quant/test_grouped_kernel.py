@@ -2,15 +2,15 @@
 
 import os
 
-import grouped_cases as cases
 import pytest
 import torch
-from grouped_cases import Case, Product
 
 from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.kernels.warm_up import warm_up_launches
+from support.kernels import grouped_cases as cases
+from support.kernels.grouped_cases import Case, Product
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -2,12 +2,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_error import relative_error
 from torch import Tensor
 
 from moedge.quant.formats import int4
 from moedge.quant.formats.format import FormatError, get_format
 from moedge.quant.tensor import pack
+from support.packing_error import relative_error
 
 pytestmark = pytest.mark.numerics
 

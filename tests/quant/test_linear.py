@@ -8,10 +8,8 @@ from torch import Tensor
 from moedge.quant import scratch
 from moedge.quant.formats import int8
 from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError
-from moedge.quant.matmul.matmul import GEMV_MAX_ROWS, Matmul
-from moedge.quant.matmul.parallel import FEW_NUMBERS, ParallelMatmul
+from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
-from moedge.quant.matmul.workspace import Workspace
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from packing_error import relative_error
 from torch import Tensor
 
 from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError, get_format
 from moedge.quant.tensor import PackedTensor, pack, pack_into
+from support.packing_error import relative_error
 
 NAMES = sorted(FORMATS)
 

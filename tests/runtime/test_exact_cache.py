@@ -132,7 +132,7 @@ CODED = [name for name in KV_FORMATS if "int" in name]
 CODED_VARIANTS = ("small passes", "tight, blocks of 16", "tight, no sharing", "tight, parked")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("qwen3_moe-fp32")
 @pytest.mark.parametrize(("family", "kv"), [("qwen3_moe", "fp32"), *(("gpt_oss", kv) for kv in ("fp32", *CODED))])
 def test_tokens_do_not_depend_on_the_cache(
     family: str, kv: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]

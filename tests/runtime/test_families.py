@@ -3,14 +3,15 @@
 from pathlib import Path
 
 import pytest
-from family_run import FamilyRun, run_family
-from tiny_families import FEATURES
 
 from moedge.runtime.model import attention_seam
 from moedge.runtime.shape import config as windows
+from support.family_run import FamilyRun, run_family
+from support.tiny_families import FEATURES
 
 
-@pytest.mark.sample("qwen3_moe", "gpt_oss", "gemma3_text", "llama4_text")
+# `make matrix ARGS=--quick` runs qwen3_moe and gpt_oss.
+@pytest.mark.sample("gemma3_text", "llama4_text")
 @pytest.mark.parametrize("family", FEATURES)
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert run_family(family, tmp_path).failure == ""

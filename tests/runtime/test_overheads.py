@@ -4,7 +4,6 @@ from dataclasses import astuple, replace
 from importlib.resources import as_file, files
 
 import pytest
-from known_shapes import plain_model
 
 from moedge.moe.expected_rows import expected_union
 from moedge.offload.machine.profile import Overheads
@@ -15,6 +14,7 @@ from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
+from support.known_shapes import plain_model
 
 SHAPE = plain_model()
 TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-6, 3e-4)

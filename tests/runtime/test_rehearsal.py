@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import build_model, build_tokenizer
 
 from moedge.moe.routing_stats import Popularity
 from moedge.runtime.loading.engine_loader import load_engine
@@ -21,6 +20,7 @@ from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import fixed_token_ids
+from support.tiny_families import build_model, build_tokenizer
 
 AMPLE = 1 << 36
 

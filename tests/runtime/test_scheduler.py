@@ -147,6 +147,21 @@ def test_what_is_parked_can_be_given_up_and_is_computed_again() -> None:
     assert engine.scheduler.counts.parked == parked
 
 
+def test_an_abort_between_passes_frees_every_block_parked_ones_too() -> None:
+    engine = make_engine(7, PassLimits(64, 8), 50, sharing=False)
+    for start in range(6):
+        engine.add(Sequence([start] * 3, SamplingParams(20)))
+    while not any(sequence.table.parked for sequence in engine.scheduler.waiting):
+        engine.step()
+    cache = engine.scheduler.cache
+    assert any(allocator.num_live for allocator in cache.host.allocators)
+    engine.scheduler.abort()
+    assert not engine.busy
+    assert {group.allocator.num_live for group in cache.groups} == {0}
+    assert {allocator.num_live for allocator in cache.host.allocators} == {0}
+    assert run_alike(engine) == [alone([start] * 3, 20) for start in range(6)]
+
+
 def test_a_small_pool_preempts_and_an_ample_one_does_not() -> None:
     """The counters that make the law above mean something."""
     counts, tokens = [], []

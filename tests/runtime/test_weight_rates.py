@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moedge.quant.formats.format import FORMATS
-from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.calibration import pass_rates as measuring
 

@@ -10,8 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from moedge.offload.checkpoint import checkpoint as index_module
-from moedge.offload.checkpoint.checkpoint import Checkpoint
-from moedge.offload.checkpoint.folder_file import blob_id, read_inside
+from moedge.offload.checkpoint.checkpoint import Checkpoint, blob_id, read_inside
 from moedge.offload.errors import BadCheckpoint
 
 ONES = {"x": np.ones((4, 8), np.float32), "y": np.arange(6, dtype=np.float32)}

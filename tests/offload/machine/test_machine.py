@@ -19,6 +19,7 @@ from moedge.offload.machine.profile import (
     Disk,
     DiskRead,
     Link,
+    LoadingRates,
     Machine,
     Overheads,
     PinLimit,
@@ -33,7 +34,7 @@ HARDWARE = Hardware("a CPU", 2, 1 << 34, (GpuInfo("a GPU", 8 << 30, "8.6", 28),)
 MACHINE = Machine(
     HARDWARE,
     1.5e10,
-    Disk(True, 1 << 30, (DiskRead(1 << 20, 1, 2e9), DiskRead(1 << 22, 2, 3e9))),
+    Disk(True, 1 << 30, (DiskRead(1 << 20, 1, 2e9), DiskRead(1 << 22, 2, 3e9)), None, 1.2e9),
     Link(8e9, 2.2e10),
     PinLimit(1 << 30, True),
     {"nf4": {1: 2e9, 128: 3e11}},
@@ -43,6 +44,7 @@ MACHINE = Machine(
     "2.13.0",
     Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4),
     {"attention": "does not compile", "cache": ""},
+    LoadingRates(6e8, {"nf4": 2e8}),
 )
 SPEEDS = st.floats(1, 1e15)
 COUNTS = st.integers(1, 1 << 40)
@@ -54,7 +56,7 @@ MACHINES = st.builds(
         Hardware, st.text(), COUNTS, COUNTS, st.lists(st.builds(GpuInfo, st.text(), COUNTS)).map(tuple), st.text()
     ),
     SPEEDS,
-    st.none() | st.builds(Disk, st.booleans(), COUNTS, READS),
+    st.none() | st.builds(Disk, st.booleans(), COUNTS, READS, st.none() | SPEEDS, st.none() | SPEEDS),
     st.none() | st.builds(Link, SPEEDS, st.none() | SPEEDS),
     st.none() | st.builds(PinLimit, st.integers(0, 1 << 40), st.booleans()),
     RATES,
@@ -64,6 +66,7 @@ MACHINES = st.builds(
     st.text(),
     st.none() | st.builds(Overheads, SPEEDS, SPEEDS, SPEEDS, SPEEDS, SPEEDS),
     st.none() | st.dictionaries(st.text(), st.text(), max_size=3),
+    st.none() | st.builds(LoadingRates, SPEEDS, st.dictionaries(st.text(), SPEEDS, max_size=3)),
 )
 
 
@@ -93,6 +96,7 @@ def test_no_value_may_be_of_another_kind_or_out_of_range(path: tuple[Any, ...]) 
     allowed = {"direct": [True], "refused": [True], "random": [True], "nbytes": [0], "torch": ["x"]}
     allowed |= {name: [{}] for name in ("flop_s", "device_flop_s", "nf4", "int8", "kernel_lacks")}
     allowed |= {name: ["x"] for name in ("attention", "cache")}
+    allowed["pack_bytes_s"] = [{}, {"a": 1}]
     for wrong in (True, "x", -1, float("nan"), float("inf"), [], {}, 0, 0.5, [1], {"a": 1}):
         try:
             machine = Machine.from_json(damaged(path, wrong))
@@ -103,7 +107,7 @@ def test_no_value_may_be_of_another_kind_or_out_of_range(path: tuple[Any, ...]) 
 
 
 def fine_speed(path: tuple[Any, ...], value: Any) -> bool:
-    return value == 0.5 and (str(path[-1]).endswith("_s") or str(path[-1]).isdigit())
+    return value == 0.5 and (str(path[-1]).endswith("_s") or str(path[-1]).isdigit() or "pack_bytes_s" in path)
 
 
 def test_the_best_way_to_read_is_the_fastest() -> None:
@@ -166,7 +170,7 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
     save_machine(MACHINE, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 7)]
-    wrong += [whole.replace(b"machine/1", b"machine/2"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    wrong += [whole.replace(b"machine/2", b"machine/3"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
     for content in wrong:
         path.write_bytes(content)
         assert load_machine(HARDWARE, path) is None
@@ -263,8 +267,10 @@ def test_every_key_of_a_profile_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "machine.md").read_text()
     for path in paths(MACHINE.to_json()):
         names = [str(step) for step in path if not isinstance(step, int)]
-        key = next((name for name in names if name.endswith("flop_s")), "") or (
-            "hardware.gpus" if "gpus" in names else ".".join(names)
+        key = (
+            next((name for name in names if name.endswith("flop_s")), "")
+            or ("loading.pack_bytes_s" if "pack_bytes_s" in names else "")
+            or ("hardware.gpus" if "gpus" in names else ".".join(names))
         )
         assert not key or f"`{key}`" in page or f"`{key}." in page, key
 

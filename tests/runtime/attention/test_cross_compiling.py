@@ -15,8 +15,8 @@ TRITON = version("triton")
 
 def compile_quick(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """With the Triton that is installed. In a process of its own: this one has the interpreter."""
-    command = [sys.executable, "bench/compiling/main.py", "--quick", "--json", "--triton", TRITON, *arguments]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "matrix.compiling.main", "--quick", "--json", "--triton", TRITON, *arguments]
+    return subprocess.run(command, cwd=root / "tests", capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -62,10 +62,9 @@ def test_what_was_mended_is_noticed_when_it_breaks(path: str, good: str, bad: st
     if words.endswith("compile") and not TRITON.startswith(("3.6", "3.7")):
         pytest.skip("Triton 3.8 and newer compile it")
     skipped = shutil.ignore_patterns("__pycache__", "checkpoints", "demo")
-    for part in ("quant", "offload", "moe", "runtime", "cli", "bench/compiling", "tests/runtime/attention"):
+    for part in ("quant", "offload", "moe", "runtime", "cli", "tests/matrix", "tests/support"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=skipped)
-    for name in ("pyproject.toml", "tests/known_shapes.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
     source = (tmp_path / path).read_text()
     assert source.count(good) == 1
     (tmp_path / path).write_text(source.replace(good, bad))

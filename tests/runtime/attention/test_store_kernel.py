@@ -2,14 +2,14 @@
 
 import os
 
-import paged_cases as cases
 import pytest
 import torch
-from paged_cases import Case
 
 from moedge.quant.kv.codec import decode, encode
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.kernels.launch import Cached, store_launch
+from support.kernels import paged_cases as cases
+from support.kernels.paged_cases import Case
 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] != "0" else "cuda"
 NUM_BLOCKS, TOKENS = 5, 37

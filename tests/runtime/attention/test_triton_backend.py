@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_formats import Setup, worst
 
 from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.launch import Launch
@@ -17,36 +16,11 @@ from moedge.runtime.attention import pass_pages
 from moedge.runtime.attention.fresh import FreshAttention, find_varlen, read_back
 from moedge.runtime.attention.pass_pages import Fresh
 from moedge.runtime.attention.protocol import AttentionCall
-from moedge.runtime.attention.triton_backend import TritonAttention
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.allocator import NO_BLOCK
-from moedge.runtime.sampling.params import SamplingParams
+from support.kernels.attention_setup import AMPERE, TURING, Setup, TritonSetup, worst
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="these caches are in host memory")
-AMPERE, TURING = Gpu((8, 6), 28), Gpu((7, 5), 14)
-# Short: the interpreter takes its time. With chunks of 17 every kernel gets some rows.
-LENGTHS = (1, 18, 35, 2)
-
-
-class TritonSetup(Setup):
-    """The sequences of `Setup`, shorter, before the Triton backend."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        kv_format: str,
-        tiled: bool = False,
-        features: str = "plain",
-        gpu: Gpu = AMPERE,
-        block: int = 32,
-        lengths: tuple[int, ...] = LENGTHS,
-    ) -> None:
-        super().__init__(shape, kv_format, tiled, features, block)
-        self.sequences = [Sequence([7] * length, SamplingParams(1)) for length in lengths]
-        for name in ("q", "k", "v"):
-            rows = torch.cat(getattr(self, name))
-            setattr(self, name, [rows[index : index + length] for index, length in enumerate(lengths)])
-        self.attention = TritonAttention(self.cache, torch.float32, tiled, gpu)
 
 
 @pytest.fixture
@@ -123,6 +97,7 @@ class TrimmedSetup(TritonSetup):
                 self.pool.memory.put(block_id, torch.full((self.pool.spec.block_nbytes,), 0xFF, dtype=torch.uint8))
 
 
+@pytest.mark.sample("sm86-fp32", "sm75-int4")
 @pytest.mark.parametrize("kv_format", ["fp32", "int4"])
 @pytest.mark.parametrize("gpu", [AMPERE, TURING], ids=["sm86", "sm75"])
 def test_blocks_that_were_given_back_behind_the_window_are_never_read(

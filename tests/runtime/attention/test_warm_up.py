@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_triton_backend import AMPERE, TURING, TritonSetup
 
 from moedge.quant.kernels.gpu import Gpu
+from support.kernels.attention_setup import AMPERE, TURING, TritonSetup
 
+TESTS = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="these caches are in host memory")
 
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="t
 def test_a_job_of_growing_sequences_asks_for_no_kernel_that_was_not_warmed_up() -> None:
     """In a process of its own: this one has Triton's interpreter in place of its compiler."""
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("job_keys.py"))], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "support.kernels.job_keys"], capture_output=True, text=True, check=False, cwd=TESTS
     )
     assert ran.returncode == 0, ran.stderr
     jobs = json.loads(ran.stdout.splitlines()[-1])

@@ -11,7 +11,7 @@ from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import FORMATS
 from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks
-from moedge.quant.matmul.parallel import ParallelMatmul
+from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.runtime.doctor import kernels
 from moedge.runtime.doctor.finding import Verdict
 

@@ -2,9 +2,7 @@
 
 import io
 import json
-import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +12,8 @@ import pytest
 from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import rows_from
 from moedge.runtime.rows.row import Defaults, Row
+from support.jobs import disk_faults as faults
+from support.jobs import fake_engine
 
 Rows = list[Row | RowFailure]
 
@@ -66,36 +66,15 @@ def short() -> Callable[..., Any]:
     return make
 
 
-def load(name: str) -> ModuleType:
-    """A module beside the tests, which cannot import each other."""
-    return load_path(Path(__file__).parent / f"{name}.py")
-
-
-def load_path(path: Path) -> ModuleType:
-    name = path.stem
-    if name not in sys.modules:
-        spec = util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def load_file() -> Callable[[Path], ModuleType]:
-    return load_path
-
-
 @pytest.fixture(scope="session")
 def fake() -> ModuleType:
-    """A batch job without a model: see fake_engine.py."""
-    return load("fake_engine")
+    """A batch job without a model: see support/jobs/fake_engine.py."""
+    return fake_engine
 
 
 @pytest.fixture(scope="session")
 def disk_faults() -> ModuleType:
-    return load("disk_faults")
+    return faults
 
 
 @pytest.fixture
@@ -120,7 +99,7 @@ def rows_in(tmp_path: Path) -> Callable[[int], Path]:
         path = tmp_path / "in.jsonl"
         with path.open("w") as file:
             for row in range(count):
-                extra = {"tools": [1]} if row == 2 else {}
+                extra = {"echo": True} if row == 2 else {}
                 line = {"id": f"r{row}", "prompt": f"row {row}", "max_tokens": 1 + row % 7, **extra}
                 file.write(json.dumps(line) + "\n")
         return path

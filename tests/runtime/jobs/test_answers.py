@@ -115,14 +115,14 @@ def test_i6_line_separators_and_control_characters_survive_as_escapes(chat: Make
 
 
 def test_a_failed_row_is_reported_as_openai_does(chat: Make) -> None:
-    row = chat(tools=[1])
+    row = chat(echo=True)
     assert isinstance(row, RowFailure)
     line = json.loads(ANSWERS.failure(row))
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("c", None, 400)
     assert line["response"]["body"]["error"] == {
         "message": row.message,
         "type": "invalid_request_error",
-        "param": "tools",
+        "param": "echo",
         "code": "unsupported_parameter",
     }
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from matrix import kills
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs.journal.record import CutChoice, Done, decode_done, encode_done
 from moedge.runtime.jobs.journal.state import read_state
 from moedge.runtime.jobs.request import BatchRequest, ResumeOptions
 from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.rows.row import Defaults
+from support import killing
 
-BENCH = Path(__file__).parents[3] / "bench"
 NUM_ROWS = 60
 SHORT, LONG = Defaults(max_tokens=5), Defaults(max_tokens=23)
 CONTINUE = ResumeOptions(cut_to=LONG.max_tokens, drift=("max_tokens",))
@@ -85,22 +86,19 @@ def test_a_cut_answer_that_cannot_grow_stays_as_it_is(job: Callable[..., Any], r
 
 
 def test_killed_while_cut_rows_are_continued_every_row_is_there_once(
-    rows: Path, tmp_path: Path, fake: ModuleType, load_file: Callable[[Path], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    kill = load_file(BENCH / "kill.py")
-    killing = load_file(BENCH / "killing.py")
-    monkeypatch.setattr(sessions, "datetime", kill.OneDay)
+    rows: Path, tmp_path: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "datetime", kills.OneDay)
     fake.install(lambda: fake.FakeEngine(pass_seconds=0.002), monkeypatch.setattr)
     request = partial(BatchRequest, "fake", rows)
     killing.finish(lambda: fake.run(request(tmp_path / "whole.jsonl", defaults=LONG)))
     killing.finish(lambda: fake.run(request(tmp_path / "out.jsonl", defaults=SHORT)))
     going_on = request(tmp_path / "out.jsonl", defaults=SHORT, resume=CONTINUE)
-    generator, kills = random.Random(int(os.environ.get("KILL_SEED", "1"))), 0
-    while kills < 12 and killing.killed(lambda: fake.run(going_on), generator.uniform(0, 0.15)):
-        kills += 1
+    generator, count = random.Random(int(os.environ.get("KILL_SEED", "1"))), 0
+    while count < 12 and killing.killed(lambda: fake.run(going_on), generator.uniform(0, 0.15)):
+        count += 1
         state = read_state(tmp_path / "out.job" / "journal")
         assert state.counts.ok == NUM_ROWS, "a cut answer stays until its continuation replaces it"
     killing.finish(lambda: fake.run(going_on))
-    assert kills
+    assert count
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "whole.jsonl")

@@ -75,7 +75,7 @@ def test_the_example_answers_are_what_is_written(read: Callable[..., list[Any]])
     }
     lines = [
         chat,
-        chat | {"custom_id": "a-3", "body": {"tools": [{}]}},
+        chat | {"custom_id": "a-3", "body": {"messages": [{"role": "user", "content": "Hello"}], "echo": True}},
         {"id": "b-1", "prompt": "a"},
         {"id": "b-3", "prompt": "a", "n": 2},
         {"id": "b-4", "prompt": "a", "top_p": 1.5},

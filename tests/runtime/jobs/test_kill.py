@@ -1,4 +1,4 @@
-"""Kills at random instants, briefly; bench/kill.py is the long version. Cases J1 and J16 of the failure table."""
+"""Kills at random instants, briefly; matrix/kills.py is the long version. Cases J1 and J16 of the failure table."""
 
 import os
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from matrix import kills
 from moedge.runtime.jobs.journal.state import JobState
 from moedge.runtime.jobs.stop import Limits
 from moedge.runtime.settings.errors import BadJournal
-
-BENCH = Path(__file__).parents[3] / "bench"
+from support.jobs import job_scale
 
 
 @pytest.fixture
-def kill(load_file: Callable[[Path], ModuleType], fake: ModuleType) -> ModuleType:
-    return load_file(BENCH / "kill.py")
+def kill() -> ModuleType:
+    return kills
 
 
 def test_j1_j16_killed_at_random_the_job_ends_with_the_same_bytes(
@@ -54,10 +54,7 @@ def test_j1_a_resume_that_runs_finished_rows_again_is_caught(
 
 
 @pytest.mark.slow
-def test_memory_and_time_beside_the_engine_do_not_grow_with_the_rows(
-    load_file: Callable[[Path], ModuleType], fake: ModuleType
-) -> None:
+def test_memory_and_time_beside_the_engine_do_not_grow_with_the_rows() -> None:
     """A tenth of what bench/job_scale.py runs, and a tenth of what a job of 200,000 rows may grow by."""
-    measure = load_file(BENCH / "job_scale.py").measure
-    few, many = measure(1000, 20_000)
+    few, many = job_scale.measure(1000, 20_000)
     assert many["peak"] - few["peak"] < 10e6

@@ -547,12 +547,13 @@ def test_a_job_runs_on_an_engine_that_somebody_else_loaded_and_keeps(
     rows_in(10)
     fake.install(lambda: pytest.fail("another engine is loaded"), monkeypatch.setattr)
     closed: list[bool] = []
-    engine, plan = given_engine(fake, closed), None
+    engine, plan, memory = given_engine(fake, closed), None, None
     for name in ("one", "two"):
         request = BatchRequest("fake", tmp_path / "in.jsonl", tmp_path / f"{name}.jsonl")
         with states.Checked.open(request) as checked:
-            planned = checked.measure().plan(plan)
-            plan = planned.chosen
+            planned = checked.measure().plan(plan, memory)
+            plan, memory = planned.chosen, planned.memory
+            monkeypatch.setattr(states, "open_memory", lambda *given: pytest.fail("memory is opened again"))
             running = planned.with_engine(engine).run()
             for _ in running.passes():
                 pass

@@ -129,7 +129,7 @@ def test_i16_messages_are_text_and_stay_as_they_are(chat: Make, message: Any, ex
     [
         ("hi", "invalid_type", "messages[0]"),
         ({"content": "x"}, "invalid_value", "messages[0].role"),
-        ({"role": "tool", "content": "x"}, "invalid_value", "messages[0].role"),
+        ({"role": "function", "content": "x"}, "invalid_value", "messages[0].role"),
         ({"role": ["user"], "content": "x"}, "invalid_value", "messages[0].role"),
         ({"role": "user"}, "missing_parameter", "messages[0].content"),
         ({"role": "user", "content": []}, "invalid_type", "messages[0].content"),
@@ -137,7 +137,7 @@ def test_i16_messages_are_text_and_stay_as_they_are(chat: Make, message: Any, ex
         ({"role": "user", "content": [TEXT_PART, IMAGE_PART]}, "unsupported_parameter", "messages[0].content[1]"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "invalid_type", "messages[0].content[0].text"),
         ({"role": "user", "content": "x", "name": 1}, "invalid_type", "messages[0].name"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "unsupported_parameter", "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "invalid_type", "messages[0].tool_calls[0]"),
         ({"role": "user", "content": "x", "colour": 1}, "unknown_parameter", "messages[0].colour"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from moedge.runtime.rows.row import Defaults
 GOOD = b'{"prompt":"a"}'
 BODY = b'{"messages":[{"role":"user","content":"a"}]}'
 CHAT = b'{"custom_id":"c","method":"POST","url":"/v1/chat/completions","body":' + BODY + b"}"
-UNSUPPORTED = b'{"prompt":"a","tools":[1]}'
+UNSUPPORTED = b'{"prompt":"a","echo":true}'
 MALFORMED = b'{"prompt":'
 
 
@@ -65,7 +65,7 @@ def test_i9_a_duplicate_id_refuses_a_strict_job(write: Callable[..., Path]) -> N
 def test_a_row_that_cannot_be_run_refuses_nothing(write: Callable[..., Path]) -> None:
     report = preflight(write(GOOD, UNSUPPORTED), Defaults())
     assert not report.refused()
-    assert "line 2: unsupported_parameter: tools " in report.report()
+    assert "line 2: unsupported_parameter: echo " in report.report()
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\r\n \t\n", "{}".encode("utf-16")])
@@ -78,10 +78,12 @@ def test_a_file_without_rows_is_refused_however_lenient(write: Callable[..., Pat
 def test_the_first_problems_are_listed_and_the_others_counted(write: Callable[..., Path]) -> None:
     report = preflight(write(*[UNSUPPORTED] * 30, *[MALFORMED] * 25), Defaults())
     listed = report.report().splitlines()
-    assert len(listed) == 1 + 20 + 1 + 20 + 1 + 1
-    assert listed[1].startswith("line 31: ")
-    assert listed[21] == "... and 5 more"
-    assert listed[42] == "... and 10 more"
+    assert listed[0].endswith(": 55 rows: 0 valid, 55 invalid")
+    assert len(listed) == 1 + 20 + 20 + 1 + 1
+    assert [line.split(": ")[0] for line in listed[1:41]] == [f"line {row}" for row in (*range(1, 21), *range(31, 51))]
+    assert all(line.endswith("(this row only)") for line in listed[1:21])
+    assert all(line.endswith("(stops the job)") for line in listed[21:41])
+    assert listed[41] == "... and 15 more"
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ def test_i9_distinct_ids_stay_distinct_and_equal_ones_are_all_found(read: Read, 
 
 
 def test_a_bad_row_keeps_its_id_and_its_form_for_the_answer(read: Read) -> None:
-    lines = _lines({"id": "s", "prompt": "a", "tools": [1]}, _batch("b") | {"url": "/v1/embeddings"})
+    lines = _lines({"id": "s", "prompt": "a", "echo": True}, _batch("b") | {"url": "/v1/embeddings"})
     short, batch, unreadable = read(lines + b"\n{")
     assert isinstance(short, RowFailure)
-    assert (short.id, short.short, short.param) == ("s", True, "tools")
+    assert (short.id, short.short, short.param) == ("s", True, "echo")
     assert isinstance(batch, RowFailure)
     assert (batch.id, batch.short, batch.code) == ("b", False, ErrorCode.UNKNOWN_URL)
     assert isinstance(unreadable, RowFailure)

@@ -84,10 +84,10 @@ def test_without_llguidance_the_job_does_not_start(chat: Make, monkeypatch: pyte
 
 def test_an_error_carries_the_text_so_far_in_every_form(chat: Make, short: Make) -> None:
     answers = Answers("m", 0, lambda token_id: ("", None))
-    failures = [row.failure(ErrorCode.JSON_INCOMPLETE, "cut") for row in (chat(), short(prompt="a"))]
+    failures = [row.failure(ErrorCode.INCOMPLETE_OUTPUT, "cut") for row in (chat(), short(prompt="a"))]
     chatted, brief = (json.loads(answers.failure(replace(each, partial=('{"a": 1',)))) for each in failures)
     assert chatted["response"]["status_code"] == 400
     assert chatted["response"]["body"]["error"]["partial"] == '{"a": 1'
-    assert brief["error"] == {"code": "json_incomplete", "message": "cut", "param": None, "partial": '{"a": 1'}
+    assert brief["error"] == {"code": "incomplete_output", "message": "cut", "param": None, "partial": '{"a": 1'}
     assert json.loads(answers.failure(replace(failures[1], partial=("a", "b"))))["error"]["partial"] == ["a", "b"]
     assert "partial" not in json.loads(answers.failure(failures[1]))["error"]

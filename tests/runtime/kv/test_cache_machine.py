@@ -18,7 +18,7 @@ def run(machine: type, num_examples: int) -> None:
 
 
 def test_every_sequence_reads_back_its_tokens(cache_machine: ModuleType) -> None:
-    """bench/kv_cache.py runs 10,000 steps."""
+    """tests/matrix/kv_cache.py runs 10,000 steps."""
     happened = cache_machine.CacheMachine.happened
     happened.clear()
     run(cache_machine.CacheMachine, 40)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import FEATURES
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.shape.config import ModelConfig
+from support.tiny_families import FEATURES
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, window: int = 3) -> Any:

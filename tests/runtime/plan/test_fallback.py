@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from known_shapes import plain_model
 
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.cost_model import CostModel
@@ -15,6 +14,7 @@ from moedge.runtime.plan.planner import PlanRequest, budget_range, make_plan
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import MemoryGaveOut
 from moedge.runtime.settings.settings import Settings
+from support.known_shapes import plain_model
 
 RING = "experts in flight"
 GIB, MIB = 1 << 30, 1 << 20

@@ -11,9 +11,8 @@ from moedge.runtime.plan.history import (
     LEARNED_FROM,
     MOST_BORROWED,
     MOST_KEPT,
-    UNTAUGHT,
     RunRecord,
-    factors,
+    corrections,
     keep,
     last_runs,
 )
@@ -21,7 +20,7 @@ from moedge.runtime.plan.history import (
 RUN = RunRecord(
     "2026-11-21T10:00:00+00:00", "box", "a model", "shape", "nf4 bf16", "compute", 1.4, 10.0, 7.1, 1 << 30, 1 << 29
 )
-KINDS = {"nf4": "nf4 bf16", "none": "none bf16"}
+KINDS = ("nf4 bf16", "none bf16")
 
 
 def test_runs_are_kept_newest_first_and_bounded(tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_a_file_that_is_cut_or_edited_counts_as_empty_and_a_failed_write_leaves_
     keep(RUN, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 11)]
-    wrong += [whole.replace(b"runs/2", b"runs/3"), whole.replace(b"1.4", b"NaN"), whole.replace(b"1.4", b"0"), b"[]"]
+    wrong += [whole.replace(b"runs/3", b"runs/2"), whole.replace(b"1.4", b"NaN"), whole.replace(b"1.4", b"0"), b"[]"]
     wrong += [whole.replace(b'"box"', b"3"), whole.replace(b'"at"', b'"then"')]
     for content in wrong:
         path.write_bytes(content)
@@ -58,15 +57,27 @@ def test_a_file_that_is_cut_or_edited_counts_as_empty_and_a_failed_write_leaves_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_runs_of_the_same_kind_count_in_full() -> None:
+def test_newest_runs_of_a_model_correct_it_in_every_weight_format() -> None:
+    """Else the formats that never ran would look fast beside those that did."""
     ratios = [1.4, 1.5, 1.3, 9.0]
-    learned = factors([replace(RUN, ratio=ratio) for ratio in ratios], "box", "shape", KINDS)
-    assert learned["nf4"]["compute"] == pytest.approx((1.4 * 1.5 * 1.3) ** (1 / LEARNED_FROM))
-    assert set(learned["nf4"]) == {"compute"}
+    runs = [replace(RUN, ratio=ratio, formats=kind) for ratio, kind in zip(ratios, 2 * list(KINDS), strict=True)]
+    learned = [corrections(runs, "box", "shape", f"{quant} bf16") for quant in ("none", "int8", "int4", "nf4", "auto")]
+    assert learned[0] == {"compute": pytest.approx((1.4 * 1.5 * 1.3) ** (1 / LEARNED_FROM))}
+    assert all(each == learned[0] for each in learned)
 
 
-def test_runs_of_other_kinds_count_within_bounds_and_those_of_other_machines_not_at_all() -> None:
+def test_a_resource_learns_from_runs_that_waited_for_it_and_loading_from_runs_that_loaded() -> None:
+    runs = [replace(RUN, bottleneck="disk", ratio=3.0, loading_ratio=1.5), replace(RUN, ratio=2.0)]
+    assert corrections(runs, "box", "shape", "nf4 bf16") == {
+        "compute": pytest.approx(2.0),
+        "disk": pytest.approx(3.0),
+        "loading": pytest.approx(1.5),
+    }
+
+
+def test_runs_of_other_models_count_within_bounds_and_those_of_other_machines_and_other_arithmetic_not_at_all() -> None:
     runs = [replace(RUN, ratio=ratio) for ratio in (5.0, 6.0, 7.0)]
-    assert factors(runs, "box", "shape", KINDS)["none"] == {"compute": MOST_BORROWED}
-    assert factors(runs, "box", "another", KINDS)["nf4"] == {"compute": MOST_BORROWED}
-    assert factors(runs, "elsewhere", "shape", KINDS) == {"nf4": UNTAUGHT, "none": UNTAUGHT}
+    assert corrections(runs, "box", "another", "nf4 bf16") == {"compute": MOST_BORROWED}
+    assert corrections(runs, "elsewhere", "shape", "nf4 bf16") == {}
+    assert corrections(runs, "box", "shape", "nf4 bf16 device") == {}
+    assert corrections(runs, "box", "shape", "nf4 fp32") == {}

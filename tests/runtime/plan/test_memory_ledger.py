@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from known_shapes import plain_model
 
 from moedge.runtime.plan.memory_ledger import KV_CACHE, PARKED, STAGED, WEIGHTS, MemoryLedger
 from moedge.runtime.plan.placement import Plan, Workload
@@ -12,6 +11,7 @@ from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Settings
+from support.known_shapes import plain_model
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPE = plain_model(window=128)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_shapes import plain_model
 
 from moedge.runtime.kv.group import GroupCache
 from moedge.runtime.kv.spec import KVSpec
@@ -15,6 +14,7 @@ from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import KVGroup, ModelShape
+from support.known_shapes import plain_model
 
 GIB = 1 << 30
 

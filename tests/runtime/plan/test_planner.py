@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_shapes import choose, known_shape, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan import candidate, planner
@@ -19,6 +18,7 @@ from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
+from support.known_shapes import choose, known_shape, plain_model
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
@@ -83,7 +83,7 @@ def attempt(shape: ModelShape, wanted: Settings, job: Workload, tier: str, budge
     return choose(shape, wanted, MemoryBudget(AMPLE, replace(ROOM, nbytes=budget)), job, FAST)
 
 
-@pytest.mark.parametrize("tier", ["host", "device"])
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "device"])
 @given(models(), SETTINGS, jobs(), st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_a_plan_fits_exactly_from_its_minimum_on_and_more_memory_is_never_slower(

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from known_shapes import CONFIGS
-from plans_page import HOST, SIZES, page, question
 
 from moedge.runtime.plan.what_if import attempt
+from support.known_shapes import CONFIGS
+from support.plans_page import HOST, SIZES, page, question
 
 PAGE = Path(__file__).parents[3] / "docs" / "plans.md"
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from known_shapes import choose, plain_model
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, SLOW_FLOP_S, CostModel, Rates, rates_of
@@ -13,6 +12,7 @@ from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_e
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards
+from support.known_shapes import choose, plain_model
 
 GIB = 1 << 30
 NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15, 1e-12)
@@ -72,7 +72,7 @@ def test_factors_multiply_the_seconds_of_their_resource(resource: str) -> None:
     job, shape = Workload(64, 64, 64, 64 * 32, 64 * 32), plain_model()
     wanted = Settings(quant="none", max_sequences=64, tokens_per_pass=512)
     plain = choose(shape, wanted, MemoryBudget(3 * GIB), job).prediction
-    slowed = choose(shape, wanted, MemoryBudget(3 * GIB), job, factors={"none": {resource: 3.0}}).prediction
+    slowed = choose(shape, wanted, MemoryBudget(3 * GIB), job, factors={resource: 3.0}).prediction
     assert slowed.busy_s[resource] == pytest.approx(3 * plain.busy_s[resource])
     assert slowed.seconds >= plain.seconds
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import FEATURES, stored_numel, tiny_config
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
@@ -19,6 +18,7 @@ from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.shape.checkpoint_shape import check_tensors, read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import by_layer, kv_groups
+from support.tiny_families import FEATURES, stored_numel, tiny_config
 
 
 def random_settings(rng: random.Random) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_families import FEATURES
 
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
@@ -17,6 +16,7 @@ from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.config import MAX_CONFIG_NBYTES, ModelConfig
 from moedge.runtime.shape.config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, Choice, Number
 from moedge.runtime.shape.families import SUPPORTED
+from support.tiny_families import FEATURES
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 2,

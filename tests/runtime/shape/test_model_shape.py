@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import build_model, stored_numel
 from torch import nn
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
-from moedge.quant.matmul.parallel import ParallelMatmul
-from moedge.quant.matmul.workspace import Workspace
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
 from moedge.runtime.model.definition import define
@@ -25,6 +23,7 @@ from moedge.runtime.shape.families import MOE, SUPPORTED
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
+from support.tiny_families import build_model, stored_numel
 
 
 def read(folder: Path) -> ModelShape:

@@ -186,8 +186,8 @@ def test_masks_are_made_while_the_model_computes(
     made = threading.Semaphore(0)
     compute = MaskThread._compute
 
-    def announced(self: MaskThread, rows: Any, states: Any) -> Any:
-        masks = compute(self, rows, states)
+    def announced(self: MaskThread, *work: Any) -> Any:
+        masks = compute(self, *work)
         made.release()
         return masks
 

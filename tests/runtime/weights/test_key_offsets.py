@@ -1,14 +1,13 @@
 """The offsets of quantized keys: measured once, the same wherever the weights come from, kept in the store."""
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moedge.offload.errors import BadStore
-from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
@@ -27,19 +26,18 @@ def quantized_plan(shape: ModelShape, kv: str = "int4") -> Plan:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_store_keeps_what_loading_would_measure(
-    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    family: str, checkpoint: Callable[[str], Path], engine: Callable[..., Any], tmp_path: Path
 ) -> None:
     """To the bit: tokens must not depend on whether weights are streamed."""
     with open_source(str(checkpoint(family))) as source:
         plan = quantized_plan(source.shape)
-        with closing(load_engine(source, plan)) as loaded:
-            measured = loaded.key_offsets
+        measured = engine(source, plan).key_offsets
         prepare(source, tmp_path / "store", "none", "fp32", Budgets())
         stored = kept(tmp_path / "store", source.shape)
-        with closing(load_engine(source, plan, tmp_path / "store")) as loaded:
-            assert loaded.key_offsets is not None
-            frames = [pool.key_transform for pool in loaded.engine.scheduler.cache.pools]
-            digest = loaded.key_offsets.digest
+        loaded = engine(source, plan, tmp_path / "store")
+        assert loaded.key_offsets is not None
+        frames = [pool.key_transform for pool in loaded.engine.scheduler.cache.pools]
+        digest = loaded.key_offsets.digest
     assert measured is not None
     assert stored is not None
     assert all(torch.equal(a, b) for a, b in zip(measured.layers, stored.layers, strict=True))
@@ -47,9 +45,8 @@ def test_a_store_keeps_what_loading_would_measure(
     assert all(frame is not None and frame.offsets.abs().max() > 0 for frame in frames)
 
 
-def test_native_keys_have_none(checkpoint: Callable[[str], Path]) -> None:
-    with open_source(str(checkpoint("qwen3_moe"))) as source:
-        loaded = load_engine(source, quantized_plan(source.shape, "fp32"))
+def test_native_keys_have_none(engine: Callable[..., Any]) -> None:
+    loaded = engine("qwen3_moe", Workload(1, 64), tokens_per_pass=64, max_sequences=1)
     assert loaded.key_offsets is None
     assert all(pool.key_transform is None for pool in loaded.engine.scheduler.cache.pools)
 

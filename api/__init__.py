@@ -1,0 +1,68 @@
+"""moedge from Python: generates text in bulk with language models that do not fit the machine.
+
+    from moedge import LLM
+
+    with LLM("Qwen/Qwen3-30B-A3B", ram="24GiB") as llm:
+        for output in llm.generate(["Once upon a time"]):
+            print(output.outputs[0].text)
+
+`LLM` generates in this process, `run_batch` is the job behind `moedge batch`, `plan` is what `moedge plan` says.
+docs/python.md is the guide. Importing moedge loads no torch; the first use of `LLM` or `run_batch` does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .offload.errors import MoedgeError
+    from .runtime.api.batch import run_batch
+    from .runtime.api.llm import LLM
+    from .runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
+    from .runtime.api.plan_report import PlanReport, plan
+    from .runtime.api.sampling_params import SamplingParams
+
+    __version__: str
+
+_MODULES = {
+    "CompletionOutput": ".runtime.api.outputs",
+    "LLM": ".runtime.api.llm",
+    "Logprob": ".runtime.api.outputs",
+    "MoedgeError": ".offload.errors",
+    "PlanReport": ".runtime.api.plan_report",
+    "RequestOutput": ".runtime.api.outputs",
+    "SamplingParams": ".runtime.api.sampling_params",
+    "plan": ".runtime.api.plan_report",
+    "run_batch": ".runtime.api.batch",
+}
+
+__all__ = [
+    "CompletionOutput",
+    "LLM",
+    "Logprob",
+    "MoedgeError",
+    "PlanReport",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "plan",
+    "run_batch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what was asked for, once: torch takes seconds, and `moedge --help` needs none of it."""
+    if name == "__version__":
+        value: Any = version("moedge")
+    elif name in _MODULES:
+        value = getattr(import_module(_MODULES[name], __name__), name)
+    else:
+        raise AttributeError(f"module 'moedge' has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""What a GPU must show, part by part: bench/gpu.sh."""

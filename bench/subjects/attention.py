@@ -1,0 +1,134 @@
+"""Decode attention on a CPU: one layer, a batch of live sequences, every format, against the obvious code.
+
+python -m bench.micro attention       # 128 sequences of 1,024 tokens, shapes of well-known models
+python -m bench.micro attention --ragged        # lengths spread evenly from 512 to 1,536
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from moedge.runtime.attention.protocol import AttentionCall
+from moedge.runtime.attention.torch_backend import TorchAttention
+from moedge.runtime.engine.batch import Batch, pack
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.kv.cache import KVCache
+from moedge.runtime.kv.pool import KVPool
+from moedge.runtime.kv.spec import KVSpec
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.shape.model_shape import KVGroup
+
+# Query heads, KV heads, head size.
+SHAPES = {"Qwen3-30B-A3B": (32, 4, 128), "Mixtral-8x7B": (32, 8, 128), "gpt-oss-20b": (64, 8, 64)}
+FORMATS = ("bf16", "int8", "int8/int4", "int4")
+
+
+def median(run: Callable[[], object], repeats: int) -> float:
+    run()
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def bandwidth() -> float:
+    """Bytes per second of reading memory with all threads, best of ten."""
+    data = torch.ones(1 << 27)
+    seconds = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - begun)
+    return data.nbytes / min(seconds)
+
+
+class Decode:
+    """A cache full of sequences that each have one new token. Their blocks lie scattered in the pool."""
+
+    def __init__(self, shape: tuple[int, int, int], kv_format: str, lengths: list[int]) -> None:
+        self.num_heads, kv_heads, self.dim = shape
+        spec = KVSpec(KVGroup((0,), kv_heads, self.dim, None), kv_format)
+        num_blocks = sum(spec.blocks_for(length) for length in lengths)
+        self.pool = KVPool(spec, num_blocks)
+        cache = KVCache([self.pool])
+        self.attention = TorchAttention(cache, torch.bfloat16, tiled=False)
+        scattered = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self.sequences = []
+        for length in lengths:
+            sequence = Sequence([0] * length, SamplingParams(1))
+            count = spec.blocks_for(length)
+            sequence.table.blocks, scattered = [scattered[:count]], scattered[count:]
+            sequence.table.num_tokens = length - 1
+            self._fill(sequence.table.blocks[0])
+            self.sequences.append(sequence)
+        self.batch: Batch = pack([(sequence, 1) for sequence in self.sequences])
+        self.q = torch.randn(len(lengths), self.num_heads, self.dim).bfloat16()
+        self.k, self.v = (torch.randn(len(lengths), kv_heads, self.dim).bfloat16() for _ in range(2))
+        self.call = AttentionCall(0, self.dim**-0.5)
+
+    def _fill(self, blocks: list[int]) -> None:
+        block, group = self.pool.spec.block, self.pool.spec.group
+        ids = torch.tensor(blocks).repeat_interleave(block)
+        offsets = torch.arange(block).repeat(len(blocks))
+        k, v = (torch.randn(len(ids), group.kv_heads, self.dim) for _ in range(2))
+        self.pool.write(0, ids, offsets, k, v)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the cache that must be read."""
+        return sum(sequence.num_tokens for sequence in self.sequences) * self.pool.spec.token_nbytes
+
+    def run(self) -> torch.Tensor:
+        return self.attention.attend(self.call, self.q, self.k, self.v, self.batch)
+
+    def obvious(self) -> torch.Tensor:
+        """Gather all sequences into one padded tensor, mask, SDPA with enable_gqa."""
+        lengths = torch.tensor([sequence.num_tokens for sequence in self.sequences])
+        tables = [torch.tensor(sequence.table.blocks[0]) for sequence in self.sequences]
+        table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        k, v = (side.codes[table].transpose(1, 2).flatten(2, 3) for side in self.pool.planes(0))
+        mask = torch.arange(k.shape[2]) < lengths.view(-1, 1, 1, 1)
+        return F.scaled_dot_product_attention(self.q.unsqueeze(2), k, v, attn_mask=mask, enable_gqa=True).squeeze(2)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--ragged", action="store_true", help="lengths from half the context to one and a half")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--repeats", type=int, default=5)
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> None:
+    lengths = [options.context] * options.sequences
+    if options.ragged:
+        lengths = torch.linspace(options.context / 2, options.context * 1.5, options.sequences).long().tolist()
+    rate = bandwidth()
+    print(f"{torch.get_num_threads()} threads, memory read at {rate / 1e9:.1f} GB/s; {len(lengths)} sequences of "
+          f"{min(lengths):,} to {max(lengths):,} tokens; ms per layer\n")  # fmt: skip
+    print(
+        "| heads | format | ms | MB | GB/s | share of memory's rate | obvious code, ms | times faster | against bf16 |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in options.shape or SHAPES:
+        native = obvious = 0.0
+        for kv_format in FORMATS:
+            decode = Decode(SHAPES[name], kv_format, lengths)
+            if kv_format == "bf16":
+                obvious = median(decode.obvious, options.repeats)
+                assert torch.allclose(decode.run().float(), decode.obvious().float(), atol=0.02)
+            seconds = median(decode.run, options.repeats)
+            native = native or seconds
+            moved = decode.nbytes / seconds
+            print(f"| {name} | {kv_format} | {seconds * 1e3:.1f} | {decode.nbytes / 1e6:.0f} | {moved / 1e9:.1f} | "
+                  f"{moved / rate:.0%} | {obvious * 1e3:.0f} | {obvious / seconds:.1f} | {seconds / native:.2f} |",
+                  flush=True)  # fmt: skip

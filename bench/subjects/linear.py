@@ -1,0 +1,135 @@
+"""How long does a product with a packed matrix take, for few rows and many, fast and deterministic?
+
+    python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
+
+Prints microseconds, the best of rounds in which every candidate takes its turn:
+1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
+2. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
+   on codes are faster than dequantizing first.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from moedge.quant import scratch
+from moedge.quant.formats import bitsandbytes_kernels
+from moedge.quant.matmul.gemv import measure_gemv_max_rows
+from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
+from moedge.quant.scratch import scratch_nbytes
+from moedge.quant.tensor import PackedTensor, dtype_name, pack
+
+ROWS = (1, 4, 8, 12, 16, 32, 64, 256)
+Candidates = dict[str, Callable[[], object]]
+
+
+def best_times(candidates: Candidates, repeats: int) -> dict[str, float]:
+    """Microseconds of each candidate."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(repeats + 1):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                times[name].append((time.perf_counter() - start) * 1e6)
+    return {name: min(values) for name, values in times.items()}
+
+
+def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> ParallelMatmul:
+    return ParallelMatmul(Workspace(scratch_nbytes(packed.layout, dtype_name(dtype), deterministic)), deterministic)
+
+
+def bitsandbytes_product(x: Tensor, codes: Tensor, absmax: Tensor, shape: tuple[int, int]) -> Tensor:
+    return linear(x, torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, 64, "nf4", shape, x.dtype))
+
+
+def tiled(x: Tensor, weight: Tensor, tile: int) -> list[Tensor]:
+    """Products of `tile` rows each, as many as cover x."""
+    return [torch.mm(x[:tile], weight.t()) for _ in range(0, len(x), tile)]
+
+
+def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
+    columns = list(next(iter(rows.values())))
+    print(f"\n{title}\n{'rows':>8}" + "".join(f"{column:>{max(9, len(column) + 2)}}" for column in columns))
+    for name, values in rows.items():
+        print(f"{name:>8}" + "".join(f"{values[column]:{max(9, len(column) + 2)}.0f}" for column in columns))
+
+
+def print_products(weight: Tensor, repeats: int) -> None:
+    packed = {name: pack(weight, name) for name in ("none", "int8", "int4", "nf4")}
+    codes, absmax = packed["nf4"].planes
+    wide = absmax.float()
+    computes = {(name, det): compute_for(packed[name], weight.dtype, det) for name in packed for det in (False, True)}
+    rows = {}
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
+        candidates: Candidates = {"mm": partial(torch.mm, x, weight.t())}
+        for (name, deterministic), compute in computes.items():
+            candidates[name + " tiled" * deterministic] = partial(compute.linear, x, packed[name])
+        candidates["int8 x int8"] = partial(Matmul(Workspace(0), integer=True).linear, x, packed["int8"])
+        candidates["bnb nf4"] = partial(bitsandbytes_product, x, codes, wide, packed["nf4"].shape)
+        rows[str(num_rows)] = best_times(candidates, repeats)
+    print_table("products (us)", rows)
+
+
+def print_tiles(weight: Tensor, repeats: int) -> None:
+    rows = {}
+    for num_rows in (1, 64, 256):
+        x = torch.randn(max(num_rows, 64), weight.shape[1]).to(weight.dtype)
+        candidates: Candidates = {"mm": partial(torch.mm, x[:num_rows], weight.t())}
+        for tile in (8, 16, 32, 64):
+            candidates[f"tile {tile}"] = partial(tiled, x if num_rows > 1 else x[:tile], weight, tile)
+        rows[str(num_rows)] = best_times(candidates, repeats)
+    print_table("tiles over a plain matrix (us)", rows)
+
+
+def print_gemv_max_rows(weight: Tensor, repeats: int, name: str) -> None:
+    packed = pack(weight, name)
+    workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(weight.dtype), False))
+    rows = {}
+    for num_rows in (1, 4, 8, 12, 16, 24, 32, 48):
+        x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
+        candidates: Candidates = {
+            "kernel": partial(Matmul(workspace, gemv_max_rows={name: num_rows}).linear, x, packed),
+            "widened": partial(Matmul(workspace, gemv_max_rows={}).linear, x, packed),
+        }
+        rows[str(num_rows)] = best_times(candidates, repeats)
+    print_table(f"{name}: torch's kernel or widened (us); measured: up to {measure_gemv_max_rows(name)} rows", rows)
+
+
+def print_strips(weight: Tensor, repeats: int) -> None:
+    packed = pack(weight, "nf4")
+    rows: dict[str, dict[str, float]] = {"16": {}, "256": {}}
+    for exponent in (19, 20, 21, 22, 23, 24):
+        scratch.STRIP_WEIGHTS = 1 << exponent
+        compute = compute_for(packed, weight.dtype, False)
+        for num_rows, values in rows.items():
+            x = torch.randn(int(num_rows), weight.shape[1]).to(weight.dtype)
+            values |= best_times({f"2^{exponent}": partial(compute.linear, x, packed)}, repeats)
+    print_table(f"nf4 by weights per strip, {len(weight)} x {len(weight)} (us)", rows)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--shape", type=int, nargs=2, default=(1024, 2048), metavar=("N", "K"))
+    parser.add_argument("--strips", type=int, default=4096, help="rows and columns of the matrix cut into strips")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    torch.set_grad_enabled(False)
+    bitsandbytes_kernels.load()
+    matrix = torch.randn(*options.shape).to(getattr(torch, options.dtype))
+    print(f"{options.dtype} {list(options.shape)}, {options.threads} threads")
+    print_products(matrix, options.repeats)
+    print_tiles(matrix, options.repeats)
+    for name in ("int8", "int4"):
+        print_gemv_max_rows(matrix, options.repeats, name)
+    print_strips(torch.randn(options.strips, options.strips).to(matrix.dtype), options.repeats)

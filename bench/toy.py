@@ -1,0 +1,124 @@
+"""Runs every benchmark once at toy size: its figures mean nothing, but it runs.
+
+    python -m bench.toy                    all of them: less than three minutes on two cores
+    python -m bench.toy quality compare    some of them
+
+Peers that are not installed are left out, and so is what only a GPU can time. Exits 1 if a benchmark fails or prints
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench import ROOT
+
+# Words of the command lines of each script; {model} is a tiny checkpoint, {ram} a budget that makes it stream, {out} an
+# empty folder.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "make_model": ("--shape toy --skew --out {out}/skewed",),
+    "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1 --plot {out}/plot.svg",),
+    "compare": (
+        "--model {model} --batches 1 2 --prompt 8 --new 3 --repeats 1 --ram {ram} --moedge none --products "
+        "--transformers {transformers} --scratch {out}",
+    ),
+    "experts": (
+        "bytes --model {model} --stores {out} --passes 2",
+        "speed --model {model} --stores {out} --ram {ram} --sequences 2 --passes 2 --warm 1",
+    ),
+    "gpu": ("budgets --out {out}/gpu.json",),
+    "host_cost": ("--layers 2 --experts 16 --tokens 4 --repeats 3",),
+    "job_scale": ("--rows 300 --small 50 --seconds 0.5",),
+    "kernels": ("--help",),
+    "kv_waste": ("--rows 60 --live 8 --blocks 16 --pool 0.5",),
+    "micro": (
+        "attention --sequences 4 --context 64 --shape gpt-oss-20b --repeats 1",
+        "linear --repeats 1 --shape 128 256 --strips 256",
+        "pack --repeats 1 --size 256",
+        "reads --folder {out} --gib 0.03125 --shard-mib 2 --rounds 1",
+        "step --sequences 8 --vocab 4000 --passes 2",
+    ),
+    "planner": (
+        "budgets --model demo --rows 4 --shorter 16 --results {out}/planner.jsonl",
+        "table --results {out}/planner.jsonl",
+        "speed --runs 1 --models gpt-oss-120b",
+    ),
+    "quality": ("weights --tokens 128 --window 128", "kv --tokens 128 --window 128"),
+    "roofline": (
+        "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
+    ),
+    "structured": ("--rows 4 --repeats 1 --max-sequences 4",),
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(COMMANDS)}; all, if none is named")
+    options = parser.parse_args()
+    if unknown := set(options.scripts) - COMMANDS.keys():
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory(prefix="toy-") as folder:
+        words = make_words(Path(folder))
+        begun = time.perf_counter()
+        scripts = options.scripts or list(COMMANDS)
+        # Most of the time is imports, which take one core.
+        with ThreadPoolExecutor(2) as pool:
+            passed = list(pool.map(lambda script: run_script(script, words, Path(folder)), scripts))
+    print(f"{passed.count(False)} of {len(passed)} failed, {time.perf_counter() - begun:.0f} s")
+    return int(not all(passed))
+
+
+def run_script(script: str, words: dict[str, str], folder: Path) -> bool:
+    """Its commands one after another: a later one may read what an earlier one wrote."""
+    return all(run(f"{script} {arguments.format_map(words)}", folder) for arguments in COMMANDS[script])
+
+
+def make_words(folder: Path) -> dict[str, str]:
+    """A tiny model, half a budget for it, and what of the peers is installed."""
+    out = folder / "out"
+    out.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "bench.make_model", "--shape", "toy", "--out", str(folder / "model")],
+        check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    model, peers = folder / "model", "eager" if importlib.util.find_spec("accelerate") else ""
+    return {"model": str(model), "ram": tight_budget(model), "out": str(out), "transformers": peers}
+
+
+def tight_budget(model: Path) -> str:
+    """Between the least that two sequences run with and what holds all weights."""
+    from moedge.runtime.plan.placement import Workload
+    from moedge.runtime.plan.planner import budget_range
+    from moedge.runtime.settings.settings import Settings
+    from moedge.runtime.source.model_source import open_source
+
+    with open_source(str(model)) as source:
+        settings = Settings(dtype="auto", quant="none", max_sequences=2)
+        smallest, whole = budget_range(source.shape, settings, Workload(2, 200))
+    return f"{(smallest + whole) // 2}B"
+
+
+def run(command: str, folder: Path) -> bool:
+    environment = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", *f"bench.{command}".split()],
+        capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
+    )  # fmt: skip
+    passed = done.returncode == 0 and bool(done.stdout.strip())
+    print(f"{'ok' if passed else 'FAILED':7}{time.perf_counter() - begun:6.1f} s  {command}", flush=True)
+    if not passed:
+        print(f"exit code {done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-2000:]}", flush=True)
+    return passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A moedge.toml to begin with, as text: comments are the point of it, and TOML writers keep none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MIB = 1 << 20
+_BUDGETS = {"host": ("ram", "RAM"), "device": ("gpu-mem", "GPU memory")}
+_EMPTY = """# Settings of moedge: docs/configuration.md. A key is an option without its dashes; remove the # to set it.
+# `moedge config show` prints what counts, and `moedge plan MODEL --save plan.json` with
+# `moedge config init --from-plan plan.json` writes this file for a machine and a model.
+
+# Budgets, never exceeded: 20GiB, 80%, auto, auto-1GiB.
+# ram = "20GiB"
+# gpu-mem = "7GiB"
+# disk = "60GiB"
+# disk-dir = "/fast/prepared"
+
+# Weight and KV cache formats; auto is the most precise one that is nearly as fast as the fastest.
+# quant = "auto"
+# kv = "auto"
+
+# Only for one command.
+# [batch]
+# max-tokens = 1024
+
+# Overrides everything above, with --profile night or MOEDGE_PROFILE=night.
+# [profile.night]
+# ram = "90%"
+
+# Counts on the machine with this host name, before all but a profile.
+# [machine.workstation]
+# gpu-mem = "11GiB"
+"""
+
+
+def config_template(plan: Mapping[str, Any] | None, host: str | None) -> str:
+    """Every setting as a comment; with the document of a `plan`, its budgets and formats, in the table of machine
+    `host` where one is given."""
+    return _EMPTY if plan is None else "".join(f"{line}\n" for line in _planned(plan, host))
+
+
+def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:
+    model, machine, chosen = plan["model"], plan["machine"]["hardware"], plan["plan"]
+    gpus = "".join(f", {gpu['name']}" for gpu in machine["gpus"])
+    yield f"# From a plan for {json.dumps(model['name'])}: {plan['prediction']['generated_tok_s']:,.1f} tok/s expected."
+    yield f"# Made for {machine['cpu']}, {machine['cores']} cores, {machine['ram_nbytes'] / 2**30:.1f} GiB{gpus}."
+    yield "# docs/configuration.md says what else may stand here."
+    if host is not None:
+        yield ""
+        yield "# Counts on this machine only; other machines that share the file have tables of their own."
+        yield f"[machine.{json.dumps(host)}]"
+    yield ""
+    yield "# Budgets, never exceeded. The comments say what the plan uses of each."
+    for tier in plan["tiers"]:
+        used = sum(tier["parts"].values())
+        if tier["tier"] == "disk":
+            # It bounds the prepared weights of all models together, so it is for a person to set.
+            yield f'# disk = "{-(-used // _MIB)}MiB"  # all prepared weights together; this plan writes as much'
+            continue
+        key, name = _BUDGETS[tier["tier"]]
+        yield f'{key} = "{tier["budget"] // _MIB}MiB"  # {name}: {used / 2**30:.2f} GiB'
+    yield ""
+    yield "# Formats of weights and KV cache: pinned, so that answers do not change with free memory."
+    yield f'quant = "{chosen["quant"]}"'
+    yield f'kv = "{chosen["kv"]}"'
+    yield f'dtype = "{chosen["dtype"]}"'
+    yield ""
+    yield "# Chosen from the job and the memory for every run; set them to pin them."
+    yield f"# max-sequences = {chosen['max_sequences']}"
+    yield f"# tokens-per-pass = {chosen['tokens_per_pass']}"

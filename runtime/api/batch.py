@@ -1,0 +1,197 @@
+"""`run_batch`: the job behind `moedge batch`, and the walk through its states that both of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Unpack
+
+from ...offload.memory import reset_host_peak
+from ..jobs.answer_stream import STDOUT
+from ..jobs.job import Checked, Ended, Loaded, Measured, Planned, Running
+from ..jobs.request import BatchRequest, ResumeOptions
+from ..jobs.stop import Limits
+from ..jobs.summary import RunSummary
+from ..rows.row import Defaults
+from ..sampling.model_defaults import unset_names
+from ..settings.errors import BadArgument
+from .generation import Advance, DeferredInterrupt, progress_bar
+from .model import refuse_over_budget
+from .options import (
+    BatchOptions,
+    budgets_of,
+    check,
+    experts_of,
+    input_format_of,
+    row_defaults_of,
+    settings_of,
+    template_variables_of,
+)
+
+
+class JobObserver:
+    """What follows a job from state to state; this one does nothing. Methods are called in the order of their names
+    here, `after_pass` as often as there are passes."""
+
+    def checked(self, checked: Checked) -> None:
+        """The input is valid, and a row of it has no answer yet."""
+
+    def measured(self, measured: Measured) -> None:
+        """Every row is tokenized."""
+
+    def planned(self, planned: Planned) -> None:
+        """The job is begun."""
+
+    def loaded(self, loaded: Loaded) -> None:
+        """The engine is ready."""
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """From the first pass, or the last check of a finished job, until the output is published."""
+        yield
+
+    @contextmanager
+    def running(self, running: Running) -> Iterator[None]:
+        """While passes run."""
+        yield
+
+    def after_pass(self, running: Running) -> str | None:
+        """Why to stop now; None to continue."""
+        return None
+
+
+def run_job(request: BatchRequest, observer: JobObserver) -> Ended:
+    """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published."""
+    with Checked.open(request) as checked:
+        running = None if checked.finished else _load(checked, observer).run()
+        with observer.working():
+            return checked.publish() if running is None else _run(running, observer)
+
+
+def _load(checked: Checked, observer: JobObserver) -> Loaded:
+    observer.checked(checked)
+    measured = checked.measure()
+    observer.measured(measured)
+    planned = measured.plan()
+    observer.planned(planned)
+    loaded = planned.load()
+    observer.loaded(loaded)
+    return loaded
+
+
+def _run(running: Running, observer: JobObserver) -> Ended:
+    reason = None
+    with observer.running(running):
+        for _ in running.passes():
+            reason = observer.after_pass(running)
+            if reason is not None:
+                break
+    return running.end(reason)
+
+
+class _Progress(JobObserver):
+    """A bar where it is wanted, and a stop after the pass in which Ctrl-C was pressed."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._interrupt = DeferredInterrupt()
+        self._advance: Advance | None = None
+        self._done = 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with self._interrupt:
+            yield
+
+    @contextmanager
+    def running(self, running: Running) -> Iterator[None]:
+        eta = running.eta()
+        self._done = eta.done
+        with progress_bar(eta.total, self._wanted, "rows", done=eta.done) as self._advance:
+            yield
+            # The journal confirms the last rows after the last pass.
+            self._show(running)
+
+    def after_pass(self, running: Running) -> str | None:
+        self._show(running)
+        return "signal" if self._interrupt.requested else None
+
+    def _show(self, running: Running) -> None:
+        done = running.session.num_confirmed
+        if self._advance is not None:
+            self._advance(done - self._done, running.metrics)
+        self._done = done
+
+
+def run_batch(
+    model: str | Path,
+    input_file: str | Path,
+    output: str | Path,
+    *,
+    progress: bool = True,
+    **options: Unpack[BatchOptions],
+) -> RunSummary:
+    """Answers a file of prompts: the same job as `moedge batch model input_file -o output`, and resumed by it.
+
+    `input_file` is JSON lines, CSV, Parquet, or another format of docs/rows.md. Every row gives one row of `output`, or
+    of its `.errors.jsonl`; what was answered is kept in its `.job` folder, so the same call resumes a job that was
+    stopped or killed. The options are those of the command (`BatchOptions`). `progress` shows a bar on stderr.
+
+    Returns the run in numbers (docs/run-summary.md): `rows.ok`, `rows.failed`, `tokens`, `seconds`, `memory`. Where a
+    limit stopped the job, `rows.total` is less than the rows of the input.
+
+    Raises what the command exits with: InputRefused, DoesNotFit, JobMismatch, OutputExists and others, all of them
+    MoedgeErrors; OverBudget, whose `result` is the summary, where the output was written and more memory was used than
+    the budget. Ctrl-C stops after the pass, keeps all answers, and raises KeyboardInterrupt.
+    """
+    request = batch_request(model, input_file, output, **options)
+    reset_host_peak()
+    ended = run_job(request, _Progress(progress))
+    refuse_over_budget(ended.over_budget, ended.summary)
+    return ended.summary
+
+
+def batch_request(
+    model: str | Path, input_file: str | Path, output: str | Path, **options: Unpack[BatchOptions]
+) -> BatchRequest:
+    """The request that a call of `run_batch` makes. Raises BadArgument."""
+    check(options, BatchOptions)
+    if str(output) == STDOUT:
+        raise BadArgument('output "-" is for the command; give a file')
+    return request_of(model, input_file, output, options)
+
+
+def request_of(
+    model: str | Path, input_file: str | Path, output: str | Path, options: Mapping[str, Any]
+) -> BatchRequest:
+    """The request that these of `BatchOptions` make, for `run_batch` and the command. Other names are ignored."""
+    drift, failures, plan = options.get("accept_drift"), options.get("max_failures"), options.get("plan")
+    effort = options.get("reasoning_effort")
+    defaults = Defaults(
+        max_tokens=options.get("max_tokens", 256),
+        temperature=options.get("temperature") or 0.0,
+        seed=options.get("seed", 0),
+        max_thinking_tokens=options.get("max_thinking_tokens"),
+        chat_template_kwargs=template_variables_of(options),
+        reasoning_effort=None if effort is None else str(effort),
+    )
+    return BatchRequest(
+        model=str(model),
+        input=Path(input_file),
+        output=Path(output),
+        settings=settings_of(options),
+        defaults=row_defaults_of(options, defaults),
+        input_format=input_format_of(options),
+        unset=unset_names(options.get("temperature")),
+        budgets=budgets_of(options),
+        experts=experts_of(options),
+        limits=Limits(options.get("until"), options.get("max_rows"), None if failures is None else str(failures)),
+        lenient=options.get("lenient", False),
+        resume=ResumeOptions(
+            drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
+            overwrite=options.get("overwrite", False),
+        ),
+        follow=options.get("partial", False),
+        plan=None if plan is None else Path(plan),
+    )

@@ -1,0 +1,306 @@
+"""`LLM`: a model in this process that continues prompts and answers chats, under budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, Unpack, cast
+
+from ...offload.heap import Heap
+from ..jobs.encode import RowEncoder, SpeedOrder
+from ..jobs.run import OpenRow, completion_of
+from ..plan.memory_ledger import MemoryLedger
+from ..plan.placement import Plan, Workload
+from ..plan.planner import SearchSpace
+from ..rows.failure import InvalidRow, RowFailure
+from ..rows.row import Defaults, Endpoint
+from ..rows.row_formats import RowBuilder, RowPosition, line_id
+from ..sampling.model_defaults import model_defaults
+from ..sampling.params import FinishReason
+from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
+from .generation import Generation, Request, progress_bar
+from .model import LoadedModel, OpenModel, refuse_over_budget
+from .options import EQUAL_ROWS, LLMOptions, budgets_of, check, experts_of, settings_of
+from .outputs import CompletionOutput, RequestOutput, logprobs_by_id
+from .sampling_params import SamplingParams
+
+# A cache for the whole context of a long-context model would take most budgets, and few prompts need it.
+MAX_MODEL_LEN = 4096
+
+TokenIds = Items[int]
+Prompt = str | TokenIds | Mapping[str, Any]
+"""Text, token ids, or vLLM's forms of both: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
+Conversation = Items[Mapping[str, Any]]
+"""Messages, as in OpenAI's API: `[{"role": "user", "content": "Name three rivers."}]`."""
+Params = SamplingParams | Items[SamplingParams] | None
+
+
+class LLM:
+    """A model that is planned and loaded once, within its budgets; weights that do not fit are streamed.
+
+    `model` is a checkpoint folder, prepared weights, or a hub id; docs/python.md lists the options (`LLMOptions`).
+
+        with LLM("Qwen/Qwen3-30B-A3B", ram="24GiB") as llm:
+            outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=100))
+
+    Leaving the context, or `close`, frees every tier. One call runs at a time, in one thread.
+
+    Raises BadArgument for options that are none, ModelNotFound, UnsupportedModel, and DoesNotFit, SettingError and
+    MemoryGaveOut as a job does; all of them are MoedgeErrors.
+    """
+
+    def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
+        check(options, LLMOptions)
+        self._seed = options.get("seed", 0)
+        self._builder = RowBuilder(Defaults(seed=self._seed))
+        self._opened = OpenModel(str(model))
+        self._loaded: LoadedModel | None = None
+        self._in_use = False
+        try:
+            source = self._opened.source
+            self._default_params = SamplingParams(**model_defaults(source.folder).values)
+            wanted = options.get("max_model_len") or min(MAX_MODEL_LEN, source.shape.context)
+            if wanted > source.shape.context:
+                raise SettingError(f"max_model_len {wanted:,} is more than the context of {source.shape.context:,}")
+            workload = workload_of(options, wanted)
+            self._encoder = RowEncoder(self._opened.tokenizer, source.shape.vocab, source.shape.context)
+            self._loaded = self._opened.load(settings_of(options), budgets_of(options), workload, experts_of(options))
+            self._heap: Heap = self._opened.rehearse(self._loaded, workload)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def plan(self) -> Plan:
+        """Formats, sizes and budgets that the model was loaded by, less what memory has taken since."""
+        return self._engine.policy.plan
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer: what was asked for, or less where memory is short."""
+        loaded = self._engine
+        return min(loaded.policy.plan.kv_tokens, loaded.chosen.request.workload.longest)
+
+    @property
+    def memory(self) -> MemoryLedger:
+        """Planned and allocated bytes of every arena by tier, each tier's budget, and its peak since loading began."""
+        return self._engine.engine.measure_peaks()
+
+    def generate(
+        self, prompts: Prompt | Items[Prompt], sampling_params: Params = None, *, progress: bool = True
+    ) -> list[RequestOutput]:
+        """Continues one prompt or any number of them, and returns their outputs in the order of the prompts.
+
+        A list of ints is one prompt of token ids. `sampling_params` are for all prompts, or one for each; without any,
+        the model's generation_config.json sets temperature, filters and repetition penalty, as in vLLM. Prompt i
+        draws the random numbers that line i + 1 of an input file would. `progress` shows a bar on stderr.
+
+        Raises PromptError, naming its index, for a prompt that cannot run, before any has; OverBudget, whose `result`
+        has the outputs, where more memory was used than the budget. After Ctrl-C the current pass ends and the LLM is
+        ready for other calls; a second Ctrl-C, or an error within a pass, closes it.
+        """
+        bodies = [_prompt_body(prompt, f"prompts[{index}]") for index, prompt in enumerate(_several(prompts))]
+        return self._run(bodies, Endpoint.COMPLETION, sampling_params, "prompts", progress)
+
+    def chat(
+        self,
+        messages: Conversation | Items[Conversation],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The model's next message in one conversation, or in each of several; otherwise as `generate`.
+
+        Messages go through the model's chat template. Reasoning of a thinking model is not in the text of an answer
+        but in its `reasoning_content`. Raises PromptError for a model without a chat template.
+        """
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        bodies = [{"messages": list(cast(Conversation, each))} for each in several]
+        return self._run(bodies, Endpoint.CHAT, sampling_params, "conversations", progress)
+
+    def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer to one prompt, or to one conversation, in pieces of text as it is generated.
+
+        Pieces never change, and are the answer together; to a conversation a thinking model's reasoning and an empty
+        line come first. The LLM is in use until the iterator ends or is closed.
+        Raises as `generate`; `n` must be 1.
+        """
+        params = sampling_params or self._default_params
+        if params.n != 1:
+            raise BadArgument(f"n must be 1 for a stream of text; found {params.n}")
+        chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
+        body = {"messages": list(prompt)} if chat else _prompt_body(cast(Prompt, prompt), "prompt")
+        endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETION
+        engine = self._engine
+        (request,) = self._requests([body], endpoint, [params], "prompt")
+        return self._stream(engine, request)
+
+    def close(self) -> None:
+        """Frees memory on every tier and ends all processes and threads. Closing twice does nothing."""
+        self._loaded = None
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def _engine(self) -> LoadedModel:
+        if self._loaded is None:
+            raise EngineUnavailable("this LLM is closed, by `close` or by an error within a pass; make another one")
+        return self._loaded
+
+    def _run(
+        self, bodies: list[dict[str, Any]], endpoint: Endpoint, sampling_params: Params, what: str, progress: bool
+    ) -> list[RequestOutput]:
+        loaded, params = self._engine, self._params_of_each(sampling_params, len(bodies))
+        requests, outputs = self._requests(bodies, endpoint, params, what), [cast(RequestOutput, None)] * len(bodies)
+        with (
+            self._generating(loaded) as generation,
+            progress_bar(len(requests), progress and bool(requests)) as advance,
+        ):
+            for finished in generation.passes(_fastest_order(requests)):
+                for opened in finished:
+                    request = requests[opened.row.index]
+                    outputs[opened.row.index] = self._output(request, opened, params[opened.row.index])
+                self._heap.after_pass()
+                advance(len(finished), loaded.engine.engine.metrics)
+        refuse_over_budget(loaded.engine.measure_peaks().over_budget, outputs)
+        return outputs
+
+    def _stream(self, loaded: LoadedModel, request: Request) -> Iterator[str]:
+        opened = OpenRow.start(request.row, request.choices, self._encoder)
+        with self._generating(loaded) as generation:
+            for piece in generation.text(opened.sequences[0], opened.texts[0]):
+                yield piece
+                # It may have been closed meanwhile.
+                loaded = self._engine
+        if opened.sequences[0].finish_reason is FinishReason.ERROR:
+            raise PromptError(opened.sequences[0].error)
+        refuse_over_budget(loaded.engine.measure_peaks().over_budget, opened.texts[0].text)
+
+    def _params_of_each(self, params: Params, count: int) -> Items[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self._default_params] * count
+        if len(params) != count:
+            raise BadArgument(
+                f"sampling_params must be one, or one for each of {count:,} prompts; found {len(params):,}"
+            )
+        return params
+
+    @contextmanager
+    def _generating(self, loaded: LoadedModel) -> Iterator[Generation]:
+        """The use of the engine by one call. What breaks off between two passes leaves the engine empty and ready."""
+        if self._in_use:
+            raise EngineUnavailable("another call uses this LLM; wait until it returns, or close its stream")
+        engine, self._in_use = loaded.engine.engine, True
+        engine.start_counting()
+        generation = Generation(engine, self._encoder)
+        try:
+            yield generation
+        except BaseException:
+            if not generation.in_pass:
+                engine.scheduler.abort()
+            else:
+                self.close()
+            raise
+        finally:
+            self._in_use = False
+
+    def _requests(
+        self, bodies: Items[Mapping[str, Any]], endpoint: Endpoint, params: Items[SamplingParams], what: str
+    ) -> list[Request]:
+        """All prompts, checked and tokenized. Raises PromptError for the first one that cannot run."""
+        return [
+            self._request({**each.body(endpoint), **body}, endpoint, index, what)
+            for index, (body, each) in enumerate(zip(bodies, params, strict=True))
+        ]
+
+    def _request(self, body: Mapping[str, Any], endpoint: Endpoint, index: int, what: str) -> Request:
+        where = what if what == "prompt" else f"{what}[{index}]"
+        try:
+            row = self._builder.build(body, endpoint, RowPosition(index, index + 1, line_id(index + 1)))
+        except InvalidRow as error:
+            raise PromptError(f"{where}: {error}") from None
+        choices = self._encoder.encode(row)
+        if isinstance(choices, RowFailure):
+            raise PromptError(f"{where}: {choices.message}")
+        longest = len(choices[0][0]) + row.params.max_tokens
+        if longest > self.max_model_len:
+            raise PromptError(f"{where}: {self._too_long(len(choices[0][0]), row.params.max_tokens)}")
+        text = body.get("prompt")
+        if endpoint is Endpoint.CHAT:
+            text = self._opened.tokenizer.decode(choices[0][0], skip_special_tokens=False)
+        return Request(row, choices, text if isinstance(text, str) else None)
+
+    def _too_long(self, num_prompt: int, max_tokens: int) -> str:
+        request, longest = self._engine.chosen.request, num_prompt + max_tokens
+        found = f"{num_prompt:,} prompt tokens and {max_tokens:,} to generate are {longest:,}"
+        if self.max_model_len < request.workload.longest:
+            option, size = SearchSpace(request).for_every_row.removeprefix("--").split()
+            return (
+                f"{found}, and {self.max_model_len:,} fit into the memory that was granted; lower max_tokens, or give "
+                f'the LLM {option.replace("-", "_")}="{size}" for {request.workload.longest:,}'
+            )
+        return f"{found}, and max_model_len is {self.max_model_len:,}; give the LLM max_model_len={longest}"
+
+    def _output(self, request: Request, opened: OpenRow, params: SamplingParams) -> RequestOutput:
+        token_text, outputs = self._opened.tokenizer.token_text, []
+        for index, (sequence, text) in enumerate(zip(opened.sequences, opened.texts, strict=True)):
+            found, answer = None, completion_of(request.row, sequence, text)
+            if params.logprobs is not None:
+                found = logprobs_by_id(sequence.logprobs, params.logprobs, token_text)
+            outputs.append(
+                CompletionOutput(
+                    index,
+                    answer.text,
+                    sequence.output_ids,
+                    str(answer.finish_reason),
+                    found,
+                    sequence.error or None,
+                    answer.reasoning,
+                )
+            )
+        return RequestOutput(request.prompt, request.choices[0][0], outputs)
+
+
+def workload_of(options: Mapping[str, Any], longest: int) -> Workload:
+    """What is planned for: `rows` sequences, the longest of `longest` tokens.
+
+    The shortest is of the usual length: where memory is too small for the longest, the cache is as large as it can be.
+    """
+    wanted = {**EQUAL_ROWS, **options}
+    output = min(wanted["output_tokens"], max(1, longest // 2))
+    prompt = min(wanted["prompt_tokens"], max(1, longest - output))
+    return Workload(rows := wanted["rows"], longest, min(longest, prompt + output), rows * prompt, rows * output)
+
+
+def _several(prompts: Prompt | Items[Prompt]) -> Items[Prompt]:
+    """A list of prompts: one prompt alone becomes a list of it."""
+    alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast(Items[Prompt], [prompts] if alone else prompts)
+
+
+def _prompt_body(prompt: Prompt, where: str) -> dict[str, Any]:
+    if isinstance(prompt, Mapping):
+        if len(found := [name for name in ("prompt", "prompt_token_ids") if name in prompt]) != 1:
+            raise PromptError(f"{where}: a dict must have prompt or prompt_token_ids; found {', '.join(prompt)}")
+        prompt = prompt[found[0]]
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Items) or not all(type(each) is int for each in prompt):
+        raise PromptError(f"{where} must be text or a list of token ids; found {shown(prompt)}")
+    return {"prompt": list(prompt)}
+
+
+def _fastest_order(requests: Items[Request]) -> Iterable[Request]:
+    """Prompts with a common beginning side by side, long ones first, as a job runs its rows."""
+    order = SpeedOrder()
+    for request in requests:
+        prompt_ids = request.choices[0][0]
+        order.add(request.row.index, prompt_ids, len(prompt_ids) + request.row.params.max_tokens)
+    return [requests[index] for index in order.rows()] if requests else []

@@ -1,0 +1,374 @@
+"""What `moedge plan` says, as an object: the document, and the text and the HTML that show it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..jobs.job_plan import equal_rows, measured_job, plan_request
+from ..plan.plan_file import document, refusal
+from ..plan.planner import PlanResult, solve
+from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
+from ..rows.row import Defaults
+from ..rows.tables import InputFormat
+from ..settings.budgets import Budgets
+from ..settings.errors import DoesNotFit, counted
+from ..settings.formatting import count, duration, gib, kernel_lines
+from ..settings.settings import Settings
+from ..source.headers import read_headers
+from .options import (
+    EQUAL_ROWS,
+    PlanOptions,
+    WorkloadOptions,
+    budgets_of,
+    check,
+    input_format_of,
+    row_defaults_of,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from ..jobs.encode import JobSize
+    from ..rows.preflight import Preflight
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport:
+    """What fits where, how fast a job will be, what it waits for and what would help, before a weight is read.
+
+    `document` is JSON, described in docs/plan.md; bytes, seconds, and tokens per second. `fits` says whether there is a
+    plan, and `result` is it; else `document` has the reason and what would fit. Printed, or shown in a notebook, it is
+    the text of `moedge plan`. `left_out` says in lines which rows of the input it is not made for.
+    """
+
+    document: Mapping[str, Any]
+    result: PlanResult | None = field(default=None, compare=False)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.result is not None
+
+    @property
+    def generated_tok_s(self) -> float | None:
+        """Generated tokens per second, as predicted; None where nothing fits."""
+        return None if self.result is None else self.result.prediction.generated_tok_s
+
+    def json(self) -> str:
+        """The document as text."""
+        return json.dumps(self.document, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan for `moedge batch --plan FILE` and `run_batch(..., plan=FILE)`. Raises DoesNotFit."""
+        if not self.fits:
+            raise DoesNotFit(str(self.document["reason"]))
+        Path(path).write_text(self.json() + "\n")
+
+    def print(self, explain: bool = False, console: Console | None = None) -> None:
+        """Prints the text; `explain` adds what was compared, and what the numbers are based on."""
+        console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        _print(self.document, explain, console)
+
+    def __repr__(self) -> str:
+        stream = StringIO()
+        self.print(console=Console(file=stream, highlight=False, markup=False, soft_wrap=True))
+        return stream.getvalue().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        console = Console(file=StringIO(), record=True, highlight=False, markup=False, soft_wrap=True)
+        self.print(console=console)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def plan(model: str | Path, input_file: str | Path | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
+    """What `moedge plan` says of a model and a job; reads headers only, and loads no torch.
+
+    The rows of `input_file` are measured; without it the job is `rows` of `prompt_tokens` and `output_tokens` each
+    (1,000 of 512 and 256). Budgets are bytes or texts such as "7GiB" (`PlanOptions`). A job that does not fit is a
+    report too. Raises BadArgument, ModelNotFound, UnsupportedModel, SettingError, BadSize.
+    """
+    check(options, PlanOptions)
+    machine = options.get("machine")
+    return make_report(
+        str(model),
+        None if input_file is None else Path(input_file),
+        settings_of(options),
+        budgets_of(options),
+        rows={name: options[name] for name in WorkloadOptions.__annotations__ if name in options},  # type: ignore[literal-required]
+        defaults=row_defaults_of(options, Defaults(max_tokens=options.get("max_tokens", 256))),
+        input_format=input_format_of(options),
+        machine=None if machine is None else Path(machine),
+        gpu=options.get("gpu"),
+    )
+
+
+def make_report(
+    model: str,
+    input_file: Path | None,
+    settings: Settings,
+    budgets: Budgets,
+    *,
+    rows: Mapping[str, int],
+    defaults: Defaults,
+    input_format: InputFormat,
+    machine: Path | None,
+    gpu: str | None = None,
+) -> PlanReport:
+    """`rows` are the arguments of `equal_rows`, for a job without an input file; `defaults` are for one with it."""
+    headers, size = read_headers(model), None
+    notes: tuple[str, ...] = ()
+    if input_file is not None:
+        size, found = measured_job(headers, input_file, defaults, input_format)
+        size.refuse_if_none_runs(found)
+        notes = tuple(_left_out(found, size))
+    workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
+    request = plan_request(headers, settings, budgets, machine, workload, gpu)
+    try:
+        result = solve(request)
+    except DoesNotFit as error:
+        return PlanReport(refusal(model, request, str(error), nearest(request)), left_out=notes)
+    points = [*by_sequences(request, result), *by_budget(request, result)]
+    # Rows of equal length fit all of them or not at all.
+    left_out = 0 if size is None else size.longer_than(result.plan.kv_tokens)
+    shown = document(headers.name, result, points, suggestions(request, result), left_out, headers.download)
+    return PlanReport(shown, result, notes)
+
+
+def _left_out(found: Preflight, size: JobSize) -> Iterator[str]:
+    invalid = found.num_rows - sum(found.rows.values())
+    if invalid or found.file_problems.total:
+        yield found.report(lenient=True)
+        yield f"planned without {counted(invalid, 'invalid row')}"
+    if size.too_long:
+        yield f"planned without {counted(size.too_long, 'row')} longer than the model's context"
+
+
+WIDTH = 30
+# The letter of a bar for each arena; the same in every tier.
+LETTERS = {
+    "process": "-",
+    "context and libraries": "-",
+    "small parameters": ":",
+    "scratch of products": ".",
+    "activations": "@",
+    "slack of allocators": "+",
+    "loading": "!",
+    "KV cache": "#",
+    "parked blocks": "^",
+    "weights held": "=",
+    "weights staged for the device": "=",
+    "rings of streamed weights": "~",
+    "store of weights": "=",
+}
+# Arenas as --explain subtracts them, before what is left for weights that stay.
+_WEIGHTS = ("weights held", "weights staged for the device")
+_NAMES = {"host": "RAM", "device": "GPU memory", "disk": "disk"}
+_LEAST_SHOWN = 1 << 20
+
+
+def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
+    if not found["fits"]:
+        console.print(f"does not fit: {found['reason']}")
+        if found["nearest"]:
+            console.print(f"nearest that fits: {'; or '.join(found['nearest'])}")
+        return
+    for line in _head(found):
+        console.print(line)
+    console.print(_tiers(found["tiers"]))
+    for line in (*_legend(found["tiers"]), *_speed(found), *_curves(found["points"]), *_suggestions(found)):
+        console.print(line)
+    if explain:
+        for line in _explanation(found):
+            console.print(line)
+
+
+def _head(found: Mapping[str, Any]) -> Iterator[str]:
+    model, job, plan = found["model"], found["job"], found["plan"]
+    yield (
+        f"{model['name']}: {model['type']}, {count(model['parameters'])} parameters "
+        f"({count(model['active_parameters'])} active), {_layers(model)}"
+    )
+    if download := found["download"]:
+        yield f"not here: a job downloads {gib(download['nbytes'])} first; {gib(download['free'])} free for it"
+    yield f"computing on {found['machine']['computes']}"
+    if preset := found["machine"]["preset"]:
+        yield f"preset {preset}: figures of its data sheet, not measured"
+    yield (
+        f"{counted(job['sequences'], 'row')} of {job['prompt_tokens'] / job['sequences']:,.0f} prompt tokens and up to "
+        f"{job['generated_tokens'] / job['sequences']:,.0f} generated tokens; the longest row has {job['longest']:,}"
+    )
+    yield (
+        f"plan: weights {plan['quant']}, KV cache {plan['kv']}, dtype {plan['dtype']}; "
+        f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass; "
+        f"{_held(found)}"
+    )
+    yield from kernel_lines(plan["lacks"], plan["notes"])
+    if left_out := found["left_out"]:
+        yield (
+            f"{counted(left_out['rows'], 'row')} may need more than the {plan['kv_tokens']:,} tokens that fit: "
+            f"error rows; {left_out['takes']} runs all"
+        )
+    yield ""
+
+
+def _layers(model: Mapping[str, Any]) -> str:
+    if not model["experts"]:
+        return counted(model["layers"], "layer")
+    each, used = model["experts_per_layer"], model["experts_per_token"]
+    return f"{counted(model['layers'], 'layer')} x {each} experts, {used} per token"
+
+
+def _held(found: Mapping[str, Any]) -> str:
+    """The share of the weights, or the number of experts, that stays in the memory that computes."""
+    plan, experts = found["plan"], found["model"]["experts"]
+    if not experts:
+        return f"holds {plan['held_nbytes'] / plan['weights_nbytes']:.0%} of the weights"
+    return f"holds {sum(plan['placement']['held_experts']):,} of {experts:,} experts"
+
+
+def _tiers(tiers: list[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("", "budget", "used", "free", ""):
+        table.add_column(name, no_wrap=True, justify="right" if name else "left")
+    for tier in tiers:
+        parts = {name: nbytes for name, nbytes in tier["parts"].items() if nbytes}
+        used, budget = sum(parts.values()), tier["budget"]
+        free = "-" if budget is None else gib(max(0, budget - used))
+        bar = Text(f"[{_bar(parts, budget)}]") if budget and parts else ""
+        table.add_row(_NAMES[tier["tier"]], "-" if budget is None else gib(budget), gib(used), free, bar)
+    return table
+
+
+def _bar(parts: Mapping[str, int], budget: int) -> str:
+    """Letters in proportion to the parts, at least one each; free memory is blank."""
+    letters = "".join(LETTERS[name] * max(1, round(WIDTH * nbytes / budget)) for name, nbytes in parts.items())
+    return letters[:WIDTH].ljust(WIDTH)
+
+
+def _legend(tiers: list[Mapping[str, Any]]) -> Iterator[str]:
+    """One line per tier; parts of less than a MiB count in the sums only."""
+    for tier in tiers:
+        shown = [(name, nbytes) for name, nbytes in tier["parts"].items() if nbytes >= _LEAST_SHOWN]
+        if shown:
+            parts = ", ".join(f"{LETTERS[name]} {name} {gib(nbytes)}" for name, nbytes in shown)
+            yield f"{_NAMES[tier['tier']]}: {parts}"
+
+
+def _speed(found: Mapping[str, Any]) -> Iterator[str]:
+    predicted, machine = found["prediction"], found["machine"]
+    yield ""
+    yield (
+        f"estimate: {predicted['generated_tok_s']:,.1f} tok/s generated, {predicted['prompt_tok_s']:,.1f} tok/s of "
+        f"prompts; loading ~{duration(predicted['loading_s'])}, then {duration(predicted['seconds'])}"
+    )
+    if written := predicted["written_nbytes"]:
+        yield f"loading writes {gib(written)} of prepared weights to disk, once (--disk 0 writes none)"
+    yield f"bottleneck: {_busy(predicted)}"
+    if not machine["measured"]:
+        yield "machine not measured: assuming a slow one; run `moedge doctor`"
+
+
+def _busy(predicted: Mapping[str, Any]) -> str:
+    """`compute (100%)`, or `disk (95%; compute 40%)` where other resources are busy, too."""
+    shares = {name: seconds / predicted["seconds"] for name, seconds in predicted["busy_s"].items() if seconds}
+    name = predicted["bottleneck"]
+    most = f"{shares.pop(name, 0.0):.0%}"
+    others = [f"{other} {share:.0%}" for other, share in sorted(shares.items(), key=lambda item: -item[1])]
+    return f"{name} ({'; '.join([most, *others])})"
+
+
+def _curves(points: list[Mapping[str, Any]]) -> Iterator[str]:
+    best = max((point["generated_tok_s"] or 0 for point in points), default=0) or 1
+    for varied, curve in groupby(points, key=lambda point: point["varied"]):
+        yield ""
+        yield "tok/s by number of sequences" if varied == "sequences" else f"tok/s by {_NAMES[varied]} budget"
+        points_of_curve = list(curve)
+        shown = _until_flat(points_of_curve)
+        for point in shown:
+            rate = point["generated_tok_s"]
+            value = f"{point['value']:,}" if varied == "sequences" else _budget(point["value"])
+            if rate is None:
+                yield f"{value:>12}  does not fit"
+                continue
+            more = "  (no gain from more)" if point is shown[-1] and len(shown) < len(points_of_curve) else ""
+            yield f"{value:>12}  {rate:>9,.1f}  {'#' * max(1, round(WIDTH * rate / best))}{more}"
+
+
+def _budget(nbytes: int) -> str:
+    """As a person would give it: `8 GiB`, `2.5 GiB`, `768 MiB`."""
+    return f"{nbytes / 2**30:.1f}".removesuffix(".0") + " GiB" if nbytes >= 2**31 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _until_flat(curve: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The curve without the equal points at its end."""
+    count = len(curve)
+    while count > 1 and curve[count - 1]["generated_tok_s"] == curve[count - 2]["generated_tok_s"]:
+        count -= 1
+    return curve[:count]
+
+
+def _suggestions(found: Mapping[str, Any]) -> Iterator[str]:
+    suggestions = found["suggestions"]
+    yield ""
+    if not suggestions:
+        yield "no single change gains more than 5 %"
+    for each in suggestions:
+        yield f"{each['change']:>16}  {each['generated_tok_s']:,.1f} tok/s, {each['gain']:.2f}x"
+
+
+def _explanation(found: Mapping[str, Any]) -> Iterator[str]:
+    plan, predicted = found["plan"], found["prediction"]
+    yield ""
+    yield from _subtraction(found)
+    yield "weight formats, from exact to lossy, each with its fastest plan that fits, loading included:"
+    chosen_s = found["formats"][plan["quant"]]
+    for name, seconds in found["formats"].items():
+        chosen = " <- chosen" if name == plan["quant"] else ""
+        yield f"{name:>12}  {duration(seconds)}, {seconds / chosen_s:.2f}x this plan's time{chosen}"
+    yield (
+        "auto is the checkpoint's own precision if all of it fits, else the least lossy format that takes "
+        "at most 1.5x the time of the fastest"
+    )
+    loading = found["loading"]
+    steps = {name.removesuffix("_s").replace("_", " "): loading[name] for name in loading if name.endswith("_s")}
+    yield f"loading: {', '.join(f'{name} {duration(seconds)}' for name, seconds in steps.items() if seconds)}"
+    held = plan["held_nbytes"] / plan["weights_nbytes"]
+    read = gib(predicted["disk_nbytes"])
+    yield f"{held:.0%} of the weights stay in the memory that computes; {read} are read from disk in total"
+    passes, sequences = predicted["passes"], predicted["sequences"]
+    yield f"{passes:,.0f} passes with {sequences:,.0f} sequences, at the rates that docs/plan.md lists"
+
+
+def _subtraction(found: Mapping[str, Any]) -> Iterator[str]:
+    """The part of each budget that is left for weights, and its share of all weights."""
+    plan = found["plan"]
+    for tier in found["tiers"]:
+        name, parts = _NAMES[tier["tier"]], tier["parts"]
+        weights = sum(parts.get(each, 0) for each in _WEIGHTS)
+        if tier["tier"] == "disk":
+            if store := sum(parts.values()):
+                streamed = _on_disk(plan) / plan["weights_nbytes"]
+                yield f"{name}: {gib(store)} of prepared weights, of which passes read {streamed:.0%}; written once"
+            continue
+        needed = [f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes >= _LEAST_SHOWN]
+        needed = [part for part in needed if not part.startswith(_WEIGHTS)]
+        left = tier["budget"] - sum(nbytes for part, nbytes in parts.items() if part not in _WEIGHTS)
+        yield (
+            f"{name} {gib(tier['budget'])}: {' + '.join(needed)} leave {gib(left)} for weights of "
+            f"{gib(plan['weights_nbytes'])}; {gib(weights)} are held ({weights / plan['weights_nbytes']:.0%})"
+        )
+
+
+def _on_disk(plan: Mapping[str, Any]) -> int:
+    staging = plan["staging"]
+    nbytes: int = plan["weights_nbytes"] - plan["held_nbytes"] if staging is None else staging["disk_nbytes"]
+    return nbytes

@@ -1,0 +1,129 @@
+"""What happens before the first row of a job, and how long it takes: weights read, quantized, written. Torch-free.
+
+A step takes the bytes of the checkpoint over the rate of one thread, because loading is one thread's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ...offload.machine.profile import Machine
+from ..shape.model_shape import ModelShape
+from ..shape.shards import checkpoint_nbytes, resident_nbytes
+from .candidate import WeightFootprint
+from .placement import Plan
+
+# How corrections of loading are named, beside those of resources.
+LOADING = "loading"
+# Of a machine that nobody measured (docs/plan.md).
+SLOW_READ_BYTES_S = 5e8
+SLOW_WRITE_BYTES_S = 2e8
+SLOW_CONVERT_BYTES_S = 4e8
+SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType({"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "int4": 6e6})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingSpeeds:
+    """Bytes per second: of a checkpoint read, converted and packed (by weight format) by one thread, of prepared
+    weights written, and of prepared weights read."""
+
+    read_bytes_s: float = SLOW_READ_BYTES_S
+    convert_bytes_s: float = SLOW_CONVERT_BYTES_S
+    pack_bytes_s: Mapping[str, float] = field(default_factory=lambda: SLOW_PACK_BYTES_S)
+    write_bytes_s: float = SLOW_WRITE_BYTES_S
+
+    @classmethod
+    def of(cls, machine: Machine | None) -> LoadingSpeeds:
+        """Slow ones for what was not measured."""
+        if machine is None:
+            return cls()
+        disk, loading = machine.disk, machine.loading
+        return cls(
+            disk.one_thread_bytes_s if disk else SLOW_READ_BYTES_S,
+            loading.convert_bytes_s if loading else SLOW_CONVERT_BYTES_S,
+            {**SLOW_PACK_BYTES_S, **(loading.pack_bytes_s if loading else {})},
+            (disk and disk.write_bytes_s) or SLOW_WRITE_BYTES_S,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is on disk of a model already: bytes of prepared weights by weight format, finished or begun.
+
+    `is_model` says that the prepared weights are the MODEL itself, so that no checkpoint is read.
+    """
+
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+    is_model: bool = False
+
+    @property
+    def for_choice(self) -> Prepared:
+        """What a choice of formats may depend on: not on what happens to be there from earlier jobs."""
+        return Prepared({}, self.is_model)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingCost:
+    """Seconds of each step before the first row, and the bytes that are written to disk."""
+
+    read_s: float
+    quantize_s: float
+    write_s: float
+    first_passes_s: float
+    written_nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.read_s + self.quantize_s + self.write_s + self.first_passes_s
+
+
+def store_nbytes(shape: ModelShape, plan: Plan) -> int:
+    """Bytes of all prepared weights of a plan."""
+    return plan.weights_nbytes + resident_nbytes(shape, plan.dtype)
+
+
+def loading_cost(
+    shape: ModelShape,
+    plan: Plan,
+    speeds: LoadingSpeeds,
+    disk_bytes_s: float,
+    prepared: Prepared,
+    passes_s: tuple[float, float],
+) -> LoadingCost:
+    """What loading takes under `plan`. `passes_s` are seconds of the rehearsed pass, and of the one that measures the
+    offsets of quantized keys."""
+    rehearsed_s, offsets_s = passes_s
+    store, there = store_nbytes(shape, plan), prepared.nbytes.get(plan.quant, 0)
+    streams = prepared.is_model or plan.streams
+    kept = plan.held_nbytes if plan.staging is None else plan.held_nbytes + plan.staging.staged_nbytes
+    if prepared.is_model or (streams and there >= store):
+        quantized = "int" in plan.kv
+        return LoadingCost(kept / disk_bytes_s, 0.0, 0.0, rehearsed_s + (offsets_s if quantized else 0.0), 0)
+    missing = 1 - min(1.0, there / store) if streams else 1.0
+    checkpoint = missing * checkpoint_nbytes(shape)
+    read_s = checkpoint / speeds.read_bytes_s
+    quantize_s = checkpoint / speeds.convert_bytes_s + checkpoint / speeds.pack_bytes_s[plan.quant]
+    if not streams:
+        return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
+    written = round(missing * store)
+    # The offsets of keys are measured with the new store, in a pass that reads all of it.
+    offsets_s = max(offsets_s, store / disk_bytes_s)
+    read_s += kept / disk_bytes_s
+    return LoadingCost(read_s, quantize_s, written / speeds.write_bytes_s, rehearsed_s + offsets_s, written)
+
+
+def least_loading_s(
+    weights: WeightFootprint, streams: bool, speeds: LoadingSpeeds, disk_bytes_s: float, prepared: Prepared
+) -> float:
+    """No plan with these weights is predicted to load faster; `streams` where some are read from disk in every pass."""
+    if prepared.is_model:
+        return 0.0
+    checkpoint = checkpoint_nbytes(weights.shape)
+    packed_s = checkpoint / speeds.convert_bytes_s + checkpoint / speeds.pack_bytes_s[weights.quant]
+    seconds = checkpoint / speeds.read_bytes_s + packed_s
+    if not streams:
+        return seconds
+    store = weights.nbytes + resident_nbytes(weights.shape, weights.dtype)
+    return seconds + store / speeds.write_bytes_s + store / disk_bytes_s

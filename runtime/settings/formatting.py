@@ -1,0 +1,54 @@
+"""Formats numbers for people, and escapes untrusted text for the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+
+
+def gib(nbytes: float) -> str:
+    """`12.34 GiB`; `5 MiB` below 0.1 GiB, `1.50 TiB` from 1 TiB."""
+    if nbytes >= 2**40:
+        return f"{nbytes / 2**40:.2f} TiB"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, `2:03`; `4.5 s` below a minute."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def clock(seconds: float) -> str:
+    """The time of day in `seconds` from now: `05:40`, with the day if it is not today."""
+    now = datetime.now()
+    then = now + timedelta(seconds=seconds)
+    return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
+
+
+def count(number: float) -> str:
+    """`1,234`, `5.3 M`, `30.5 B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,.0f}"
+
+
+def kernel_lines(lacks: Mapping[str, str], notes: Iterable[str]) -> Iterator[str]:
+    """Says which GPU kernels torch replaces under a plan and why, and adds the notes."""
+    yield from notes
+    for family, reason in lacks.items():
+        yield f"torch computes instead of the GPU kernels for {family}. {reason}"
+
+
+# C0 and C1 controls drive the terminal, bidirectional controls reorder what is read, surrogates cannot be written.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escape_controls(text: str) -> str:
+    r"""`text` with every character that could control a terminal escaped (`\x1b`, `\u202e`); \n and \t stay."""
+    return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)

@@ -1,0 +1,139 @@
+"""The tensors that a checkpoint of a family holds, worked out from its config.json: for plans without any weights.
+
+Names and shapes are those of transformers' own modules of these families (modeling_*.py); of other families they are
+read from files only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from ...offload.checkpoint.header import TensorEntry
+from ...quant.formats.dtypes import OPTION_DTYPES
+from ..settings.errors import UnsupportedModel
+from .config import ModelConfig, head_dim, kv_heads
+from .model_shape import ModelShape
+from .read import model_shape
+
+_Shapes = dict[str, tuple[int, ...]]
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+# Published checkpoints that name no dtype are in this one.
+_USUAL_DTYPE = "bf16"
+
+
+def shape_of_config(config: ModelConfig, dtype: str | None = None) -> ModelShape:
+    """The shape of the model that a config describes; `dtype` as config.json names it, such as "bfloat16".
+
+    Raises UnsupportedModel for families whose tensors are not worked out here.
+    """
+    option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
+    stored = OPTION_DTYPES[option]
+    entries = {
+        name: TensorEntry(name, stored.safetensors, shape, 0, stored.nbytes * math.prod(shape))
+        for name, shape in tensor_shapes(config).items()
+    }
+    return model_shape(config, entries)
+
+
+def tensor_shapes(config: ModelConfig) -> _Shapes:
+    """Shape by name of every tensor of a checkpoint. Raises UnsupportedModel."""
+    family = config.family.model_type
+    if family not in _FEED_FORWARD:
+        raise UnsupportedModel(
+            f"a plan without weights is made for {', '.join(sorted(_FEED_FORWARD))}, not yet for {family}; give the "
+            "folder of the checkpoint, whose headers say what its tensors are"
+        )
+    hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
+    shapes: _Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config.size("num_hidden_layers")):
+        parts = _attention(config, layer) | _FEED_FORWARD[family](config, layer)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    return shapes
+
+
+def _attention(config: ModelConfig, layer: int) -> _Shapes:
+    family, hidden, dim = config.family.model_type, config.size("hidden_size"), head_dim(config, layer)
+    queries, keys = config.size("num_attention_heads") * dim, kv_heads(config, layer) * dim
+    sides = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+    outputs = {**sides, "o_proj": (hidden, queries)}
+    found: _Shapes = {f"self_attn.{name}.weight": shape for name, shape in outputs.items()}
+    biased = {"gpt_oss": outputs, "qwen2": sides, "qwen2_moe": sides}.get(family, {})
+    found |= {f"self_attn.{name}.bias": shape[:1] for name, shape in biased.items()}
+    if family == "gpt_oss":
+        found["self_attn.sinks"] = (config.size("num_attention_heads"),)
+    if family in {"qwen3", "qwen3_moe"}:
+        found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    if family == "olmoe":
+        found |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+    return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _gated(prefix: str, hidden: int, inner: int) -> _Shapes:
+    up = {f"{prefix}.{name}.weight": (inner, hidden) for name in ("gate_proj", "up_proj")}
+    return {**up, f"{prefix}.down_proj.weight": (hidden, inner)}
+
+
+def _dense(config: ModelConfig, layer: int) -> _Shapes:
+    return _gated("mlp", config.size("hidden_size"), config.size("intermediate_size"))
+
+
+def _qwen_experts(config: ModelConfig, layer: int) -> _Shapes:
+    """Layers are sparse every `decoder_sparse_step`, but for those that `mlp_only_layers` names."""
+    step = config.get("decoder_sparse_step") or 1
+    if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step:
+        return _dense(config, layer)
+    hidden, inner = config.size("hidden_size"), config.size("moe_intermediate_size")
+    found = _routed(config, "mlp", inner)
+    if config.family.model_type == "qwen2_moe":
+        found |= _gated("mlp.shared_expert", hidden, config.size("shared_expert_intermediate_size"))
+        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return found
+
+
+def _olmoe_experts(config: ModelConfig, layer: int) -> _Shapes:
+    return _routed(config, "mlp", config.size("intermediate_size"))
+
+
+def _routed(config: ModelConfig, prefix: str, inner: int) -> _Shapes:
+    hidden, count = config.size("hidden_size"), config.num_experts or 0
+    found: _Shapes = {f"{prefix}.gate.weight": (count, hidden)}
+    for expert in range(count):
+        found |= _gated(f"{prefix}.experts.{expert}", hidden, inner)
+    return found
+
+
+def _mixtral_experts(config: ModelConfig, layer: int) -> _Shapes:
+    hidden, inner, count = config.size("hidden_size"), config.size("intermediate_size"), config.num_experts or 0
+    found: _Shapes = {"block_sparse_moe.gate.weight": (count, hidden)}
+    for expert in range(count):
+        sides = {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}
+        found |= {f"block_sparse_moe.experts.{expert}.{name}.weight": shape for name, shape in sides.items()}
+    return found
+
+
+def _gpt_oss_experts(config: ModelConfig, layer: int) -> _Shapes:
+    hidden, inner, count = config.size("hidden_size"), config.size("intermediate_size"), config.num_experts or 0
+    return {
+        "mlp.router.weight": (count, hidden),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+        "mlp.experts.down_proj": (count, inner, hidden),
+        "mlp.experts.down_proj_bias": (count, hidden),
+    }
+
+
+_FEED_FORWARD: Mapping[str, Callable[[ModelConfig, int], _Shapes]] = {
+    "gpt_oss": _gpt_oss_experts,
+    "llama": _dense,
+    "mistral": _dense,
+    "mixtral": _mixtral_experts,
+    "olmoe": _olmoe_experts,
+    "qwen2": _dense,
+    "qwen2_moe": _qwen_experts,
+    "qwen3": _dense,
+    "qwen3_moe": _qwen_experts,
+}

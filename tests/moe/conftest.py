@@ -1,6 +1,0 @@
-"""Replaying traces serves bench/experts.py too."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

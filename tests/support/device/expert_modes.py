@@ -1,0 +1,60 @@
+"""Every way to stream and hold experts gives the tokens of a run that holds all; its counters tell which way it was.
+
+A few combinations are tests; all of them are tests/matrix/expert_modes.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "olmoe", "llama4_text")
+TIERS = ("disk-host", "host-device", "disk-host-device")
+PROGRAMS = (0.0, 0.1, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Way:
+    tiers: str
+    share: float
+    mode: Mode | None
+    hold: Hold
+
+    def run(self, tiny: Any, fakes: Any) -> Any:
+        """What it gave and moved; on a fake device where the tiers have one."""
+        options = ExpertOptions(self.mode, self.hold)
+        if self.tiers == "disk-host":
+            return tiny.run(tiny.held(None, self.share), experts=options)
+        with fakes.FakeDevice(seed=int(10 * self.share)) as fake:
+            plan = tiny.held(fake.device, self.share, on_disk=self.tiers == "disk-host-device")
+            return tiny.run(plan, fake.device, experts=options)
+
+
+def ways() -> Iterator[Way]:
+    for tiers, share, mode, hold in product(TIERS, PROGRAMS, (None, *Mode), Hold):
+        yield Way(tiers, share, mode, hold)
+
+
+def faults(way: Way, ran: Any, wanted: list[list[int]]) -> Iterator[str]:
+    """What of a run is not as it should be."""
+    found = ran.experts
+    if ran.tokens != wanted:
+        yield "other tokens than with all experts held"
+    if way.share == 1.0:
+        if found.fetched:
+            yield f"{found.fetched} experts moved though all are held"
+        return
+    if not found.fetched:
+        yield "no expert moved though some are not held"
+    if way.mode is not None and found.modes.keys() != {str(way.mode)}:
+        yield f"ran in {found.modes}"
+    if way.mode is Mode.WANTED and found.unwanted:
+        yield f"{found.unwanted} experts were read that no token asked for"
+    if way.mode is Mode.ALL and not found.unwanted:
+        yield "nothing was read but what tokens asked for"
+    if way.share == 0.0 and (found.hit_rate or found.swaps):
+        yield "hits without a slot"
+    if way.share >= 0.1 and way.hold is Hold.LRU and not found.swaps and way.tiers == "disk-host":
+        yield "lru has not moved a slot"

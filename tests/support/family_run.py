@@ -1,0 +1,97 @@
+"""One family, whole: its tiny checkpoint streamed at the smallest budget, and packed, against transformers' tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.plan.placement import Plan, Workload
+from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.source.model_source import open_source
+from support.tiny_families import save_tiny
+
+LENGTHS = (3, 40, 17, 70, 1, 33)
+NEW_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRun:
+    """Tokens by transformers, ours streamed and ours packed, and what shows that streaming and packing happened."""
+
+    expected: list[list[int]]
+    streamed: list[list[int]]
+    packed: list[list[int]]
+    nbytes_streamed: int
+    streamed_passes: int
+    packed_passes: int
+
+    @property
+    def failure(self) -> str:
+        """Empty where all is as it should be."""
+        if self.nbytes_streamed == 0 or self.streamed_passes <= self.packed_passes:
+            return f"{self.nbytes_streamed} bytes streamed, {self.streamed_passes} and {self.packed_passes} passes"
+        if len({token for row in self.expected for token in row}) <= 20:
+            return "transformers' tokens are degenerate, so equality shows nothing"
+        for what, found in (("streamed", self.streamed), ("packed", self.packed)):
+            wrong = [i for i, (ours, theirs) in enumerate(zip(found, self.expected, strict=True)) if ours != theirs]
+            if wrong:
+                return f"{what}: tokens of {len(wrong)} of {len(self.expected)} rows differ from transformers'"
+        return ""
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, 380, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def run_family(family: str, folder: Path) -> FamilyRun:
+    """Raises what refuses the family."""
+    save_tiny(family, folder / "checkpoint")
+    expected = stock_tokens(folder / "checkpoint")
+    job = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
+    settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
+    with open_source(str(folder / "checkpoint")) as source:
+        smallest, whole = budget_range(source.shape, settings, job)
+        prepare(source, folder / "store", "none", "fp32", Budgets())
+        streamed = _run(source, make_plan(source.shape, settings, MemoryBudget(smallest), job), folder / "store")
+        packed = _run(source, make_plan(source.shape, settings, MemoryBudget(2 * whole), job), None)
+    return FamilyRun(expected, streamed[0], packed[0], streamed[1], streamed[2], packed[2])
+
+
+def stock_tokens(folder: Path) -> list[list[int]]:
+    """transformers' own greedy tokens, one prompt at a time, by the attention that defines the model.
+
+    Others leave features out: in older releases `sdpa` does not bound scores.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return [_generate(model, ids) for ids in prompts()]
+
+
+def _generate(model: Any, ids: list[int]) -> list[int]:
+    out = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return list(out[0, len(ids) :].tolist())
+
+
+def _run(source: Any, plan: Plan, store: Path | None) -> tuple[list[list[int]], int, int]:
+    loaded = load_engine(source, plan, store)
+    sequences = [Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2})) for ids in prompts()]
+    try:
+        for sequence in sequences:
+            loaded.engine.add(sequence)
+        passes = 0
+        while loaded.engine.busy:
+            loaded.engine.step()
+            passes += 1
+        nbytes = loaded.streamed.nbytes_from_disk
+    finally:
+        loaded.close()
+    return [sequence.output_ids for sequence in sequences], nbytes, passes

@@ -1,0 +1,23 @@
+"""Reads and packs all weights of a checkpoint, as a job does before its first pass."""
+
+from pathlib import Path
+
+import torch
+
+from moedge.offload.checkpoint.checkpoint import Checkpoint
+from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
+from moedge.runtime.model.definition import define
+from moedge.runtime.plan.placement import everything
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.weights.memory import WeightMemory
+from moedge.runtime.weights.preparation import MemorySink, Preparation
+
+
+def load_weights(folder: Path, shape: ModelShape) -> None:
+    model = define(ModelConfig.read(folder), torch.float32)
+    with Checkpoint(folder) as checkpoint:
+        shards = model_shards(shape, "none", "fp32")
+        sink = MemorySink(WeightMemory(shards, everything(shards)))
+        Preparation(model, checkpoint, ParallelMatmul(Workspace(0))).run(shards, sink)

@@ -1,0 +1,76 @@
+"""Shapes of models without their weights: a plain one to vary, and well-known ones from their published configs."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from moedge.runtime.plan.cost_model import CostModel, Rates
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.formula import shape_of_config
+from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+
+
+def plain_model(
+    num_experts: int = 64, per_token: int = 8, window: int | None = None, num_layers: int = 16
+) -> ModelShape:
+    """Layers of 2048, about 7 GB in bf16 with 64 experts; every other layer has the window."""
+    experts = ExpertsShape(num_experts, per_token, Matrix("up", 2048, 2048), Matrix("down", 2048, 1024))
+    dense = (Matrix("q_proj", 4096, 2048), Matrix("o_proj", 2048, 4096))
+    layers = tuple(LayerShape(index, dense, experts, 10_000) for index in range(num_layers))
+    groups = (
+        KVGroup(tuple(range(0, num_layers, 2)), 4, 128, None),
+        KVGroup(tuple(range(1, num_layers, 2)), 4, 128, window),
+    )
+    return ModelShape("qwen3_moe", "bf16", 2048, 32_000, 4096, layers, groups, Matrix("head", 32_000, 2048), 2048)
+
+
+def choose(
+    shape: ModelShape,
+    settings: Settings,
+    budget: MemoryBudget,
+    workload: Workload,
+    rates: Rates | None = None,
+    factors: dict[str, float] | None = None,
+) -> PlanResult:
+    """What the planner makes of a request, on a machine with these rates."""
+    costs = CostModel(shape, rates, factors)
+    return solve(PlanRequest(costs=costs, workload=workload, budget=budget, settings=settings))
+
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336,
+    "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "intermediate_size": 2880, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {
+    "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
+CONFIGS = {
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Mixtral-8x7B": MIXTRAL,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
+}
+
+
+def known_shape(name: str) -> ModelShape:
+    """As it is worked out from the config, in bfloat16."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIGS[name]))
+        return shape_of_config(ModelConfig.read(Path(folder)))

@@ -1,0 +1,161 @@
+"""Tiny random checkpoints of every supported family; tests/matrix/families.py runs them all."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Sizes by every name that families give them; those that a family's config does not know are left out. Windows are
+# shorter than the prompts, layers enough to stream, and more experts than a token uses.
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 384, "max_position_embeddings": 512, "eos_token_id": 2,
+    "bos_token_id": None, "pad_token_id": None, "sliding_window": 16, "moe_intermediate_size": 64,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8,
+    "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "shared_expert_intermediate_size": 64, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+# What makes a family's features occur. None takes a size away, so that the family's own default holds.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "aria_text": {"moe_num_shared_experts": 1},
+    "bitnet": {"hidden_act": "relu2"},
+    "cohere": {"use_qk_norm": True, "logit_scale": 2.0},
+    "cohere2": {"logit_scale": 2.0},
+    "cohere2_moe": {"num_shared_experts": 1, "logit_scale": 2.0, "prefix_dense_intermediate_size": 64},
+    "cwm": {"bos_token_id": 1},
+    "dots1": {"n_shared_experts": 1, "max_window_layers": 2},
+    "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_end_index": 3, "use_bias": True},
+    "exaone4": {"sliding_window_pattern": 2},
+    "exaone_moe": {"sliding_window_pattern": 2},
+    "gemma": {"pad_token_id": 0},
+    "gemma2": {"query_pre_attn_scalar": 32, "pad_token_id": 0, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "pad_token_id": 0},
+    "gemma4_text": {
+        "num_hidden_layers": 7, "global_head_dim": 64, "enable_moe_block": True, "top_k_experts": 2,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384, "num_kv_shared_layers": 0,
+        "pad_token_id": 0, "final_logit_softcapping": 20.0,
+    },
+    "gemma4_unified_text": {"num_hidden_layers": 7, "global_head_dim": 64, "pad_token_id": 0},
+    "glm": {"pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
+    "granite": {
+        "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
+    },
+    "granitemoe": {
+        "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
+        "tie_word_embeddings": True,
+    },
+    "granitemoeshared": {"shared_intermediate_size": 64},
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_moe": {"eod_token_id": 3},
+    "hyperclovax": {"attention_multiplier": 0.2},
+    "hy_v3": {"num_shared_experts": 1},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6],
+        "num_attention_heads": 4,
+    },
+    "llama4_text": {
+        "attention_chunk_size": 16, "no_rope_layer_interval": 2, "floor_scale": 8, "attn_scale": 0.5,
+        "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64,
+    },
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
+    "olmoe": {"num_key_value_heads": 4, "clip_qkv": 2.0},
+    "phi": {"qk_layernorm": True},
+    "phi3": {"pad_token_id": 0},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 3},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
+}  # fmt: skip
+
+# One family for each thing that the seams meet; tests that cost more than a moment run these.
+FEATURES = (
+    "gemma2",  # bounded scores
+    "gemma3_text",  # windows in five of six layers, rotary settings by kind of layer
+    "gemma4_text",  # heads of other sizes in some layers, an input of its own for every layer
+    "gpt_oss",  # sinks, transposed experts with biases, activations by pairs
+    "granitemoe",  # experts stacked in the file, a tied head, multipliers
+    "laguna",  # another number of heads by layer, a gate on attention, renamed matrices
+    "llama",  # nothing of all that
+    "llama4_text",  # chunks, experts outside the interface, queries scaled by position
+    "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
+    "minimax_m2",  # routers with corrections that are buffers
+    "mixtral",  # a window in every layer, renamed blocks
+    "phimoe",  # a window that only the mask tells
+    "qwen3_moe",  # experts apart in the file
+)
+
+
+def tiny_config(family: str, **sizes: Any) -> Any:
+    """The configuration of a family's tiny checkpoint, an instance of transformers' class; `sizes` replace SIZES."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[family]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    sizes = {name: value for name, value in {**SIZES, **sizes}.items() if name in known}
+    return config_class(**{**sizes, **SETTINGS.get(family, {})})
+
+
+def stored_numel(model: Any) -> int:
+    """Elements of a model's checkpoint: parameters, tied ones once, and buffers that are kept."""
+    kept = model.state_dict().keys()
+    tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name in kept)]
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def build_model(family: str, **sizes: Any) -> Any:
+    """A stock transformers model with random weights, as spread out as a trained one: greedy tokens vary.
+
+    `sizes` take the place of those in SIZES.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = tiny_config(family, **sizes)
+    torch.manual_seed(sum(map(ord, family)))
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.3 if parameter.dim() > 1 else 0.1
+            if "bias" in name or "sinks" in name or parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * spread)
+        for name, buffer in model.named_buffers():
+            # Corrections of routers, which decide between experts.
+            if "bias" in name and buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer) * 0.1)
+        if config.tie_word_embeddings:
+            # A tied head otherwise repeats the last token for ever.
+            model.get_input_embeddings().weight.mul_(0.1)
+    return model
+
+
+def build_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer whose every id decodes, with a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    while len(vocab) < vocab_size:
+        vocab[f"Ġ{len(vocab)}"] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(folder)
+
+
+def save_tiny(family: str, folder: Path, **sizes: Any) -> Any:
+    """Writes the tiny random checkpoint of a family, its tokenizer beside it; returns the stock model."""
+    model = build_model(family, **sizes)
+    model.save_pretrained(folder)
+    build_tokenizer(folder, model.config.get_text_config().vocab_size)
+    return model
