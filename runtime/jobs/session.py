@@ -95,8 +95,9 @@ class JobInput:
         before = Fingerprint(**opened["input"], mtime_ns=0)
         if not found.fingerprint.same_content(before) and not self._grew(found, before, state.num_rows):
             raise InputChanged(
-                f"{self.path} is not the input that job {opened['id']} was started with: "
-                f"{_where_changed(found.index, folder, state)}. Put it back as it was, or choose another output name"
+                f"{self.preflight.path} is not the input that job {opened['id']} was started with: "
+                f"{_where_changed(found.index, folder, state)}. Put it back as it was, choose another output name, or "
+                "start over with --overwrite"
             )
 
     def _grew(self, found: Preflight, before: Fingerprint, num_rows: int) -> bool:

@@ -247,7 +247,7 @@ def remove(folder: JobFolder, force: bool = False) -> str:
             )
         shutil.rmtree(folder.path)
     (_root() / job_id).unlink(missing_ok=True)
-    return f"removed {folder.path}"
+    return f"removed {folder.path}; the output files stay"
 
 
 def repair_journal(folder: JobFolder) -> Repaired:

@@ -97,7 +97,7 @@ class Preflight:
     def _listed(self, lenient: bool) -> list[RowFailure]:
         """The first errors; of one that most rows have, a few are enough."""
         found = sorted((*self.line_problems.first, *self.row_problems.first), key=lambda each: each.line)
-        common = None if lenient else self.common_error
+        common = None if lenient or self.line_problems.total else self.common_error
         same = [each for each in found if each.code == common]
         return [each for each in found if each.code != common or each in same[:_FEW]]
 
