@@ -211,8 +211,8 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
             file.publish()
         elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
             raise InputChanged(
-                f"the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
-                f"`moedge jobs resume`, or move {folder.path} away to start over"
+                "the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
+                "`moedge jobs resume`, or start over with --overwrite"
             )
     finally:
         file.discard()

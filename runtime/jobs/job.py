@@ -41,7 +41,7 @@ from .outputs import OutputPaths, claim_output
 from .report import summarise, summarise_rows
 from .request import BatchRequest, identity, settled_rows
 from .run import FileRows, RowRunner, RowSource
-from .session import JobClaim, JobInput, JobSession, lock_folder, start_over
+from .session import JobClaim, JobInput, JobSession, lock_folder, refuse_start_over, start_over
 from .stop import StallGuard, StopRule
 from .summary import RunSummary, Seconds
 
@@ -74,6 +74,9 @@ class Checked:
             request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
+            if request.resume.overwrite:
+                # Before rows from a pipe replace those of the job.
+                refuse_start_over(folder, paths)
             rows = JobInput.check(request, folder)
             if rows.preflight.refused(request.lenient):
                 raise InputRefused(rows.preflight.report(request.lenient))

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from ...offload.stream.lane import StreamBroken
 from ..plan.placement import Plan
-from ..rows.input_file import Fingerprint, packed, prefix_digest
+from ..rows.input_file import STDIN, Fingerprint, packed, prefix_digest
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
@@ -70,7 +70,7 @@ class JobInput:
 
         Raises InputUnreadable, InputChanged, InputRefused.
         """
-        if request.resume.overwrite:
+        if request.resume.overwrite and os.fspath(request.input) == STDIN:
             # It is what came through the pipe the last time.
             folder.input.unlink(missing_ok=True)
         kind = input_format(request.input, request.input_format)
@@ -117,16 +117,18 @@ def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
     return "rows that have no answer yet were added, removed or edited"
 
 
-def start_over(folder: JobFolder, paths: OutputPaths) -> None:
-    """Removes the journal and the outputs of the job in `folder`, which is locked and keeps its lock and its rows.
+def refuse_start_over(folder: JobFolder, paths: OutputPaths) -> None:
+    """Raises JobMismatch, OutputExists where an output is not what the job in `folder` wrote."""
+    if folder.begun:
+        state = read_state(folder.journal)
+        _refuse_other_output(folder, state, paths)
+        refuse_foreign_outputs(state, paths)
 
-    Raises JobMismatch, OutputExists where an output is not what the job wrote.
-    """
+
+def start_over(folder: JobFolder, paths: OutputPaths) -> None:
+    """Removes the journal and the outputs of the job in `folder`, which is locked and keeps its lock and its rows."""
     if not folder.begun:
         return
-    state = read_state(folder.journal)
-    _refuse_other_output(folder, state, paths)
-    refuse_foreign_outputs(state, paths)
     for path in (paths.out, paths.errors, paths.partial):
         path.unlink(missing_ok=True)
     kept = {folder.lock, folder.input, folder.rows, folder.rows_of}

@@ -235,19 +235,28 @@ def export_now(folder: JobFolder, target: Path | None) -> str:
 def remove(folder: JobFolder, force: bool = False) -> str:
     """Removes the folder of a job and keeps its outputs; returns what was done, in words.
 
-    Raises JobInUse, and JobMismatch for a job that is not finished, whose answers would be lost, unless by `force`.
+    Raises JobInUse, and without `force` BadJournal, OtherVersion, and JobMismatch where answers would be lost.
     """
     with closing(JobLock(folder)):
-        state = read_state(folder.journal)
-        job_id, rows = str(state.opened["id"]), state.counts.rows
-        if rows and not (state.finished and state.export_is_current) and not force:
-            raise JobMismatch(
-                f"job {job_id} is not finished, and {counted(rows, 'answer')} would be lost; "
-                f"export them with `moedge jobs export {job_id} -o FILE`, or give --force"
-            )
+        if not force:
+            _refuse_loss(read_state(folder.journal))
         shutil.rmtree(folder.path)
-    (_root() / job_id).unlink(missing_ok=True)
+    for link in _root().glob("*"):
+        if not link.exists():
+            link.unlink(missing_ok=True)
     return f"removed {folder.path}; the output files stay"
+
+
+def _refuse_loss(state: JobState) -> None:
+    """Raises JobMismatch where a journal has answers that no output has."""
+    job_id, output = state.opened["id"], state.opened["request"]["output"]
+    finished = state.finished and state.export_is_current
+    if state.counts.rows and not (finished and Path(output).exists()):
+        why = f"has no {output} any more" if finished else "is not finished"
+        raise JobMismatch(
+            f"job {job_id} {why}, and {counted(state.counts.rows, 'answer')} would be lost; "
+            f"export them with `moedge jobs export {job_id} -o FILE`, or give --force"
+        )
 
 
 def repair_journal(folder: JobFolder) -> Repaired:

@@ -306,7 +306,14 @@ def test_overwrite_and_rm_remove_only_what_a_job_wrote(
     (tmp_path / "out.jsonl").write_text(answers + "edited by hand\n")
     assert cli(*batch, "--overwrite", "--max-tokens", 2) == 2
     assert (tmp_path / "out.job" / "journal").exists()
+    (tmp_path / "out.jsonl").unlink()
+    assert cli("jobs", "rm", tmp_path / "out.job") == 2, "the journal has the only copy"
     (tmp_path / "out.jsonl").write_text(answers)
     assert cli("jobs", "rm", tmp_path / "out.job") == 0
     assert not (tmp_path / "out.job").exists()
     assert (tmp_path / "out.jsonl").read_text() == answers
+    (tmp_path / "old.job").mkdir()
+    (tmp_path / "old.job" / "journal").write_text("of another version")
+    assert cli("jobs", "rm", tmp_path / "old.job") != 0
+    assert cli("jobs", "rm", tmp_path / "old.job", "--force") == 0
+    assert not (tmp_path / "old.job").exists()
