@@ -27,6 +27,7 @@ from ..shape.model_shape import ModelShape
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
 from ..weights.key_offsets import KeyOffsets, keep, kept
+from .journal.state import JobState
 from .outputs import OutputPaths
 from .stop import Limits
 
@@ -132,39 +133,50 @@ class Identity:
     model: str
 
     def refuse_other(
-        self, opened: Mapping[str, Any], settings: Settings, accepted: Collection[str], paths: OutputPaths
+        self, state: JobState, settings: Settings, accepted: Collection[str], paths: OutputPaths, to_do: bool
     ) -> None:
-        """Raises JobMismatch, naming every difference to the job that begins with `opened`, minus those accepted."""
-        recorded = opened["identity"]
-        _refuse(opened, {**self.facts, **_requested(settings, recorded)}, recorded, accepted, paths, self.model)
+        """Raises JobMismatch, naming every difference to the job of `state`, minus those accepted.
+
+        `to_do`: it has rows without an answer, so that it can be continued at all.
+        """
+        recorded = state.opened["identity"]
+        if changed := _changed({**self.facts, **_requested(settings, recorded)}, recorded, accepted):
+            raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do))
 
     def refuse_resolved(
-        self, opened: Mapping[str, Any], found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths
+        self, state: JobState, found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths
     ) -> None:
         """The same for what "auto" became, as of an engine that was loaded for something else."""
-        recorded = {name: opened["identity"][name] for name in RESOLVED}
-        _refuse(opened, found, recorded, accepted, paths)
+        recorded = {name: state.opened["identity"][name] for name in RESOLVED}
+        if changed := _changed(found, recorded, accepted):
+            raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do=True))
 
 
-def _refuse(
-    opened: Mapping[str, Any],
-    found: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    accepted: Collection[str],
-    paths: OutputPaths,
-    model: str = "",
-) -> None:
-    different = [name for name in recorded if name not in accepted and found.get(name) != recorded[name]]
-    if different:
-        begun_with = Path(opened["model_name"]).name
-        changes = ", ".join(
-            _change(name, recorded[name], found.get(name), (begun_with, model or begun_with)) for name in different
-        )
-        accept = " ".join(f"--accept-drift {name}" for name in different)
-        raise JobMismatch(
-            f"{paths.out} belongs to job {opened['id']}, started with other settings: {changes}. Use the old settings, "
-            f"another -o, or start over with moedge batch --overwrite. To continue anyway: {accept}"
-        )
+# Settings by name: what they were, and what is asked for.
+Changed = Mapping[str, tuple[Any, Any]]
+
+
+def _changed(found: Mapping[str, Any], recorded: Mapping[str, Any], accepted: Collection[str]) -> Changed:
+    return {
+        name: (before, found.get(name))
+        for name, before in recorded.items()
+        if name not in accepted and found.get(name) != before
+    }
+
+
+def _mismatch(state: JobState, changed: Changed, paths: OutputPaths, model: str, to_do: bool) -> str:
+    job_id, models = state.opened["id"], (Path(state.opened["model_name"]).name, model)
+    changes = ", ".join(_change(name, *values, models) for name, values in changed.items())
+    text = (
+        f"{paths.out} belongs to job {job_id}, started with other settings: {changes}. Use the old settings, "
+        "another -o, or start over with moedge batch --overwrite."
+    )
+    if to_do:
+        return f"{text} To continue anyway: {' '.join(f'--accept-drift {name}' for name in changed)}"
+    before, now = changed.get("max_tokens", (0, 0))
+    if state.counts.cut and now > before:
+        text += f" To continue the rows that were cut: moedge jobs resume {job_id} --cut --max-tokens {now}"
+    return text
 
 
 def _change(setting: str, before: Any, now: Any, models: tuple[str, str]) -> str:

@@ -224,9 +224,7 @@ class JobClaim:
             opened = self._opened(plan)
             self._journal = Journal.create(self.folder.journal, opened, self.folder.ballast)
             register(opened["id"], self.folder)
-        self._identity.refuse_resolved(
-            self._journal.state.opened, resolved(plan), self.request.resume.drift, self.paths
-        )
+        self._identity.refuse_resolved(self._journal.state, resolved(plan), self.request.resume.drift, self.paths)
         if self.num_added:
             self._journal.extend(**self._input())
         return JobSession(self, self._journal, self._retry)
@@ -245,7 +243,9 @@ class JobClaim:
         opened = state.opened
         _refuse_other_output(self.folder, state, self.paths)
         self.rows.refuse_other(self.folder, state)
-        self._identity.refuse_other(opened, self.request.settings, self.request.resume.drift, self.paths)
+        asked = self.request.resume
+        to_do = not state.finished or self.num_added > 0 or asked.failed or asked.cut_to is not None
+        self._identity.refuse_other(state, self.request.settings, asked.drift, self.paths, to_do)
         if state.cancelled is not None and not self.request.resume.cancelled:
             raise JobMismatch(f"job {opened['id']} was cancelled; resume it with `moedge jobs resume {opened['id']}`")
 

@@ -265,6 +265,10 @@ def test_the_last_line_names_the_command_that_continues_cut_rows(
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [12, 12, 12]
     assert cli(*batch) == 0
     assert "is already finished" in capsys.readouterr().err
+    assert cli(*batch, "--max-tokens", 999) == 2
+    refused = capsys.readouterr().err
+    assert "--cut --max-tokens 999" in refused
+    assert "--accept-drift" not in refused, "a finished job has nothing to continue"
 
 
 def test_rows_that_are_appended_to_the_input_are_added_and_edits_are_refused(
