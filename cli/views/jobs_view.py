@@ -15,25 +15,39 @@ from ...runtime.settings.formatting import escape_controls
 
 # For scripts that read the table, which has as many lines as there are jobs.
 _WIDE = 1000
+_COLUMNS = ("ID", "STATUS", "DONE", "FAILED", "STARTED", "MODEL", "OUTPUT")
+# In this order, where a terminal is too narrow.
+_LEFT_OUT = ("MODEL", "STARTED", "FAILED")
+_PADDING, _LEAST_OUTPUT = 2, 12
 # Facts of a job that are hashes of files.
 _HASHES = ("model", "tokenizer")
 
 
-def print_jobs(jobs: Sequence[JobStatus]) -> None:
-    """Prints nothing but a sentence if there are none. Columns are cut to the width of a terminal, never elsewhere."""
+def print_jobs(jobs: Sequence[JobStatus], width: int | None = None) -> None:
+    """Prints nothing but a sentence if there are none. Columns that do not fit `width` are left out.
+
+    Without a `width` it is that of the terminal; elsewhere nothing is left out.
+    """
     if not jobs:
         print("no jobs", file=sys.stderr)
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for name in ("ID", "STATUS", "DONE", "FAILED", "STARTED", "MODEL", "OUTPUT"):
-        right = name in ("DONE", "FAILED")
-        flexible = name in ("MODEL", "OUTPUT")
-        # An id, a state and a count are worth nothing when they are cut.
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=5 if flexible else None)
     now = datetime.now()
-    for status in jobs:
-        table.add_row(*map(escape_controls, _cells(status, now)))
-    Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False).print(table)
+    console = Console(width=width or (None if sys.stdout.isatty() else _WIDE), highlight=False, markup=False)
+    rows = [dict(zip(_COLUMNS, map(escape_controls, _cells(status, now)), strict=True)) for status in jobs]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) + _PADDING for name in _COLUMNS}
+    for name in _LEFT_OUT:
+        if sum(widths.values()) - widths["OUTPUT"] + _LEAST_OUTPUT > console.width:
+            del widths[name]
+    output = console.width - sum(widths.values()) + widths["OUTPUT"]
+    table = Table(box=None, padding=(0, _PADDING, 0, 0), pad_edge=False, header_style="")
+    for name in widths:
+        table.add_column(name, justify="right" if name in ("DONE", "FAILED") else "left", no_wrap=True)
+    for row in rows:
+        # The end of a path says more than its beginning.
+        path = row["OUTPUT"]
+        row["OUTPUT"] = path if len(path) <= output else f"\u2026{path[1 - output :]}"
+        table.add_row(*(row[name] for name in widths))
+    console.print(table)
 
 
 def _cells(status: JobStatus, now: datetime) -> tuple[str, ...]:

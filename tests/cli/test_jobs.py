@@ -14,7 +14,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from moedge.cli.views.jobs_view import print_jobs
+from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal.state import read_state
+from moedge.runtime.jobs.status import JobStatus
 
 Rows = list[dict[str, Any]]
 Cli = Callable[..., int]
@@ -54,6 +57,13 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert header.split() == ["ID", "STATUS", "DONE", "FAILED", "STARTED", "MODEL", "OUTPUT"]
     assert "4/12" in line
     job_id = line.split()[0]
+    for width in (40, 60, 80, 200):
+        print_jobs([JobStatus.read(JobFolder(tmp_path / "out.job"))] * 2, width)
+        shown = capsys.readouterr().out.splitlines()
+        assert len(shown) == 3
+        assert all(len(each) <= width for each in shown)
+        assert shown[1].split()[:3] == [job_id, "stopped", "4/12"]
+        assert shown[1].rstrip().endswith(".jsonl")
     assert cli("jobs", "show", job_id) == 0
     assert "4 answered, 0 failed, 8 to do" in capsys.readouterr().out
     assert cli("jobs", "export", job_id[:5], "-o", tmp_path / "now.jsonl") == 0
