@@ -12,12 +12,16 @@ from ..offload.budget import gib
 from ..offload.errors import ExitCode
 from ..runtime.settings.formatting import duration
 from .options import options
+from .options.paths import new_folder
 
 
 def prepare(
     model: options.MODEL,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write; by default one in the user's cache.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=new_folder, help="Folder to write; by default one in the user's cache."
+        ),
     ] = None,
     quant: options.QUANT = options.Quant.NF4,
     dtype: options.DTYPE = options.DType.AUTO,

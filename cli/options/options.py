@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...offload.budget import BadSize, parse_size
+from .paths import new_folder, own_file, readable_file
 
 if TYPE_CHECKING:
     from ...runtime.settings.budgets import Budgets
@@ -245,7 +246,12 @@ SYSTEM = Annotated[
 ]
 SCHEMA = Annotated[
     Path | None,
-    typer.Option("--schema", metavar="FILE", help="JSON schema of every answer, unless a row has its own."),
+    typer.Option(
+        "--schema",
+        metavar="FILE",
+        callback=readable_file,
+        help="JSON schema of every answer, unless a row has its own.",
+    ),
 ]
 CHAT = Annotated[
     bool | None,
@@ -256,7 +262,7 @@ CHAT = Annotated[
 ]
 PLAN = Annotated[
     Path | None,
-    typer.Option("--plan", help="Run a plan written by `moedge plan --save` on this machine."),
+    typer.Option("--plan", callback=readable_file, help="Run a plan written by `moedge plan --save` on this machine."),
 ]
 LENIENT = Annotated[
     bool,
@@ -315,6 +321,7 @@ DISK_DIR = Annotated[
         "--disk-dir",
         envvar="MOEDGE_DISK_DIR",
         show_envvar=False,
+        callback=new_folder,
         help="Folder for prepared weights; the user's cache by default.",
     ),
 ]
@@ -349,7 +356,13 @@ ACCEPT_DRIFT = Annotated[
         help="Continue although this setting differs from the original job (repeatable).",
     ),
 ]
-SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write a summary of the run to this file, as JSON.")]
+SUMMARY = Annotated[
+    Path | None,
+    typer.Option("--summary", callback=own_file, help="Write a summary of the run to this file, as JSON."),
+]
+PARTIAL = Annotated[
+    bool, typer.Option("--partial", help="Append answers to OUT's name with .partial.jsonl while the job runs.")
+]
 PROGRESS = Annotated[
     Progress,
     typer.Option(
@@ -360,6 +373,7 @@ PROGRESS = Annotated[
     ),
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
+VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers of the run at its end.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
 

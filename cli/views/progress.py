@@ -47,7 +47,7 @@ class SafeStream:
         return self._stream.fileno()
 
 
-SCHEMA = "moedge.events/3"
+SCHEMA = "moedge.events/4"
 
 
 class Events:

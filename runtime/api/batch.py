@@ -121,8 +121,7 @@ class BatchProgress(JobObserver):
         return "signal" if self._interrupt.requested else None
 
     def _show(self, running: Running) -> None:
-        committed = running.session.committed
-        done = committed.ok + committed.failed
+        done = running.session.num_confirmed
         if self._advance is not None:
             self._advance(done - self._done, running.metrics)
         self._done = done
@@ -192,6 +191,10 @@ def request_of(
         experts=experts_of(options),
         limits=Limits(options.get("until"), options.get("max_rows"), None if failures is None else str(failures)),
         lenient=options.get("lenient", False),
-        resume=ResumeOptions(drift=(drift,) if isinstance(drift, str) else tuple(drift or ())),
+        resume=ResumeOptions(
+            drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
+            overwrite=options.get("overwrite", False),
+        ),
+        follow=options.get("partial", False),
         plan=None if plan is None else Path(plan),
     )

@@ -134,6 +134,7 @@ class JobOptions(RowOptions, total=False):
     `max_thinking_tokens` and `chat_template_kwargs` (a dict, or the text of a JSON object) are for chat rows that do
     not say.
     The job stops early at the time of day `until` ("07:00"), after `max_rows`, or beyond `max_failures` (10, "5%").
+    `overwrite` removes the job of this output and its files first; `partial` appends answers to a file while it runs.
     """
 
     max_tokens: int
@@ -147,6 +148,8 @@ class JobOptions(RowOptions, total=False):
     max_rows: int | None
     max_failures: str | int | None
     accept_drift: str | list[str] | None
+    overwrite: bool
+    partial: bool
 
 
 class BatchOptions(EngineOptions, StreamingOptions, JobOptions, total=False):

@@ -129,6 +129,7 @@ def make_report(
     notes: tuple[str, ...] = ()
     if input_file is not None:
         size, found = measured_job(headers, input_file, defaults, input_format)
+        size.refuse_if_none_runs(found)
         notes = tuple(_left_out(found, size))
     workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
     request = plan_request(headers, settings, budgets, machine, workload, gpu)

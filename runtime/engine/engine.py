@@ -135,11 +135,11 @@ class Metrics:
         self.kv.add(kv)
 
     def count_finished(self, sequence: Sequence) -> None:
-        clock, num_tokens = sequence.clock, len(sequence.output_ids)
+        clock, num_tokens = sequence.clock, len(sequence.output_ids) - sequence.num_replayed
         if num_tokens == 0:
             return
         self.finished_tokens += num_tokens
-        self.finished_limit += sequence.params.max_tokens
+        self.finished_limit += sequence.params.max_tokens - sequence.num_replayed
         self.ttft.append(clock.first_token - clock.added)
         self.total.append(clock.ended - clock.added)
         if num_tokens > 1:

@@ -34,6 +34,7 @@ from ..settings.errors import InputRefused
 from ..source.model_source import ModelSource, open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT
+from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import seekable
@@ -42,7 +43,7 @@ from .outputs import OutputPaths, claim_output
 from .report import summarise, summarise_rows
 from .request import BatchRequest, identity, settled_rows
 from .run import FileRows, RowRunner, RowSource
-from .session import JobClaim, JobInput, JobSession, lock_folder
+from .session import JobClaim, JobInput, JobSession, lock_folder, refuse_start_over, start_over
 from .stop import StallGuard, StopRule
 from .summary import RunSummary, Seconds
 
@@ -97,9 +98,14 @@ class Checked:
             request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
+            if request.resume.overwrite:
+                # Before rows from a pipe replace those of the job.
+                refuse_start_over(folder, paths)
             rows = JobInput.check(request, folder)
             if rows.preflight.refused(request.lenient):
                 raise InputRefused(rows.preflight.report(request.lenient))
+            if request.resume.overwrite:
+                start_over(folder, paths)
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
@@ -134,10 +140,13 @@ class Checked:
         spool = TokenSpool(claim.folder.path, self.preflight.num_rows)
         self.resources.callback(spool.close)
         bad = set(self.preflight.bad_rows)
-        rows = (file.row(row) for row in claim.rows_to_run() if row not in bad)
+        rows = (claim.cut.longer(file.row(row)) for row in claim.rows_to_run() if row not in bad)
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
+        if claim.job_id is None and self.request.limits.max_rows is None:
+            # A job that has begun has answers to come, or rows that were already counted as errors.
+            size.refuse_most(self.preflight, self.request.lenient)
         return Measured(self, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
     def __enter__(self) -> Self:
@@ -271,8 +280,11 @@ class Running:
         begun, session, engine, heap = time.perf_counter(), self.session, self._loaded.engine, Heap()
         stacks = session.folder.stacks
         with session.working(engine.key_offsets), StallGuard(self._work, engine.streamed, stacks) as guard:
+            partial = self._partial_file()
             for _ in guard.watched(self._runner().passes()):
                 heap.after_pass()
+                if partial is not None:
+                    partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
                 yield
                 self.stopped_because = self._why_stop()
@@ -292,6 +304,14 @@ class Running:
         summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
         return Ended(self.session, self._checked.paths, summary, reason, over)
 
+    def _partial_file(self) -> AnswerStream | None:
+        """The file that grows with the answers, where it is asked for; closed with the job."""
+        if not self._checked.request.follow:
+            return None
+        file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
+        self._checked.resources.callback(file.close)
+        return file
+
     def _runner(self) -> RowRunner:
         measured, shape, claim = self._planned.measured, self._checked.source.shape, self._checked.claim
         encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self._loaded.longest, spool=measured.spool)
@@ -301,7 +321,7 @@ class Running:
     def _file_rows(self) -> FileRows:
         measured, claim = self._planned.measured, self._checked.claim
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
-        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid))
+        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
     def _why_stop(self) -> str | None:
         failed, rows = self.session.journal.state.counts.failed, self._checked.preflight.num_rows

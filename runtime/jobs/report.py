@@ -93,7 +93,7 @@ def summarise(
     return RunSummary(
         version=version("moedge"),
         command="batch",
-        rows=Rows(counts.rows, counts.ok, counts.failed),
+        rows=_rows(counts),
         tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
         model={
             "name": source.name,
@@ -123,9 +123,14 @@ def summarise_rows(counts: Counts) -> RunSummary:
     return RunSummary(
         version=version("moedge"),
         command="batch",
-        rows=Rows(counts.rows, counts.ok, counts.failed),
+        rows=_rows(counts),
         tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
     )
+
+
+def _rows(counts: Counts) -> Rows:
+    reasons, codes = (dict(each.most_common()) for each in (counts.finish_reasons, counts.codes))
+    return Rows(counts.rows, counts.ok, counts.failed, counts.cut, reasons, codes)
 
 
 def _throughput(metrics: Metrics, seconds: float | None) -> Throughput:

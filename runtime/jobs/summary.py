@@ -17,7 +17,7 @@ from ...offload.atomic_file import own_name, write_atomically
 from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
 
-SCHEMA = "moedge.run/5"
+SCHEMA = "moedge.run/6"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -26,9 +26,16 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 @dataclass(slots=True)
 class Rows:
+    """`cut` rows are answers or errors that max_tokens ended. `finish_reasons` counts the choices of answered rows,
+    `errors` the failed rows by code.
+    """
+
     total: Count
     ok: Count
     failed: Count
+    cut: Count = 0
+    finish_reasons: Mapping[str, Count] = field(default_factory=dict)
+    errors: Mapping[str, Count] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

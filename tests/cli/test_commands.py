@@ -72,7 +72,10 @@ def test_a_batch_answers_rows_of_every_form(
     assert len(answered[3]["choices"]) == 2
     numbers = json.loads(summary.read_text())
     jsonschema.validate(numbers, json_schema())
-    assert numbers["rows"] == {"total": 6, "ok": 4, "failed": 2}
+    assert numbers["rows"] == {
+        "total": 6, "ok": 4, "failed": 2, "cut": 4, "finish_reasons": {"length": 6},
+        "errors": {"unsupported_parameter": 1, "context_length_exceeded": 1},
+    }  # fmt: skip
     assert numbers["tokens"]["generated"] == 4 + 5 + 6 + 6
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -173,7 +176,7 @@ def test_a_signal_stops_cleanly_with_what_is_finished(
 ) -> None:
     rows = [{"id": str(i), "prompt": "x", "max_tokens": 20 + 10 * i, "ignore_eos": True} for i in range(22)]
     source, out = rows_file(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "moedge.cli", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
+    command = [sys.executable, "-m", "moedge", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
     limits = ["--max-sequences", "4"]
     with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -265,7 +268,7 @@ def test_a_budget_too_small_names_the_one_that_works(
     assert cli("batch", checkpoint("mixtral"), good, "-o", tmp_path / "o2.jsonl", "--ram", "three", *stores) == 2
     # In a process of its own: the peak that is held against the budget is a whole process's.
     command = ["batch", checkpoint("mixtral"), good, "-o", tmp_path / "out.jsonl", "--ram", named, *stores]
-    command = [sys.executable, "-m", "moedge.cli", *map(str, command), "--summary", str(tmp_path / "summary.json")]
+    command = [sys.executable, "-m", "moedge", *map(str, command), "--summary", str(tmp_path / "summary.json")]
     with subprocess.Popen(command) as process:
         seen = list(taken(process.pid))
     assert process.returncode == 0

@@ -20,7 +20,7 @@ from support.row_files import write_rows
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
-MOEDGE = [sys.executable, "-m", "moedge.cli"]
+MOEDGE = [sys.executable, "-m", "moedge"]
 
 
 @pytest.fixture

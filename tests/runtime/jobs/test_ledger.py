@@ -178,7 +178,7 @@ def test_j10_every_setting_that_shapes_answers_is_in_the_identity() -> None:
             "line 1 differs from the row that was answered",
         ),
         (lambda lines: lines[1:], "line 1 differs from the row that was answered"),
-        (lambda lines: [*lines, lines[0].replace(b"r0", b"new")], "no answer yet"),
+        (lambda lines: [lines[0].replace(b"r0", b"new"), *lines], "line 1 differs from the row that was answered"),
         (lambda lines: lines[:1], "has 1 row, and row 2 was answered"),
         (lambda lines: [*lines[:9], lines[9].replace(b"row 9", b"row x")], "no answer yet"),
     ],
@@ -220,7 +220,7 @@ def test_i12_an_input_that_changed_meanwhile_is_not_exported(
     def append(live: Any) -> None:
         if replaced:
             source.unlink()
-        source.write_bytes(before + before.splitlines(keepends=True)[0])
+        source.write_bytes(before + b" \n")
 
     with pytest.raises(InputChanged, match="no answer yet"):
         job(hook=append)
@@ -239,7 +239,7 @@ def test_j8_a_second_process_is_refused_at_once_and_writes_nothing(begun: JobFol
     lock = JobLock(begun)
     before = {path.name: path.read_bytes() for path in begun.path.iterdir()}
     assert is_locked(begun)
-    with pytest.raises(JobInUse, match=rf'in use by another process .*"pid": {os.getpid()}, "host": '):
+    with pytest.raises(JobInUse, match=rf"in use by another process \(process {os.getpid()} on "):
         job()
     assert {path.name: path.read_bytes() for path in begun.path.iterdir()} == before
     lock.close()

@@ -255,11 +255,11 @@ def test_j15_a_slow_disk_delays_what_counts_and_nothing_else(tmp_path: Path, mon
 
 def test_j17_a_journal_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": 2, "num_rows": 1}), 0))
-    with pytest.raises(OtherVersion, match="version 2, this moedge writes 1"):
+    path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": 3, "num_rows": 1}), 0))
+    with pytest.raises(OtherVersion, match="version 3, this moedge writes 2"):
         Journal(path)
     state = JobState()
-    state.apply(0, encode(Kind.OPEN, 0, {"version": 1, "num_rows": 1}))
+    state.apply(0, encode(Kind.OPEN, 0, {"version": 2, "num_rows": 1}))
     with pytest.raises(OtherVersion, match="'dance'"):
         state.apply(1, b'{"kind":"dance","synced":0}')
 
