@@ -307,18 +307,18 @@ def test_a_stream_ends_with_its_llm(model: Path) -> None:
 
 def interrupting(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """The third pass gets Ctrl-C this many times; returns the list that counts the passes that were completed."""
-    engine, passes = llm._engine.engine.engine, []
-    step = engine.step
+    retry, passes = llm._engine.engine.engine.split_retry, []
+    run = retry.run
 
-    def interrupted() -> Any:
+    def interrupted(batch: Any) -> Any:
         if len(passes) == 2:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-        finished = step()
+        samples = run(batch)
         passes.append(1)
-        return finished
+        return samples
 
-    monkeypatch.setattr(engine, "step", interrupted)
+    monkeypatch.setattr(retry, "run", interrupted)
     return passes
 
 
