@@ -95,7 +95,7 @@ class WeightFormat:
         code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
                                              share the factors d and dmin, float16, as in GGUF's Q4_K
 
-    `order` is the order of codes. `rates` names the format of `--quant` that computes about as fast.
+    `order` is the order of codes. `rates` names another format that computes about as fast.
     """
 
     name: str
@@ -210,6 +210,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             WeightFormat("int8", "int8", None, "float32"),
             WeightFormat("int4", "int4", 32, "bfloat16", "bfloat16", order=INT4PACK),
             WeightFormat("nf4", "nf4", 64, "bfloat16"),
+            WeightFormat("mxfp4", "e2m1", 32, "e8m0", rates="nf4"),
         )
     }
 )
