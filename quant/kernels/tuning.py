@@ -60,4 +60,7 @@ def tiles_for(rows: int, layout: Layout, wide: bool) -> Tiles:
     """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a layout."""
     kind = "nf4" if layout.grouped else layout.codes
     tiles = _WIDE if wide else _TILES[kind][rows]
-    return tiles._replace(depth=min(tiles.depth, layout.group)) if layout.grouped else tiles
+    if not layout.grouped or layout.group >= tiles.depth:
+        return tiles
+    # As many warps fewer, so that each thread still loads 8 bytes of codes at once.
+    return tiles._replace(depth=layout.group, warps=tiles.warps * layout.group // tiles.depth)
