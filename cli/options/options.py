@@ -57,7 +57,7 @@ class DType(StrEnum):
 
 
 class Quant(StrEnum):
-    AUTO, NONE, INT8, INT4, NF4 = "auto", "none", "int8", "int4", "nf4"
+    AUTO, NONE, INT8, INT4, NF4, MXFP4 = "auto", "none", "int8", "int4", "nf4", "mxfp4"
 
 
 class Arithmetic(StrEnum):

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...quant.formats.dtypes import OPTION_DTYPES
-from ...quant.formats.format import FormatError, Layout, get_format
+from ...quant.formats.format import QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from .model_shape import LayerShape, Matrix, ModelShape
 
-# The formats that `auto` considers, from exact to smallest.
-FORMATS = ("none", "int8", "int4", "nf4")
+# The formats of `--quant`.
+FORMATS = tuple(QUANT_FORMATS)
+# Those that `auto` considers, from exact to smallest. mxfp4 is as large as nf4 and loses more: it is for checkpoints
+# that have it, and to compare.
+AUTO_FORMATS = ("none", "int8", "int4", "nf4")
+SMALLEST_FORMATS = ("nf4", "mxfp4")
 FLOAT_NAMES = {name: each.name for name, each in OPTION_DTYPES.items()}
 ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 
