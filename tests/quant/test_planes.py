@@ -5,8 +5,7 @@ import torch
 
 from moedge.quant.formats import int4
 from moedge.quant.formats.format import FORMATS, INT4PACK, ROWS, FormatError, get_format
-from moedge.quant.matmul.gemv import measure_gemv_max_rows
-from moedge.quant.matmul.matmul import Matmul, Workspace
+from moedge.quant.matmul.matmul import Matmul, Workspace, measure_gemv_max_rows
 from moedge.quant.planes import Planes, from_planes, pack_nibbles, planes_of, relayout, unpack_nibbles
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import dtype_name, pack
