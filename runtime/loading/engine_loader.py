@@ -38,6 +38,7 @@ from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
+from ..shape.checkpoint_shape import read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
@@ -45,7 +46,7 @@ from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
 from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
-from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation
+from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation, widening_nbytes
 from ..weights.streaming import StreamedWeights, fill_from_store
 from .backends import make_attention, make_compute
 from .warm_up import warm_up_experts
@@ -94,7 +95,8 @@ class Loading:
             # Before anything else is page-locked: every plan uses it thousands of times.
             device.pins.taken += open_ring(device.torch_device)
         self.compute = make_compute(source.shape, plan, self.torch_device)
-        self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
+        self.config = ModelConfig.read(source.folder)
+        self.model = define(self.config, TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
         self.ledger = MemoryLedger.of(plan, source.shape)
@@ -217,8 +219,9 @@ def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
     # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
     with Checkpoint(loading.source.folder) as checkpoint:
-        window = min(free // (WINDOW_COPIES + 1), WINDOW_NBYTES)
-        preparation = Preparation(loading.model, checkpoint, loading.compute, window)
+        window = min((free - widening_nbytes(loading.source.shape)) // (WINDOW_COPIES + 1), WINDOW_NBYTES)
+        tensors = read_tensors(loading.config, checkpoint)
+        preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)
         preparation.run(loading.shards, MemorySink(loading.memory))
     return preparation.layers
 

@@ -17,6 +17,7 @@ from ..plan.planner import budget_range, make_plan
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
+from ..shape.checkpoint_shape import read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, weights_nbytes
@@ -57,9 +58,11 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
             return
-        model = define(ModelConfig.read(folder), TORCH_DTYPES[dtype])
+        config = ModelConfig.read(folder)
+        model = define(config, TORCH_DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
-            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window)
+            tensors = read_tensors(config, checkpoint)
+            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
             preparation.run(shards, StoreSink(writer))
         write_resident(writer, model, folder)
         writer.finish({"shape": shape_to_json(shape), "name": source.name})

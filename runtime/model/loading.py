@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
 from ...quant.tensor import SAFETENSORS_DTYPES
+from ..shape.quantized import ModelTensors, QuantizedWeight
 from ..shape.read import LAYER, expert_index, is_expert
+from .dequantize import dequantize
 
 MAX_LISTED = 10
 
@@ -31,9 +34,16 @@ MAX_LISTED = 10
 class CheckpointLoader:
     """Loads parts of a layer, or what is outside all layers; memory peaks at the size of one call's part."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, tensors: ModelTensors | None = None
+    ) -> None:
+        """`tensors` are the model's where the files hold some of them quantized."""
         self._model = model
         self._checkpoint = checkpoint
+        self._tensors = tensors or ModelTensors(checkpoint.entries)
+        self._dtype = dtype
+        # transformers' loader reads with several threads; one widens at a time, so that memory is bounded.
+        self._widening = Lock()
         # A progress bar for every layer would hide the job's.
         logging.disable_progress_bar()
         self._config = LoadStateDictConfig(
@@ -42,7 +52,7 @@ class CheckpointLoader:
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
         num_layers = len(model.get_decoder().layers)
-        for name, entry in checkpoint.entries.items():
+        for name, entry in self._tensors.entries.items():
             match = LAYER.search(name)
             index = int(match[1]) if match else None
             if index is not None and index >= num_layers:
@@ -55,7 +65,7 @@ class CheckpointLoader:
     def check(self) -> None:
         """Converts headers instead of tensors; raises BadCheckpoint with the first ten differences from the model."""
         names = [name for names in (*self._dense.values(), *self._experts.values()) for name in names]
-        tensors = {name: _Header(self._checkpoint.entries[name]) for name in names}
+        tensors = {name: _Header(self._tensors.entries[name]) for name in names}
         on_meta = replace(self._config, device_map={"": torch.device("meta")})
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, on_meta, None)
         self._model.tie_weights()
@@ -75,7 +85,7 @@ class CheckpointLoader:
 
     def load_dense(self, index: int, layer: nn.Module) -> None:
         """Loads all of a layer except its experts' matrices."""
-        self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[index]})
+        self._load({name: self._stored(name) for name in self._dense[index]})
         parameters = layer.named_parameters()
         missing = [name for name, parameter in parameters if parameter.is_meta and parameter.dim() != 3]
         if missing:
@@ -101,21 +111,27 @@ class CheckpointLoader:
 
     def load_rest(self) -> None:
         """Loads everything outside the layers: embedding, last norm, output head."""
-        self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[None]})
+        self._load({name: self._stored(name) for name in self._dense[None]})
         self._model.tie_weights()
         meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
         if outside := [name for name in meta if not LAYER.search(name)]:
             raise BadCheckpoint(f"{len(outside)} parameters are not in the files, first {outside[:3]}")
 
-    def _expert_tensors(self, index: int, window: range) -> Iterator[tuple[str, _StoredTensor]]:
+    def _expert_tensors(self, index: int, window: range) -> Iterator[tuple[str, _Stored]]:
         for name in self._experts[index]:
             single = expert_index(name)
             if single is None:
-                yield name, _StoredTensor(self._checkpoint, name, window)
+                yield name, self._stored(name, window)
             elif single in window:
-                yield name, _StoredTensor(self._checkpoint, name)
+                yield name, self._stored(name)
 
-    def _load(self, tensors: dict[str, _StoredTensor]) -> None:
+    def _stored(self, name: str, rows: range | None = None) -> _Stored:
+        weight = self._tensors.quantized.get(name)
+        if weight is None:
+            return _StoredTensor(self._checkpoint, name, rows)
+        return _QuantizedTensor(self._checkpoint, weight, self._dtype, rows, self._widening)
+
+    def _load(self, tensors: dict[str, _Stored]) -> None:
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, self._config, None)
         if found.conversion_errors or found.error_msgs:
             raise BadCheckpoint(f"tensors could not be converted: {found.conversion_errors or found.error_msgs}"[:600])
@@ -145,6 +161,24 @@ class _StoredTensor:
             begin = entry.nbytes // max(1, entry.shape[0]) * rows.start if entry.shape else 0
             self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data, begin)
         return tensor[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedTensor:
+    """The same for a weight that the files hold quantized, which is widened to `dtype`."""
+
+    checkpoint: Checkpoint
+    weight: QuantizedWeight
+    dtype: torch.dtype
+    rows: range | None
+    widening: Lock
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with self.widening:
+            return dequantize(self.checkpoint, self.weight, self.dtype, self.rows)[index]
+
+
+_Stored = _StoredTensor | _QuantizedTensor
 
 
 class _Header:

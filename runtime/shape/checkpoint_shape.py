@@ -13,7 +13,8 @@ from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
 from .config import ModelConfig, head_dim, kv_heads
 from .model_shape import ModelShape
-from .read import Tensors, by_layer, expert_index, model_shape
+from .quantized import ModelTensors
+from .read import Tensors, by_layer, expert_index, model_shape, tensors_of
 
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
@@ -21,8 +22,10 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _MOST_SHOWN = 10
 
 
-def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors) -> None:
-    """`tensors` are the checkpoint's, by layer.
+def check_tensors(
+    config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors, entries: Mapping[str, TensorEntry] | None = None
+) -> None:
+    """`tensors` are the checkpoint's, by layer, and `entries` all of them, if they are not those of the files.
 
     Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model.
     """
@@ -33,7 +36,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors)
             f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
             f"config.json wants num_hidden_layers {num_layers}"
         )
-    differences = [*_unusable(checkpoint), *_outer(config, tensors.outside)]
+    differences = [*_unusable(checkpoint, entries or checkpoint.entries), *_outer(config, tensors.outside)]
     for index, layer in sorted(layers.items()):
         differences += [
             f"layer {index}: {text}" for text in (*_attention(config, index, layer), *_experts(config, layer))
@@ -45,8 +48,8 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors)
         )
 
 
-def _unusable(checkpoint: Checkpoint) -> Iterator[str]:
-    for name, entry in checkpoint.entries.items():
+def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+    for name, entry in entries.items():
         if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
             yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
 
@@ -95,6 +98,21 @@ def read_shape(folder: Path) -> ModelShape:
     """
     config = ModelConfig.read(folder)
     with gc_paused(), Checkpoint(folder) as checkpoint:
-        tensors = by_layer(config, checkpoint.entries)
-        check_tensors(config, checkpoint, tensors)
-        return model_shape(config, checkpoint.entries, tensors)
+        found = read_tensors(config, checkpoint)
+        tensors = by_layer(config, found.entries)
+        check_tensors(config, checkpoint, tensors, found.entries)
+        return model_shape(config, found, tensors)
+
+
+def read_tensors(config: ModelConfig, checkpoint: Checkpoint) -> ModelTensors:
+    """A checkpoint's tensors as a model has them, quantized or not. Raises BadCheckpoint, UnsupportedModel."""
+
+    def read(name: str) -> bytes:
+        data = bytearray(checkpoint.entries[name].nbytes)
+        checkpoint.read_into(name, memoryview(data))
+        return bytes(data)
+
+    try:
+        return tensors_of(config, checkpoint.entries, read)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{checkpoint.folder}: {error}") from None

@@ -64,8 +64,27 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """Tensors of a group, such as experts, that lie in the checkpoint in one format: their elements and their bytes."""
+
+    group: str
+    format: str
+    numel: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits of the files for each element, scales included."""
+        return 8 * self.nbytes / self.numel
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding."""
+    """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding.
+
+    `stored` says what lies in its files. `widened_nbytes` are the bytes there of the largest quantized matrix, which
+    are read as one; 0 where none is quantized.
+    """
 
     model_type: str
     dtype: str
@@ -76,6 +95,8 @@ class ModelShape:
     kv_groups: tuple[KVGroup, ...]
     head: Matrix | None
     resident_numel: int
+    stored: tuple[StoredFormat, ...] = ()
+    widened_nbytes: int = 0
 
     @property
     def embedding_numel(self) -> int:
@@ -115,6 +136,7 @@ def shape_from_json(values: dict[str, Any]) -> ModelShape:
             "layers": tuple(_layer(layer) for layer in values["layers"]),
             "kv_groups": tuple(KVGroup(**{**group, "layers": tuple(group["layers"])}) for group in values["kv_groups"]),
             "head": Matrix(**values["head"]) if values["head"] else None,
+            "stored": tuple(StoredFormat(**each) for each in values.get("stored", ())),
         }
     )
 

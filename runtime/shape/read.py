@@ -12,7 +12,8 @@ from ...offload.checkpoint.header import TensorEntry
 from ...quant.formats.dtypes import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads, window
-from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StoredFormat
+from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
@@ -80,11 +81,20 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
-def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors: Tensors | None = None) -> ModelShape:
-    """`tensors` are `entries` by layer, where that is known.
+def tensors_of(config: ModelConfig, entries: Mapping[str, TensorEntry], read: ReadSmall | None = None) -> ModelTensors:
+    """The tensors that a model has of those in its files. Raises BadCheckpoint, UnsupportedModel."""
+    return model_tensors(config.quantization, entries, config.dtype, config.family.transposed_experts, read)
+
+
+def model_shape(
+    config: ModelConfig, found: ModelTensors | Mapping[str, TensorEntry], tensors: Tensors | None = None
+) -> ModelShape:
+    """`found` are a model's tensors or those of its files, `tensors` the same by layer, where that is known.
 
     Raises UnsupportedModel where names or shapes are not those of the config's family.
     """
+    found = found if isinstance(found, ModelTensors) else tensors_of(config, found)
+    entries = found.entries
     tensors = tensors or by_layer(config, entries)
     layers, outside = tensors.layers, tensors.outside
     num_layers = config.size("num_hidden_layers")
@@ -106,7 +116,44 @@ def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors
         kv_groups=kv_groups(config),
         head=None if tied or head is None else Matrix("lm_head", *head.shape),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
+        stored=stored_formats(found, tensors),
+        widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
     )
+
+
+def _matrix_nbytes(weight: QuantizedWeight) -> int:
+    """Bytes of a matrix in the files: of one expert's, where experts are stacked."""
+    shape = weight.entry.shape
+    return weight.nbytes // (shape[0] if len(shape) == 3 else 1)
+
+
+def stored_formats(found: ModelTensors, tensors: Tensors) -> tuple[StoredFormat, ...]:
+    """What lies in the files: elements and bytes by group of tensors and format, the largest first."""
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    groups = [(entry, _group(name, entry)) for layer in tensors.layers.values() for name, entry in layer.items()]
+    groups += [(entry, OUTER if len(entry.shape) == 2 else SMALL) for entry in tensors.outside.values()]
+    for entry, group in groups:
+        weight = found.quantized.get(entry.name)
+        label = _OPTION_OF.get(entry.dtype, entry.dtype) if weight is None else weight.label
+        total = sums[group, label]
+        total[0] += entry.numel
+        total[1] += entry.nbytes if weight is None else weight.nbytes
+    stored = [StoredFormat(*key, *total) for key, total in sums.items()]
+    return tuple(sorted(stored, key=lambda each: (GROUPS.index(each.group), -each.nbytes)))
+
+
+EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL = (
+    "experts", "attention", "feed-forward", "embedding and head", "norms, routers, biases",
+)  # fmt: skip
+GROUPS = (EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL)
+
+
+def _group(name: str, entry: TensorEntry) -> str:
+    if is_expert(name, entry):
+        return EXPERTS
+    if len(entry.shape) != 2 or not is_matrix(name):
+        return SMALL
+    return ATTENTION if "attn" in name or "attention" in name else FEED_FORWARD
 
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:

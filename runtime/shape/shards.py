@@ -165,5 +165,10 @@ def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
 
 
 def checkpoint_nbytes(shape: ModelShape) -> int:
-    """Bytes of the weights of the checkpoint itself."""
+    """Bytes of the weights in the files of the checkpoint."""
+    return sum(each.nbytes for each in shape.stored) or widened_nbytes(shape)
+
+
+def widened_nbytes(shape: ModelShape) -> int:
+    """Bytes of the weights of the checkpoint in its dtype, which quantized ones are widened to."""
     return shape.parameters * ITEM_NBYTES[shape.dtype]

@@ -19,11 +19,13 @@ from ...quant.formats.format import FormatError
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.tensor import pack_into
 from ..model.assembly import LayerAssembly
+from ..model.dequantize import WIDENING_NBYTES
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import LayerShape, ModelShape
+from ..shape.quantized import ModelTensors
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
 from .memory import WeightMemory
 
@@ -113,7 +115,7 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
     """
     item = ITEM_NBYTES[dtype]
     embedding = shape.embedding_numel * item
-    stays = PROCESS_NBYTES + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding
+    stays = PROCESS_NBYTES + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding + widening_nbytes(shape)
     layers = max(_layer_nbytes(*pair, item) for pair in zip(shape.layers, shards.layers, strict=True))
     head = shape.head.numel * item + shards.head.nbytes if shape.head and shards.head else 0
     smallest = stays + max(layers, embedding + head)
@@ -124,6 +126,12 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
         )
     one_expert = max((layer.experts.numel * item for layer in shape.layers if layer.experts), default=0)
     return min(WINDOW_NBYTES, one_expert + (budget - stays - layers) // WINDOW_COPIES)
+
+
+def widening_nbytes(shape: ModelShape) -> int:
+    """The most bytes while a quantized matrix is widened, beside the result: as in the files, its scales and zero
+    points in float32, and the rows that are computed together."""
+    return 2 * shape.widened_nbytes + WIDENING_NBYTES if shape.widened_nbytes else 0
 
 
 def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
@@ -177,12 +185,16 @@ class Preparation:
         checkpoint: Checkpoint,
         compute: ParallelMatmul,
         window_nbytes: int = WINDOW_NBYTES,
+        tensors: ModelTensors | None = None,
     ) -> None:
-        """`window_nbytes` of experts, as in the checkpoint, are converted together; their copies take more."""
+        """`window_nbytes` of experts, in the model's dtype, are converted together; their copies take more.
+
+        `tensors` are the model's where the checkpoint holds some of them quantized.
+        """
         self.layers: list[LayerAssembly] = []
         self._model = model
         self._checkpoint = checkpoint
-        self._loader = CheckpointLoader(model, checkpoint, model.dtype)
+        self._loader = CheckpointLoader(model, checkpoint, model.dtype, tensors)
         self._compute = compute
         self._window_nbytes = window_nbytes
 
