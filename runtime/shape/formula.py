@@ -29,8 +29,8 @@ def shape_of_config(config: ModelConfig, dtype: str | None = None) -> ModelShape
     """
     if config.quantization is not None:
         raise UnsupportedModel(
-            f"a plan without weights is not made for a checkpoint that is quantized ({config.quantization.method}); give "
-            "the folder of the checkpoint, whose headers say what its tensors are"
+            f"a plan without weights is not made for a quantized checkpoint ({config.quantization.method}); give the "
+            "folder of the checkpoint, whose headers say what its tensors are"
         )
     option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
     stored = OPTION_DTYPES[option]

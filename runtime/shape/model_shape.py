@@ -8,11 +8,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs."""
+    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs.
+
+    Of a quantized checkpoint: `kept` is the weight format that has its codes and scales as they are, empty where none
+    has, and `bits` those of a code; 0 for floats.
+    """
 
     name: str
     rows: int
     cols: int
+    kept: str = ""
+    bits: int = 0
 
     @property
     def numel(self) -> int:

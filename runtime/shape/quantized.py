@@ -39,7 +39,8 @@ class QuantizedWeight:
     `packing` is how codes lie in the files and `numbers` what a code means; model/dequantize.py reads both. `tensors`
     are the names in the files by role, `group` the rows and columns that share a scale, `zero` what is added to zero
     points or, where there are none, the zero point. `nested` are block size and offset of bitsandbytes' absmax.
-    `turned` experts are [E, K, N] in the model, and [E, N, K] in the files.
+    `turned` experts are [E, K, N] in the model, and [E, N, K] in the files. `kept` is the weight format that has the
+    same codes and scales, empty where none has.
     """
 
     entry: TensorEntry
@@ -53,6 +54,7 @@ class QuantizedWeight:
     zero: int = 0
     nested: tuple[int, float] | None = None
     turned: bool = False
+    kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def model_shape(
         hidden=hidden,
         vocab=vocab,
         context=config.size("max_position_embeddings"),
-        layers=tuple(_layer(index, layers[index], config) for index in range(num_layers)),
+        layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
         kv_groups=kv_groups(config),
         head=None if tied or head is None else Matrix("lm_head", *head.shape),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
@@ -153,6 +153,11 @@ def _group(name: str, entry: TensorEntry) -> str:
         return EXPERTS
     if len(entry.shape) != 2 or not is_matrix(name):
         return SMALL
+    return group_of(name)
+
+
+def group_of(name: str) -> str:
+    """Attention or feed-forward, for a matrix of a layer that is no expert's."""
     return ATTENTION if "attn" in name or "attention" in name else FEED_FORWARD
 
 
@@ -164,19 +169,31 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     return tuple(KVGroup(tuple(layers), *key) for key, layers in groups.items())
 
 
-def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:
-    experts, expert_names = _experts(tensors, config)
+def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors) -> LayerShape:
+    experts, expert_names = _experts(tensors, config, found)
     dense = {
         name: entry
         for name, entry in tensors.items()
         if name not in expert_names and len(entry.shape) == 2 and is_matrix(name)
     }
     resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
-    matrices = tuple(Matrix(name.removesuffix(".weight"), *entry.shape) for name, entry in sorted(dense.items()))
+    matrices = tuple(
+        Matrix(name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found))
+        for name, entry in sorted(dense.items())
+    )
     return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
 
 
-def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:
+def _stored_as(entries: Iterable[TensorEntry], found: ModelTensors) -> tuple[str, int]:
+    """`kept` and `bits` of a matrix that is made of these tensors, or of a layer's experts of which each is."""
+    weights = [found.quantized.get(entry.name) for entry in entries]
+    kept = {"" if weight is None else weight.kept for weight in weights}
+    return kept.pop() if len(kept) == 1 else "", max((weight.bits if weight else 0 for weight in weights), default=0)
+
+
+def _experts(
+    tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors
+) -> tuple[ExpertsShape | None, set[str]]:
     """The layer's experts and the names of the tensors that they consist of."""
     fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
     indices = {name: index for name in tensors if (index := expert_index(name)) is not None}
@@ -189,11 +206,17 @@ def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[E
     else:
         first, count = min(indices.values()), {len(set(indices.values()))}
         shapes = [(name, tensors[name].shape) for name in indices if f"experts.{first}." in name]
+    names = fused.keys() | indices.keys()
     up = [shape for name, shape in shapes if not _DOWN.search(name)]
     down = [shape for name, shape in shapes if _DOWN.search(name)]
     if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
-    matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
+    of_down = [entry for name, entry in tensors.items() if name in names and _DOWN.search(name)]
+    of_up = [entry for name, entry in tensors.items() if name in names and not _DOWN.search(name)]
+    matrices = (
+        Matrix("up", sum(rows for rows, _ in up), up[0][1], *_stored_as(of_up, found)),
+        Matrix("down", down[0][0], down[0][1], *_stored_as(of_down, found)),
+    )
     return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(indices)
 
 

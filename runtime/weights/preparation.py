@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +17,7 @@ from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
 from ...quant.formats.format import FormatError
 from ...quant.matmul.matmul import ParallelMatmul
-from ...quant.tensor import pack_into
+from ...quant.tensor import PackedTensor, pack_into
 from ..model.assembly import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES
 from ..model.loading import CheckpointLoader, refuse_nonfinite
@@ -26,8 +26,10 @@ from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.quantized import ModelTensors
-from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
+from ..shape.read import EXPERTS, group_of
+from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, ShardMatrix, resident_nbytes
 from .memory import WeightMemory
+from .packing_loss import PackingLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +145,23 @@ def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
     return dense + max(packed.dense.nbytes, experts)
 
 
-def pack_shard(where: str, layout: ShardLayout, weights: list[torch.Tensor], shard: torch.Tensor) -> None:
+Added = Callable[[ShardMatrix, torch.Tensor, PackedTensor], None]
+
+
+def pack_shard(
+    where: str, layout: ShardLayout, weights: list[torch.Tensor], shard: torch.Tensor, packed: Added | None = None
+) -> None:
     """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K].
 
-    Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
+    `packed` is called with each matrix. Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
     """
     for matrix, weight in zip(layout.matrices, weights, strict=True):
         try:
-            pack_into(weight.detach(), matrix.layout, shard[matrix.offset : matrix.end])
+            made = pack_into(weight.detach(), matrix.layout, shard[matrix.offset : matrix.end])
         except FormatError as error:
             raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
+        if packed is not None:
+            packed(matrix, weight.detach(), made)
     if layout.matrices:
         # The bytes after the last plane are also written to disk and included in the checksum.
         shard[layout.matrices[-1].end :].zero_()
@@ -197,6 +206,8 @@ class Preparation:
         self._loader = CheckpointLoader(model, checkpoint, model.dtype, tensors)
         self._compute = compute
         self._window_nbytes = window_nbytes
+        self.loss = PackingLoss()
+        self._quantized = bool(tensors and tensors.quantized)
 
     def run(self, shards: ModelShards, sink: ShardSink) -> None:
         self._loader.check()
@@ -220,7 +231,7 @@ class Preparation:
         layout = assembly.shards.dense
         weights = [assembly.linears[matrix.name].weight for matrix in layout.matrices]
         with sink.dense() as shard:
-            pack_shard(f"layer {index}", layout, weights, shard)
+            pack_shard(f"layer {index}", layout, weights, shard, self._measure)
 
     def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink) -> None:
         layout, count = assembly.shards.expert, assembly.shards.num_experts
@@ -234,7 +245,15 @@ class Preparation:
             for expert in experts:
                 weights = [up[expert - begin], down[expert - begin]]
                 with sink.expert(expert) as shard:
-                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard)
+                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard, self._measure_expert)
+
+    def _measure_expert(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
+        if self._quantized and matrix.layout.format != "none":
+            self.loss.add(EXPERTS, weight, packed)
+
+    def _measure(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
+        if self._quantized and matrix.layout.format != "none":
+            self.loss.add(group_of(matrix.name), weight, packed)
 
     def _pack_head(self, layout: ShardLayout, sink: ShardSink) -> None:
         head = self._model.get_output_embeddings()
