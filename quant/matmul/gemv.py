@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from ..formats import int4
+from ..formats.format import get_format
 from ..scratch import scratch_nbytes
 from ..tensor import dtype_name, pack
 from .matmul import Matmul, Workspace
@@ -28,12 +29,14 @@ REPEATS = 5
 
 def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
     """The `gemv_max_rows` of Matmul for a model in this format; takes about ten milliseconds on the calling thread."""
-    if format_name not in {"int8", "int4"} or (format_name == "int4" and not int4.has_kernel()):
+    found = get_format(format_name)
+    rows = found.codes == "int8" and found.group is None
+    if not rows and (found.codes != "int4" or not int4.has_kernel()):
         return {}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return {format_name: _break_even_rows(format_name)}
+        return {found.codes: _break_even_rows(found.rates or found.name)}
     finally:
         torch.set_num_threads(num_threads)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import int4, int8
-from ..formats.format import ALIGNMENT, FormatError, Layout, end_of
+from ..formats.format import ALIGNMENT, INT4PACK, FormatError, Layout, end_of
 from ..scratch import TILE, is_direct, scratch_planes, strip_rows
 from ..tensor import CODECS, PackedTensor, dtype_name, view
 from .thread_pool import WorkerPool, torch_threads
@@ -35,7 +35,7 @@ class Workspace:
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
         self.buffer = torch.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
         # Making the views takes longer than a small product, and a model has only a handful of matrix shapes.
-        self._cuts: dict[tuple[str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
+        self._cuts: dict[tuple[str, str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
 
         self._rows: dict[torch.dtype, Tensor] = {}
 
@@ -58,7 +58,7 @@ class Workspace:
 
     def cut(self, layout: Layout, dtype: torch.dtype, deterministic: bool) -> Scratch:
         """The views for a product of activations of `dtype` with such a matrix. Raises FormatError if too small."""
-        key = (layout.format, layout.shape, layout.dtype, dtype, deterministic)
+        key = (layout.format, layout.order, layout.shape, layout.dtype, dtype, deterministic)
         if key not in self._cuts:
             self._cuts[key] = self._cut(layout, dtype_name(dtype), deterministic)
         return self._cuts[key]
@@ -91,7 +91,7 @@ class Matmul:
     `integer`: int8 matrices are multiplied by activations that are rounded to int8, with a scale per row (W8A8).
     Integer sums are exact, so such products are always deterministic.
 
-    `gemv_max_rows`: by format, the number of rows up to which torch's kernels on codes are used.
+    `gemv_max_rows`: by type of codes, the number of rows up to which torch's kernels on codes are used.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Matmul:
         too small for the product (scratch.scratch_nbytes).
         """
         y = x.new_empty(len(x), packed.shape[0]) if out is None else out
-        if self.integer and packed.layout.format == "int8":
+        if self.integer and packed.layout.codes == "int8" and len(packed.planes[1].shape) == 1:
             int8.multiply_integers(x, packed.planes, y)
         elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
             torch.mm(x, packed.planes[0].t(), out=y)
@@ -128,12 +128,12 @@ class Matmul:
 
         In float32 and float16 these kernels are slower than dequantizing, even for one row.
         """
-        name = packed.layout.format
+        name = packed.layout.codes
         if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.gemv_max_rows.get(name, 0):
             return None
         if name == "int8":
-            return int8.multiply if int8.has_kernel(x.shape[1]) else None
-        return int4.multiply if int4.has_kernel() else None
+            return int8.multiply if int8.has_kernel(packed.planes) else None
+        return int4.multiply if packed.layout.order == INT4PACK and int4.has_kernel() else None
 
     def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
         with torch_threads(1) if self.deterministic and y.device.type == "cpu" else nullcontext():
@@ -146,7 +146,7 @@ class Matmul:
         direct = is_direct(packed.layout, dtype_name(x.dtype))
         planes = packed.rows(strip)
         part = y[:, strip]
-        codec = CODECS[packed.layout.format]
+        codec = CODECS[packed.layout.codes, packed.layout.order]
         weight, scales = (planes[0], None) if direct else codec.unpack_unscaled(planes, *scratch[:2])
         weight = weight[: part.shape[1]]
         if self.deterministic:

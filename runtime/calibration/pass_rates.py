@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...offload.machine.profile import LoadingRates
 from ...offload.machine.timing import Case, best_seconds, measure_rates
-from ...quant.formats.format import FORMATS
+from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.gemv import measure_gemv_max_rows
 from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
@@ -48,7 +48,7 @@ _SECONDS = 0.05
 @torch.inference_mode()
 def pass_rates() -> dict[str, dict[int, float]]:
     """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
-    rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in FORMATS}
+    rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in QUANT_FORMATS}
     rates[WIDE] = _wide()
     rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
     return rates | {ATTENTION.format(name): _attention(name) for name in KV_FORMATS}
@@ -129,7 +129,7 @@ LOADED_EXPERTS = 8
 def loading_rates() -> LoadingRates:
     """How fast one thread converts and packs bfloat16 weights."""
     weight = torch.randn(PACKED_SHAPE).bfloat16()
-    packed = {name: weight.nbytes / best_seconds(partial(pack, weight, name), _SECONDS) for name in FORMATS}
+    packed = {name: weight.nbytes / best_seconds(partial(pack, weight, name), _SECONDS) for name in QUANT_FORMATS}
     files = [torch.randn(LOADED_SHAPE).bfloat16() for _ in range(3 * LOADED_EXPERTS)]
     nbytes = sum(matrix.nbytes for matrix in files)
     return LoadingRates(nbytes / best_seconds(partial(_convert, files), _SECONDS), packed)
@@ -151,7 +151,7 @@ SHAPE = (1536, 2048)
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
 
-WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in FORMATS}, INTEGER: "int8"})
+WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in QUANT_FORMATS}, INTEGER: "int8"})
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moedge.quant.formats.format import ALIGNMENT, FORMATS, WEIGHT_DTYPES, FormatError, Layout, end_of, get_format
 from moedge.quant.scratch import STRIP_WEIGHTS, TILE, scratch_nbytes, scratch_planes, strip_rows
 
-SHAPES = st.tuples(st.integers(1, 5000), st.integers(1, 80).map(lambda blocks: blocks * 64))
+SHAPES = st.tuples(st.integers(1, 5000), st.integers(1, 20).map(lambda blocks: blocks * 256))
 LAYOUTS = st.builds(
     lambda name, shape, dtype: get_format(name).layout(shape, dtype),
     st.sampled_from(sorted(FORMATS)),
