@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import FlopRates, Machine, Overheads
+from ...quant.formats.format import get_format
 from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
@@ -254,7 +255,8 @@ class _ComputeCosts:
         self._kinds = model.kinds
         self._width = model.attention_width
         self._groups = [_GroupReads.of(KVSpec(group, formats.kv, formats.kv_block)) for group in model.shape.kv_groups]
-        name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
+        quant = get_format(formats.quant).rates or formats.quant
+        name = quant if formats.compute == "auto" else f"{quant}x{formats.compute}"
         # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
         name = name if formats.dtype == "bf16" else WIDE
         self._alone, self._together = rates.curve(name), rates.curve(TOGETHER.format(name), name)

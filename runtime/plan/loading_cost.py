@@ -34,6 +34,10 @@ class LoadingSpeeds:
     pack_bytes_s: Mapping[str, float] = field(default_factory=lambda: SLOW_PACK_BYTES_S)
     write_bytes_s: float = SLOW_WRITE_BYTES_S
 
+    def packing(self, quant: str) -> float:
+        """Bytes packed per second in a format; what is kept is copied, like floats."""
+        return self.pack_bytes_s.get(quant, self.pack_bytes_s["none"])
+
     @classmethod
     def of(cls, machine: Machine | None) -> LoadingSpeeds:
         """Slow ones for what was not measured."""
@@ -105,7 +109,7 @@ def loading_cost(
     read_s = missing * checkpoint_nbytes(shape) / speeds.read_bytes_s
     # Rates of converting and packing are of floats, also where the files hold fewer bits.
     widened = missing * widened_nbytes(shape)
-    quantize_s = widened / speeds.convert_bytes_s + widened / speeds.pack_bytes_s[plan.quant]
+    quantize_s = widened / speeds.convert_bytes_s + widened / speeds.packing(plan.quant)
     if not streams:
         return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
     written = round(missing * store)
@@ -122,7 +126,7 @@ def least_loading_s(
     if prepared.is_model:
         return 0.0
     widened = widened_nbytes(weights.shape)
-    packed_s = widened / speeds.convert_bytes_s + widened / speeds.pack_bytes_s[weights.quant]
+    packed_s = widened / speeds.convert_bytes_s + widened / speeds.packing(weights.quant)
     seconds = checkpoint_nbytes(weights.shape) / speeds.read_bytes_s + packed_s
     if not streams:
         return seconds

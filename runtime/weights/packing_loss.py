@@ -9,8 +9,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from ...quant.formats.chunks import row_chunks
 from ...quant.scratch import wide_columns
-from ...quant.tensor import CODECS, PackedTensor, row_chunks
+from ...quant.tensor import CODECS, PackedTensor
 
 
 class PackingLoss:
@@ -26,7 +27,7 @@ class PackingLoss:
             exact = weight[rows].float()
             planes, made = packed.rows(rows), torch.empty_like(exact, memory_format=torch.contiguous_format)
             lines = -(-len(exact) // layout.row_block) * layout.row_block
-            CODECS[layout.format].unpack(planes, made, exact.new_empty(lines, wide_columns(layout)))
+            CODECS[layout.codes, layout.order].unpack(planes, made, exact.new_empty(lines, wide_columns(layout)))
             sums[0] += float(made.sub_(exact).square_().sum(dtype=torch.float64))
             sums[1] += float(exact.square_().sum(dtype=torch.float64))
 
@@ -34,9 +35,3 @@ class PackingLoss:
     def by_group(self) -> Mapping[str, float]:
         """|packed - weight| / |weight|, in the L2 norm over all weights of a group; 0 for weights of 0."""
         return {group: sqrt(error / whole) if whole else 0.0 for group, (error, whole) in self._sums.items()}
-
-
-def loss_line(loss: Mapping[str, float]) -> str:
-    """One line for people; empty where nothing was packed again."""
-    parts = [f"{group} {100 * each:.2g} %" for group, each in loss.items()]
-    return f"packed again, relative error against the checkpoint: {', '.join(parts)}" if parts else ""

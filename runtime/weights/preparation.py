@@ -15,11 +15,13 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
-from ...quant.formats.format import FormatError
+from ...quant.formats.format import FormatError, Layout
 from ...quant.matmul.matmul import ParallelMatmul
+from ...quant.planes import fill
 from ...quant.tensor import PackedTensor, pack_into
 from ..model.assembly import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES
+from ..model.kept_codes import planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, PROCESS_NBYTES
@@ -157,14 +159,24 @@ def pack_shard(
     """
     for matrix, weight in zip(layout.matrices, weights, strict=True):
         try:
-            made = pack_into(weight.detach(), matrix.layout, shard[matrix.offset : matrix.end])
+            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end])
         except FormatError as error:
             raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
-        if packed is not None:
+        if packed is not None and not matrix.kept:
             packed(matrix, weight.detach(), made)
     if layout.matrices:
         # The bytes after the last plane are also written to disk and included in the checksum.
         shard[layout.matrices[-1].end :].zero_()
+
+
+def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor) -> PackedTensor:
+    if matrix.kept:
+        return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
+    return pack_into(weight, matrix.layout, buffer)
+
+
+def _kept(layout: ShardLayout) -> dict[str, Layout]:
+    return {matrix.name: matrix.layout for matrix in layout.matrices if matrix.kept}
 
 
 class LayerSink(Protocol):
@@ -213,7 +225,7 @@ class Preparation:
         self._loader.check()
         for index, layer in enumerate(self._model.get_decoder().layers):
             assembly = LayerAssembly(layer, shards.layers[index], self._compute)
-            self._loader.load_dense(index, layer)
+            self._loader.load_dense(index, layer, _kept(shards.layers[index].dense))
             if not sink.has_layer(index):
                 with sink.layer(index, assembly.shards) as layer_sink:
                     self._pack_dense(index, assembly, layer_sink)
@@ -241,7 +253,7 @@ class Preparation:
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
         for begin in range(0, count, window):
             experts = range(begin, min(begin + window, count))
-            up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts)
+            up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts, _kept(layout))
             for expert in experts:
                 weights = [up[expert - begin], down[expert - begin]]
                 with sink.expert(expert) as shard:

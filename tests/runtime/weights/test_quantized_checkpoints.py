@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moedge.offload.store.store import Store
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
@@ -43,7 +45,7 @@ def streamed_logits(folder: Path, store: Path, settings: Settings, monkeypatch: 
 
     with open_source(str(folder)) as source, monkeypatch.context() as patch:
         smallest, _ = budget_range(source.shape, settings, JOB)
-        prepare(source, store, settings.quant, settings.dtype, Budgets())
+        prepare(source, store, *precision(source, settings.quant, settings.dtype), Budgets())
         plan = make_plan(source.shape, settings, MemoryBudget(smallest), JOB)
         with closing(load_engine(source, plan, store)) as loaded:
             patch.setattr(ModelRunner, "forward", kept)
@@ -68,5 +70,35 @@ def test_logits_are_those_of_the_dequantized_weights(
     write_quantized(form, quantized, wide, "gpt_oss" if form == "mxfp4" else "qwen3_moe")
     wanted = stock_logits(stock(wide))
     found = streamed_logits(quantized, tmp_path / "store", SETTINGS, monkeypatch)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+KEPT = {
+    "bnb int8": "int8-f32",
+    "bnb nf4": "nf4-f32",
+    "ct int4 g32 bf16": "int4-g32-bf16",
+    "ct int4 g64 fp16 asym": "int4-g64-f16-zp",
+    "ct int8 g128 bf16": "int8-g128-bf16",
+    "ct int8 rows": "int8-f32",
+    "gptq v1": "int4-g32-f16-zp",
+    "gptq v2 g128": "int4-g128-f16-zp",
+    "awq": "int4-g32-f16-zp",
+    "ct mxfp4": "mxfp4",
+    "mxfp4": "mxfp4",
+}
+
+
+@pytest.mark.sample("ct int4 g64 fp16 asym", "bnb nf4")
+@pytest.mark.parametrize("form", KEPT)
+def test_kept_codes_mean_what_they_meant(
+    form: str, tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, wide = tmp_path / "quantized", tmp_path / "wide"
+    write_quantized(form, quantized, wide, "gpt_oss" if form == "mxfp4" else "qwen3_moe")
+    wanted = stock_logits(stock(wide))
+    found = streamed_logits(quantized, tmp_path / "store", replace(SETTINGS, quant="kept"), monkeypatch)
+    with Store.open(tmp_path / "store") as store:
+        assert store.manifest.recipe["quant"] == KEPT[form]
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
