@@ -56,7 +56,8 @@ class DType(StrEnum):
 
 
 class Quant(StrEnum):
-    AUTO, NONE, INT8, INT4, NF4, KEPT = "auto", "none", "int8", "int4", "nf4", "kept"
+    AUTO, NONE, INT8, INT4, NF4, MXFP4 = "auto", "none", "int8", "int4", "nf4", "mxfp4"
+    KEPT = "kept"
 
 
 class Arithmetic(StrEnum):

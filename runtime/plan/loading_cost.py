@@ -21,7 +21,9 @@ LOADING = "loading"
 SLOW_READ_BYTES_S = 5e8
 SLOW_WRITE_BYTES_S = 2e8
 SLOW_CONVERT_BYTES_S = 4e8
-SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType({"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "int4": 6e6})
+SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType(
+    {"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "mxfp4": 6e7, "int4": 6e6}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import offered_formats, resident_nbytes, settled_format
+from ..shape.shards import SMALLEST_FORMATS, offered_formats, resident_nbytes, settled_format
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
@@ -164,7 +164,7 @@ class SearchSpace:
         on_device = self.request.budget.device is not None
         tier, cpu = ("device", "; --gpu-mem 0 computes on the CPU") if on_device else ("host", "")
         smaller = "Shorter prompts or a smaller --tokens-per-pass need"
-        if candidate.weights.quant != "nf4":
+        if candidate.weights.quant not in SMALLEST_FORMATS:
             smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
             f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..settings.budgets import GIB
 from ..settings.errors import DoesNotFit, SettingError
-from ..shape.shards import offered_formats
+from ..shape.shards import SMALLEST_FORMATS, offered_formats
 from .memory_ledger import OPTIONS
 from .planner import PlanRequest, PlanResult, SearchSpace, solve
 
@@ -100,7 +100,7 @@ def nearest(request: PlanRequest) -> list[str]:
     fitting = []
     if attempt(request.with_budget(tier, space.smallest)):
         fitting.append(space.for_every_row)
-    if request.settings.quant not in ("auto", "nf4") and attempt(request.with_settings(quant="nf4")):
+    if request.settings.quant not in ("auto", *SMALLEST_FORMATS) and attempt(request.with_settings(quant="nf4")):
         fitting.append("--quant nf4")
     shorter = request.workload.longest
     while shorter > SHORTER:

@@ -119,7 +119,7 @@ def _kept(weight: QuantizedWeight, files: _Files) -> str:
     if "order" in weight.tensors and files.quantization.ordered:
         return ""
     if weight.numbers in ("nf4", "e2m1"):
-        name = {("nf4", 64): "nf4-f32", ("e2m1", 32): "mxfp4"}.get((weight.numbers, columns), "")
+        name = {("nf4", 64): "nf4-f32", ("e2m1", 32): "mxfp4-e8m0"}.get((weight.numbers, columns), "")
     elif weight.bits == 8 and weight.numbers in ("int", "bnb-int") and zero is None and weight.group == (1, WHOLE):
         name = "int8-f32"
     elif weight.numbers == "int" and weight.bits in (4, 8) and scale.dtype in _SHORT and rows == 1:

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...quant.formats.dtypes import OPTION_DTYPES
-from ...quant.formats.format import FormatError, Layout, get_format
+from ...quant.formats.format import QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .model_shape import LayerShape, Matrix, ModelShape
 
-# The formats that `auto` considers, from exact to smallest.
-FORMATS = ("none", "int8", "int4", "nf4")
+# The formats of `--quant`.
+FORMATS = tuple(QUANT_FORMATS)
+# Those that `auto` considers, from exact to smallest. mxfp4 is as large as nf4 and loses more: it is for checkpoints
+# that have it, and to compare.
+AUTO_FORMATS = ("none", "int8", "int4", "nf4")
+SMALLEST_FORMATS = ("nf4", "mxfp4")
 FLOAT_NAMES = {name: each.name for name, each in OPTION_DTYPES.items()}
 ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 
@@ -21,7 +25,7 @@ ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 # The choice of `--quant` that leaves the codes of a quantized checkpoint as they are.
 KEPT = "kept"
 # The bits of a code, by what `--quant` offers.
-_CODE_BITS = {"none": 16, "int8": 8, "int4": 4, "nf4": 4}
+_CODE_BITS = {"none": 16, "int8": 8, "int4": 4, "nf4": 4, "mxfp4": 4}
 
 
 def kept_format(shape: ModelShape) -> str | None:
@@ -43,8 +47,8 @@ def offered_formats(shape: ModelShape) -> tuple[str, ...]:
     kept = kept_format(shape)
     if kept is not None:
         # The smallest also packs what the files hold as floats.
-        return (kept, *(name for name in FORMATS if _CODE_BITS[name] < most or name == FORMATS[-1]))
-    return tuple(name for name in FORMATS if not most or _CODE_BITS[name] <= max(most, 4))
+        return (kept, *(name for name in AUTO_FORMATS if _CODE_BITS[name] < most or name == AUTO_FORMATS[-1]))
+    return tuple(name for name in AUTO_FORMATS if not most or _CODE_BITS[name] <= max(most, 4))
 
 
 def all_formats(shape: ModelShape) -> tuple[str, ...]:

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
+from ...offload.errors import BadStore
 from ...offload.store.stores import store_folder
+from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
+from ...quant.formats.format import get_format
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
@@ -80,12 +83,19 @@ def is_store(folder: Path) -> bool:
 
 
 def _recipe(store: Store) -> dict[str, str]:
-    return {"quant": store.manifest.recipe["quant"], "dtype": store.manifest.recipe["dtype"]}
+    quant, dtype, layout = (str(store.manifest.recipe.get(name)) for name in ("quant", "dtype", "layout"))
+    if quant not in WEIGHT_FORMATS or layout != WEIGHT_FORMATS[quant].order:
+        wanted = f"layout {WEIGHT_FORMATS[quant].order!r}" if quant in WEIGHT_FORMATS else "a format of this version"
+        raise BadStore(
+            f"{store.folder}: weights in format {quant!r:.40}, layout {layout!r:.40}, were found, {wanted} is wanted;"
+            " prepare the model again"
+        )
+    return {"quant": quant, "dtype": dtype}
 
 
 def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
-    """Everything beside the checkpoint that decides the bytes of a store."""
-    return {"quant": quant, "dtype": dtype}
+    """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes."""
+    return {"quant": quant, "dtype": dtype, "layout": get_format(quant).order}
 
 
 def prepared_nbytes(

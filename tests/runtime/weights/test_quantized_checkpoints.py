@@ -84,8 +84,8 @@ KEPT = {
     "gptq v1": "int4-g32-f16-zp",
     "gptq v2 g128": "int4-g128-f16-zp",
     "awq": "int4-g32-f16-zp",
-    "ct mxfp4": "mxfp4",
-    "mxfp4": "mxfp4",
+    "ct mxfp4": "mxfp4-e8m0",
+    "mxfp4": "mxfp4-e8m0",
 }
 
 
