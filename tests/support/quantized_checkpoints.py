@@ -198,6 +198,20 @@ def _gptq_config(bits: int = 4, group: int = 32, form: str = "gptq", **more: Any
     return {"quant_method": "gptq", "sym": False, "desc_act": False, **sizes, **more}
 
 
+def mixed(weight: Tensor, experts: bool = True) -> Written:
+    """Experts in int4 and attention in fp8, as in Kimi K2."""
+    if experts:
+        return _int(4, 32, torch.bfloat16)[0](weight)
+    return compressed(weight, "float-quantized", None, num_bits=8, type="float", symmetric=True, strategy="channel")
+
+
+def _mixed_config() -> dict[str, Any]:
+    first = _int(4, 32, torch.bfloat16)[1]["config_groups"]["group_0"]
+    second = ct_config("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
+    groups = {"experts": {**first, "targets": ["re:.*experts.*"]}, "others": second["config_groups"]["group_0"]}
+    return {**second, "format": "mixed-precision", "config_groups": groups}
+
+
 _BNB = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
 # By name: the writer of a weight, and the quantization_config.
@@ -220,6 +234,7 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "ct fp8 blocks": _ct(
         "float-quantized", num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[64, 64]
     ),
+    "ct mixed": (mixed, _mixed_config()),
     "ct nvfp4": _ct("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     "ct mxfp4": _ct("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     "gptq v1": (gptq, _gptq_config()),
@@ -246,10 +261,13 @@ def write_quantized(form: str, folder: Path, wide: Path, family: str = "qwen3_mo
             tensors, floats[name] = writer(tensor.transpose(1, 2))
             made |= {f"{name}{suffix}": value.contiguous() for suffix, value in tensors.items()}
         elif form != "mxfp4" and is_quantized(name, tensor):
-            tensors, floats[name] = writer(tensor)
+            tensors, floats[name] = mixed(tensor, "experts" in name) if writer is mixed else writer(tensor)
             made |= {name.removesuffix(".weight") + suffix: value.contiguous() for suffix, value in tensors.items()}
         else:
             made[name] = tensor
+    if writer is mixed:
+        # Scales of a cache in fp8, which is another one than ours.
+        made["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
     folder.mkdir()
     for path in wide.iterdir():
         if path.name != "model.safetensors":
