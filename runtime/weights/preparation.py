@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from typing import Protocol
 
 import torch
@@ -15,10 +17,12 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
+from ...quant.formats.chunks import row_chunks
 from ...quant.formats.format import FormatError, Layout
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.planes import fill
-from ...quant.tensor import PackedTensor, pack_into
+from ...quant.scratch import wide_columns
+from ...quant.tensor import CODECS, PackedTensor, pack_into
 from ..model.assembly import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES
 from ..model.kept_codes import planes_of_rows
@@ -31,7 +35,6 @@ from ..shape.quantized import ModelTensors
 from ..shape.read import EXPERTS, group_of
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, ShardMatrix, resident_nbytes
 from .memory import WeightMemory
-from .packing_loss import PackingLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,32 @@ def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
         return dense + packed.dense.nbytes
     experts = WINDOW_COPIES * layer.experts.numel * item + packed.expert.nbytes
     return dense + max(packed.dense.nbytes, experts)
+
+
+class PackingLoss:
+    """What weights of a quantized checkpoint lose where they are packed again.
+
+    Sums squares of weights and of their errors by group of tensors, such as experts.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, group: str, weight: torch.Tensor, packed: PackedTensor) -> None:
+        """`weight` [N, K] is what the checkpoint means and `packed` what was made of it."""
+        layout, sums = packed.layout, self._sums[group]
+        for rows in row_chunks(layout.shape, layout.row_block):
+            exact = weight[rows].float()
+            planes, made = packed.rows(rows), torch.empty_like(exact, memory_format=torch.contiguous_format)
+            lines = -(-len(exact) // layout.row_block) * layout.row_block
+            CODECS[layout.codes, layout.order].unpack(planes, made, exact.new_empty(lines, wide_columns(layout)))
+            sums[0] += float(made.sub_(exact).square_().sum(dtype=torch.float64))
+            sums[1] += float(exact.square_().sum(dtype=torch.float64))
+
+    @property
+    def by_group(self) -> Mapping[str, float]:
+        """|packed - weight| / |weight|, in the L2 norm over all weights of a group; 0 for weights of 0."""
+        return {group: sqrt(error / whole) if whole else 0.0 for group, (error, whole) in self._sums.items()}
 
 
 Added = Callable[[ShardMatrix, torch.Tensor, PackedTensor], None]

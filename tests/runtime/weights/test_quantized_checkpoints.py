@@ -1,5 +1,6 @@
 """A quantized checkpoint of every layout loads, streams at the smallest budget and computes what its weights mean."""
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
+from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.quant.tensor import pack
 from moedge.runtime.engine.batch import Batch
@@ -24,6 +26,7 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, SearchSpace, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
@@ -188,3 +191,20 @@ def files_scale(files: Checkpoint, name: str) -> torch.Tensor:
     scale = torch.empty(files.entries[name].shape[0])
     files.read_into(f"{name.removesuffix('.weight')}.SCB", scale.view(torch.uint8).numpy().data)
     return scale
+
+
+def test_codes_whose_groups_lie_apart_are_not_kept_whatever_the_config_says(tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    write_quantized("gptq v1 act order", folder, tmp_path / "wide")
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"]["desc_act"] = False
+    (folder / "config.json").write_text(json.dumps(values))
+    with open_source(str(folder)) as source:
+        formats = precision(source, "kept", "fp32")
+        with pytest.raises(BadCheckpoint, match="desc_act"):
+            prepare(source, tmp_path / "store", *formats, Budgets())
+
+
+def test_nothing_to_keep_is_said(checkpoint: Callable[[str], Path]) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source, pytest.raises(SettingError, match="--quant kept"):
+        precision(source, "kept", "fp32")
