@@ -1,7 +1,7 @@
 """Reads every layout of quantized checkpoints in every group of families, and writes the table of docs/models.md.
 
 Weights must be those of the format's own library or definition; then the checkpoint is prepared as `--quant auto` would
-where everything fits, and in nf4. Results are in build/matrix/formats.json.
+where everything fits, and in nf4. Results are in build/matrix/quantized.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moedge.runtime.source.model_source import open_source
 from support.models_page import FAMILY_GROUPS, with_formats
 from support.quantized_checkpoints import FORMATS, write_quantized
 
-RESULTS = FOLDER / "formats.json"
+RESULTS = FOLDER / "quantized.json"
 PAGE = ROOT / "docs" / "models.md"
 QUICK = ("awq", "fp8 blocks")
 
