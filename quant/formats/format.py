@@ -200,6 +200,10 @@ def _formats_of_checkpoints() -> Iterator[WeightFormat]:
     """Formats in which quantized checkpoints are kept without quantizing them again."""
     # bitsandbytes, its absmax no longer nested.
     yield WeightFormat("nf4-f32", "nf4", 64, "float32", rates="nf4")
+    # gpt-oss: `mxfp4`, but floats beside it stay as they are.
+    yield WeightFormat("mxfp4-e8m0", "e2m1", 32, "e8m0", rates="nf4")
+    # bitsandbytes LLM.int8(), and compressed-tensors' int8 by channel: `int8`, likewise.
+    yield WeightFormat("int8-f32", "int8", None, "float32", rates="int8")
     for group, (short, scales) in product((32, 64, 128), (("f16", "float16"), ("bf16", "bfloat16"))):
         # Q4_0 is int4-g32-f16. GPTQ, AWQ and compressed-tensors have zero points, the symmetric ones do not.
         int4 = WeightFormat(f"int4-g{group}-{short}", "int4", group, scales, order=INT4PACK, rates="int4")

@@ -6,9 +6,9 @@ The loader records in the plan's `MemoryLedger` what it allocates.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,12 +45,13 @@ from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
+from ..shape.read import read_tensors
 from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
 from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
-from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation
+from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation, widening_nbytes
 from ..weights.streaming import StreamedWeights, fill_from_store
 from .kernel_trial import warm_up_experts
 
@@ -100,7 +101,8 @@ def _grouped(torch_device: torch.device, deterministic: bool) -> GroupedProduct:
 class LoadedEngine:
     """An engine with its model, its weights and the device that computes, which is None on a CPU.
 
-    `ledger` has the bytes that were planned and allocated for every arena.
+    `ledger` has the bytes that were planned and allocated for every arena, `loss` what weights of a quantized
+    checkpoint lost that were packed again, by group.
     """
 
     engine: Engine
@@ -111,6 +113,7 @@ class LoadedEngine:
     ledger: MemoryLedger
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
+    loss: Mapping[str, float] = field(default_factory=dict)
 
     def start_counting(self) -> None:
         """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
@@ -139,7 +142,8 @@ class Loading:
             # Before anything else is page-locked: every plan uses it thousands of times.
             device.pins.taken += open_ring(device.torch_device)
         self.compute = make_compute(source.shape, plan, self.torch_device)
-        self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
+        self.config = ModelConfig.read(source.folder)
+        self.model = define(self.config, TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
 
@@ -224,12 +228,14 @@ def load_engine(
     keep_memory() if _keeps_memory(plan) else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
-        return loading.finish(_read_checkpoint(loading), None, experts, key_offsets)
+        preparation = _read_checkpoint(loading)
+        loaded = loading.finish(preparation.layers, None, experts, key_offsets)
+        return replace(loaded, loss=preparation.loss.by_group)
     opened = Store.open(store)
     layers = loading.install_layers()
     read_resident(opened, loading.model)
     fill_from_store(loading.memory, opened)
-    return loading.finish(layers, opened, experts, key_offsets)
+    return replace(loading.finish(layers, opened, experts, key_offsets), loss=opened.manifest.extra.get("loss", {}))
 
 
 def _key_offsets(
@@ -260,15 +266,16 @@ def _cache(
     return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
 
 
-def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
+def _read_checkpoint(loading: Loading) -> Preparation:
     plan = loading.plan
     # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
     with Checkpoint(loading.source.folder) as checkpoint:
-        window = min(free // (WINDOW_COPIES + 1), WINDOW_NBYTES)
-        preparation = Preparation(loading.model, checkpoint, loading.compute, window)
+        window = min((free - widening_nbytes(loading.source.shape)) // (WINDOW_COPIES + 1), WINDOW_NBYTES)
+        tensors = read_tensors(loading.config, checkpoint)
+        preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)
         preparation.run(loading.shards, MemorySink(loading.memory))
-    return preparation.layers
+    return preparation
 
 
 def _keeps_memory(plan: Plan) -> bool:

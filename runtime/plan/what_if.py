@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..settings.budgets import GIB
 from ..settings.errors import DoesNotFit, SettingError
-from ..shape.shards import AUTO_FORMATS, SMALLEST_FORMATS
+from ..shape.shards import SMALLEST_FORMATS, offered_formats
 from .memory_ledger import OPTIONS
 from .planner import PlanRequest, PlanResult, SearchSpace, solve
 
@@ -123,7 +123,8 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
             if nbytes + step * GIB <= most_of(request, tier)
         ]
     if request.settings.compute == "auto":
-        lossier = AUTO_FORMATS[AUTO_FORMATS.index(result.plan.quant) + 1 :] if result.plan.quant in AUTO_FORMATS else ()
+        offered = offered_formats(request.shape)
+        lossier = offered[offered.index(result.plan.quant) + 1 :] if result.plan.quant in offered else ()
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
     if result.plan.kv != "int4" and request.settings.kv != "int4":
         yield [(f"--kv {kv}", request.with_settings(kv=kv)) for kv in ("int8", "int4") if kv != result.plan.kv]

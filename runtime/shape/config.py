@@ -6,15 +6,17 @@ code before, whatever the trust flag said (CVE-2026-4372, CVE-2026-22807).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.json_object import described, load_object
+from ...quant.formats.dtypes import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
 from .families import Family, family
+from .quantization import parse_quantization
 
 CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
@@ -29,7 +31,8 @@ class ModelConfig:
     def __init__(self, values: dict[str, Any]) -> None:
         self.family: Family = family(values.get("model_type"))
         _refuse_code(values, CONFIG)
-        _refuse_quantized(values)
+        self.quantization = parse_quantization(values)
+        self.dtype = _dtype(values)
         self.values = checked_fields({key: value for key, value in values.items() if key in _KNOWN})
         check_rope(self.values, self.family.rope_by_kind, self.family.partial_rotary)
         self._check_heads()
@@ -145,13 +148,10 @@ def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
         _refuse_code(item, f"{where}.{key if key.isidentifier() and key.isascii() else ascii(key)}"[:200], depth + 1)
 
 
-def _refuse_quantized(values: dict[str, Any]) -> None:
-    quantization = values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(
-            f"config.json: the checkpoint is already quantized ({described(method)}); use its bf16 or fp16 original"
-        )
+def _dtype(values: Mapping[str, Any]) -> str | None:
+    """The dtype that the file names, as torch does; None where it names none that weights are computed in."""
+    name = values.get("dtype") or values.get("torch_dtype")
+    return name if isinstance(name, str) and name in WEIGHT_DTYPES else None
 
 
 Kind = Literal["full_attention", "sliding_attention", "chunked_attention"]

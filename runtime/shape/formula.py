@@ -27,6 +27,11 @@ def shape_of_config(config: ModelConfig, dtype: str | None = None) -> ModelShape
 
     Raises UnsupportedModel for families whose tensors are not worked out here.
     """
+    if config.quantization is not None:
+        raise UnsupportedModel(
+            f"a plan without weights is not made for a quantized checkpoint ({config.quantization.method}); give the "
+            "folder of the checkpoint, whose headers say what its tensors are"
+        )
     option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
     stored = OPTION_DTYPES[option]
     entries = {

@@ -16,7 +16,8 @@ from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES, OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads, window
-from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StoredFormat
+from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
@@ -41,6 +42,11 @@ def expert_index(name: str) -> int | None:
     """Which expert a tensor belongs to, where a checkpoint keeps its experts apart."""
     match = _EXPERT.search(name)
     return int(match[1]) if match else None
+
+
+def is_down(name: str) -> bool:
+    """Whether a tensor of experts holds their last matrix."""
+    return _DOWN.search(name) is not None
 
 
 def is_expert(name: str, entry: TensorEntry) -> bool:
@@ -68,7 +74,7 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
             continue
         index = int(match[1])
         if index < num_layers or not is_extra_layer(config, index):
-            layers[index][_renamed(match[2], renamed) if renamed else match[2]] = entry
+            layers[index][renamed_in(match[2], renamed) if renamed else match[2]] = entry
     return Tensors(layers, outside)
 
 
@@ -78,17 +84,27 @@ def is_extra_layer(config: ModelConfig, index: int) -> bool:
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+def renamed_in(name: str, renamed: Mapping[str, str]) -> str:
+    """The name in transformers' module of a tensor that a family's checkpoints name otherwise."""
     for found, wanted in renamed.items():
         name = name.replace(found, wanted)
     return name
 
 
-def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors: Tensors | None = None) -> ModelShape:
-    """`tensors` are `entries` by layer, where that is known.
+def tensors_of(config: ModelConfig, entries: Mapping[str, TensorEntry], read: ReadSmall | None = None) -> ModelTensors:
+    """The tensors that a model has of those in its files. Raises BadCheckpoint, UnsupportedModel."""
+    return model_tensors(config.quantization, entries, config.dtype, config.family.transposed_experts, read)
+
+
+def model_shape(
+    config: ModelConfig, found: ModelTensors | Mapping[str, TensorEntry], tensors: Tensors | None = None
+) -> ModelShape:
+    """`found` are a model's tensors or those of its files, `tensors` the same by layer, where that is known.
 
     Raises UnsupportedModel where names or shapes are not those of the config's family.
     """
+    found = found if isinstance(found, ModelTensors) else tensors_of(config, found)
+    entries = found.entries
     tensors = tensors or by_layer(config, entries)
     layers, outside = tensors.layers, tensors.outside
     num_layers = config.size("num_hidden_layers")
@@ -106,11 +122,53 @@ def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors
         hidden=hidden,
         vocab=vocab,
         context=config.size("max_position_embeddings"),
-        layers=tuple(_layer(index, layers[index], config) for index in range(num_layers)),
+        layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
         kv_groups=kv_groups(config),
-        head=None if tied or head is None else Matrix("lm_head", *head.shape),
+        head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
+        stored=stored_formats(found, tensors),
+        widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
     )
+
+
+def _matrix_nbytes(weight: QuantizedWeight) -> int:
+    """Bytes of a matrix in the files: of one expert's, where experts are stacked."""
+    shape = weight.entry.shape
+    return weight.nbytes // (shape[0] if len(shape) == 3 else 1)
+
+
+def stored_formats(found: ModelTensors, tensors: Tensors) -> tuple[StoredFormat, ...]:
+    """What lies in the files: elements and bytes by group of tensors and format, the largest first."""
+    sums: dict[tuple[str, str, str | None], list[int]] = defaultdict(lambda: [0, 0])
+    groups = [(entry, _group(name, entry)) for layer in tensors.layers.values() for name, entry in layer.items()]
+    groups += [(entry, OUTER if len(entry.shape) == 2 else SMALL) for entry in tensors.outside.values()]
+    for entry, group in groups:
+        weight = found.quantized.get(entry.name)
+        label = _OPTION_OF.get(entry.dtype, entry.dtype) if weight is None else weight.label
+        total = sums[group, label, None if weight is None else weight.kept]
+        total[0] += entry.numel
+        total[1] += entry.nbytes if weight is None else weight.nbytes
+    stored = [StoredFormat(group, label, numel, nbytes, kept) for (group, label, kept), (numel, nbytes) in sums.items()]
+    return tuple(sorted(stored, key=lambda each: (GROUPS.index(each.group), -each.nbytes)))
+
+
+EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL = (
+    "experts", "attention", "feed-forward", "embedding and head", "norms, routers, biases",
+)  # fmt: skip
+GROUPS = (EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL)
+
+
+def _group(name: str, entry: TensorEntry) -> str:
+    if is_expert(name, entry):
+        return EXPERTS
+    if len(entry.shape) != 2 or not is_matrix(name):
+        return SMALL
+    return group_of(name)
+
+
+def group_of(name: str) -> str:
+    """Attention or feed-forward, for a matrix of a layer that is no expert's."""
+    return ATTENTION if "attn" in name or "attention" in name else FEED_FORWARD
 
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
@@ -121,19 +179,31 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     return tuple(KVGroup(tuple(layers), *key) for key, layers in groups.items())
 
 
-def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:
-    experts, expert_names = _experts(tensors, config)
+def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors) -> LayerShape:
+    experts, expert_names = _experts(tensors, config, found)
     dense = {
         name: entry
         for name, entry in tensors.items()
         if name not in expert_names and len(entry.shape) == 2 and is_matrix(name)
     }
     resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
-    matrices = tuple(Matrix(name.removesuffix(".weight"), *entry.shape) for name, entry in sorted(dense.items()))
+    matrices = tuple(
+        Matrix(name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found))
+        for name, entry in sorted(dense.items())
+    )
     return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
 
 
-def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:
+def _stored_as(entries: Iterable[TensorEntry], found: ModelTensors) -> tuple[str, int]:
+    """`kept` and `bits` of a matrix that is made of these tensors, or of a layer's experts of which each is."""
+    weights = [found.quantized.get(entry.name) for entry in entries]
+    kept = {"" if weight is None else weight.kept for weight in weights}
+    return kept.pop() if len(kept) == 1 else "", max((weight.bits if weight else 0 for weight in weights), default=0)
+
+
+def _experts(
+    tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors
+) -> tuple[ExpertsShape | None, set[str]]:
     """The layer's experts and the names of the tensors that they consist of."""
     fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
     indices = {name: index for name in tensors if (index := expert_index(name)) is not None}
@@ -146,11 +216,17 @@ def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[E
     else:
         first, count = min(indices.values()), {len(set(indices.values()))}
         shapes = [(name, tensors[name].shape) for name in indices if f"experts.{first}." in name]
+    names = fused.keys() | indices.keys()
     up = [shape for name, shape in shapes if not _DOWN.search(name)]
     down = [shape for name, shape in shapes if _DOWN.search(name)]
     if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
-    matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
+    of_down = [entry for name, entry in tensors.items() if name in names and _DOWN.search(name)]
+    of_up = [entry for name, entry in tensors.items() if name in names and not _DOWN.search(name)]
+    matrices = (
+        Matrix("up", sum(rows for rows, _ in up), up[0][1], *_stored_as(of_up, found)),
+        Matrix("down", down[0][0], down[0][1], *_stored_as(of_down, found)),
+    )
     return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(indices)
 
 
@@ -181,8 +257,10 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _MOST_SHOWN = 10
 
 
-def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors) -> None:
-    """`tensors` are the checkpoint's, by layer.
+def check_tensors(
+    config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors, entries: Mapping[str, TensorEntry] | None = None
+) -> None:
+    """`tensors` are the checkpoint's, by layer, and `entries` all of them, if they are not those of the files.
 
     Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model.
     """
@@ -193,7 +271,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors)
             f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
             f"config.json wants num_hidden_layers {num_layers}"
         )
-    differences = [*_unusable(checkpoint), *_outer_differences(config, tensors.outside)]
+    differences = [*_unusable(checkpoint, entries or checkpoint.entries), *_outer_differences(config, tensors.outside)]
     for index, layer in sorted(layers.items()):
         differences += [
             f"layer {index}: {text}"
@@ -206,8 +284,8 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors)
         )
 
 
-def _unusable(checkpoint: Checkpoint) -> Iterator[str]:
-    for name, entry in checkpoint.entries.items():
+def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+    for name, entry in entries.items():
         if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
             yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
 
@@ -256,6 +334,21 @@ def read_shape(folder: Path) -> ModelShape:
     """
     config = ModelConfig.read(folder)
     with gc_paused(), Checkpoint(folder) as checkpoint:
-        tensors = by_layer(config, checkpoint.entries)
-        check_tensors(config, checkpoint, tensors)
-        return model_shape(config, checkpoint.entries, tensors)
+        found = read_tensors(config, checkpoint)
+        tensors = by_layer(config, found.entries)
+        check_tensors(config, checkpoint, tensors, found.entries)
+        return model_shape(config, found, tensors)
+
+
+def read_tensors(config: ModelConfig, checkpoint: Checkpoint) -> ModelTensors:
+    """A checkpoint's tensors as a model has them, quantized or not. Raises BadCheckpoint, UnsupportedModel."""
+
+    def read(name: str) -> bytes:
+        data = bytearray(checkpoint.entries[name].nbytes)
+        checkpoint.read_into(name, memoryview(data))
+        return bytes(data)
+
+    try:
+        return tensors_of(config, checkpoint.entries, read)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{checkpoint.folder}: {error}") from None

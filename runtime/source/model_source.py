@@ -24,7 +24,7 @@ from ..settings.settings import Settings
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape
 from ..shape.read import read_shape
-from ..shape.shards import FORMATS, weights_nbytes
+from ..shape.shards import weights_nbytes
 from .hub import find_model
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
     return {"quant": quant, "dtype": dtype, "layout": get_format(quant).order}
 
 
-def prepared_nbytes(name: str, folder: Path, dtype: str, root: Path, stores: Mapping[str, int]) -> dict[str, int]:
+def prepared_nbytes(
+    name: str, folder: Path, formats: tuple[str, ...], dtype: str, root: Path, stores: Mapping[str, int]
+) -> dict[str, int]:
     """By weight format, the bytes of what is prepared, finished or not, of the checkpoint in `folder`.
 
     `stores` are the bytes of the stores in `root`, by folder name.
@@ -106,7 +108,7 @@ def prepared_nbytes(name: str, folder: Path, dtype: str, root: Path, stores: Map
     if not stores:
         return {}
     fingerprint = model_fingerprint(folder)
-    names = {quant: store_folder(root, name, fingerprint, recipe(quant, dtype)).name for quant in FORMATS}
+    names = {quant: store_folder(root, name, fingerprint, recipe(quant, dtype)).name for quant in formats}
     return {quant: stores[found] for quant, found in names.items() if found in stores}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moedge.offload.errors import BadStore
 from moedge.offload.store.manifest import MANIFEST, read_manifest
-from moedge.quant.formats.format import INT4PACK, ROWS
+from moedge.quant.formats.format import INT4PACK, ROWS, Layout
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.settings.budgets import Budgets
@@ -34,9 +34,11 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     load = CheckpointLoader.load_experts
 
-    def counted(self: CheckpointLoader, index: int, experts: object, up_name: str, window: range) -> object:
+    def counted(
+        self: CheckpointLoader, index: int, experts: object, up_name: str, window: range, kept: dict[str, Layout]
+    ) -> object:
         sizes.append(len(window))
-        return load(self, index, experts, up_name, window)
+        return load(self, index, experts, up_name, window, kept)
 
     monkeypatch.setattr(CheckpointLoader, "load_experts", counted)
     return sizes
