@@ -77,5 +77,7 @@ TILE_NUMEL = 1 << 20
 SINGLE_THREAD_NUMEL = 1 << 18
 # Bytes of the partial results of a wave.
 PARTIALS_NBYTES = 32 << 20
+# Bytes of the keys and values that a prompt expands from latents at a time, copies included.
+EXPANDED_NBYTES = 64 << 20
 # Blocks of fewer tokens are gathered and joined to pieces of about this length: shorter products cost as much.
 PIECE_TOKENS = 32

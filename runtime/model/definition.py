@@ -13,6 +13,7 @@ from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 from .attention_seam import register_attention
 from .experts_seam import register_experts
+from .latent_seam import keep_latents
 from .llama4 import adapt
 
 SEAM = "moedge"
@@ -37,6 +38,7 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
     adapt(model)
+    keep_latents(model, config)
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.json_object import described, load_object
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
-from .families import Family, family
+from .families import LATENT, Family, family
 
 CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
@@ -64,6 +64,11 @@ class ModelConfig:
         return value
 
     @property
+    def is_latent(self) -> bool:
+        """Whether layers cache latents (MLA)."""
+        return self.family.model_type in LATENT
+
+    @property
     def num_experts(self) -> int | None:
         """Experts of a layer, under whichever name; None for a dense family."""
         return self._first(_COUNTS)
@@ -81,6 +86,16 @@ class ModelConfig:
         return found[0] if found else None
 
     def _check_heads(self) -> None:
+        self._check_latents() if self.is_latent else self._check_kv_heads()
+        if (pad := self.get("pad_token_id")) is not None and pad >= self.size("vocab_size"):
+            raise out_of_range("pad_token_id", pad, f"less than vocab_size {self.size('vocab_size')}")
+
+    def _check_latents(self) -> None:
+        for name in ("kv_lora_rank", "qk_rope_head_dim"):
+            if self.size(name) % 2:
+                raise out_of_range(name, self.size(name), "an even number")
+
+    def _check_kv_heads(self) -> None:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         kv_heads = self.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -89,8 +104,6 @@ class ModelConfig:
             raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
         if (self.get("head_dim") or hidden // heads) % 2:
             raise out_of_range("head_dim", self.get("head_dim") or hidden // heads, "an even number")
-        if (pad := self.get("pad_token_id")) is not None and pad >= self.size("vocab_size"):
-            raise out_of_range("pad_token_id", pad, f"less than vocab_size {self.size('vocab_size')}")
 
     def _check_layer_types(self) -> None:
         num_layers = self.size("num_hidden_layers")
@@ -283,7 +296,9 @@ SLIDING: dict[str, Rule] = {
 
 
 def kv_heads(config: ModelConfig, layer: int) -> int:
-    """Key and value heads of a layer."""
+    """Key and value heads of a layer; one where all heads share a latent."""
+    if config.is_latent:
+        return 1
     heads: int = config.get("num_key_value_heads") or config.size("num_attention_heads")
     sliding = kind(config, layer) == "sliding_attention"
     if config.family.model_type == "mimo_v2_flash" and sliding:
@@ -295,11 +310,18 @@ def kv_heads(config: ModelConfig, layer: int) -> int:
 
 
 def head_dim(config: ModelConfig, layer: int) -> int:
-    """Elements of a layer's keys, or of its values where those are longer; the shorter are padded."""
+    """Elements of a layer's keys, or of its values where those are longer; the shorter are padded. Or of a latent."""
+    if config.is_latent:
+        return config.size("kv_lora_rank")
     size: int = config.get("head_dim") or config.size("hidden_size") // config.size("num_attention_heads")
     if config.family.model_type in _GLOBAL_HEADS and kind(config, layer) != "sliding_attention":
         return _own(config, layer, "head_dim") or config.get("global_head_dim") or 512
     return max(size, config.get("v_head_dim") or 0)
+
+
+def rope_dim(config: ModelConfig) -> int | None:
+    """Elements of the rotated key that is cached beside a latent; None where keys and values are cached."""
+    return config.size("qk_rope_head_dim") if config.is_latent else None
 
 
 # Layers without a window have heads of their own; transformers' class knows the default of 512.

@@ -8,11 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs."""
+    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs.
+
+    `unpacked`: it keeps the model's dtype in every weight format, because parts of it are multiplied with.
+    """
 
     name: str
     rows: int
     cols: int
+    unpacked: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,12 +55,21 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention."""
+    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention.
+
+    Layers with latent attention have a `rope_dim`: they cache one latent of `head_dim` elements for all heads, and one
+    rotated key of `rope_dim` elements.
+    """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     window: int | None
+    rope_dim: int | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        return self.rope_dim is not None
 
     def first_visible(self, position: int) -> int:
         """The first position whose key the token at `position` attends to."""

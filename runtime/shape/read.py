@@ -11,7 +11,7 @@ from functools import lru_cache
 from ...offload.checkpoint.header import TensorEntry
 from ...quant.formats.dtypes import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, head_dim, kv_heads, window
+from .config import ModelConfig, head_dim, kv_heads, rope_dim, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
@@ -114,7 +114,7 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")):
         groups[kv_heads(config, layer), head_dim(config, layer), window(config, layer)].append(layer)
-    return tuple(KVGroup(tuple(layers), *key) for key, layers in groups.items())
+    return tuple(KVGroup(tuple(layers), *key, rope_dim(config)) for key, layers in groups.items())
 
 
 def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:
@@ -125,8 +125,13 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) 
         if name not in expert_names and len(entry.shape) == 2 and is_matrix(name)
     }
     resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
-    matrices = tuple(Matrix(name.removesuffix(".weight"), *entry.shape) for name, entry in sorted(dense.items()))
+    matrices = tuple(_matrix(config, name, *entry.shape) for name, entry in sorted(dense.items()))
     return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
+
+
+def _matrix(config: ModelConfig, name: str, rows: int, cols: int) -> Matrix:
+    # Attention multiplies queries and sums of latents with parts of this one.
+    return Matrix(name.removesuffix(".weight"), rows, cols, config.is_latent and name.endswith("kv_b_proj.weight"))
 
 
 def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:

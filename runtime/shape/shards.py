@@ -59,7 +59,7 @@ def _matrices(shape: ModelShape) -> Iterator[Matrix]:
 
 
 def _layout(matrix: Matrix, format_name: str, dtype: str) -> Layout:
-    return layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
+    return layout_for((matrix.rows, matrix.cols), "none" if matrix.unpacked else format_name, FLOAT_NAMES[dtype])
 
 
 # Shards start and end at multiples of this: direct reads from disk need it, vector loads and pages are faster with it.
@@ -154,7 +154,7 @@ def _layer_shards(layer: LayerShape, format_name: str, dtype: str) -> LayerShard
 def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardLayout:
     packed: list[ShardMatrix] = []
     for matrix in matrices:
-        layout = layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
+        layout = _layout(matrix, format_name, dtype)
         packed.append(ShardMatrix(matrix.name, layout, packed[-1].end if packed else 0))
     return ShardLayout(tuple(packed))
 
