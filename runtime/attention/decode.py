@@ -275,7 +275,9 @@ class Decoder:
         assert total is not None
         return total.normalize(query.call.sinks)
 
-    def _run_wave(self, query: Query, parts: Sequence[tuple[torch.Tensor, Stored]], values: Stored, wave: Wave) -> Partials:
+    def _run_wave(
+        self, query: Query, parts: Sequence[tuple[torch.Tensor, Stored]], values: Stored, wave: Wave
+    ) -> Partials:
         partials = self._scratch.partials(wave.num_rows, *parts[0][0].shape[1:3], values.width)
 
         def work(task: TileTask, worker: int) -> None:

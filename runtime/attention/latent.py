@@ -34,9 +34,7 @@ class LatentAttention:
     result then depend neither on its chunk nor on the batch, and a generated token expands nothing.
     """
 
-    def __init__(
-        self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu") -> None:
         self.cache = cache
         self.tiled = tiled
         # The chunks of prompts that expanded latents so far, and the tokens that used the absorbed form.
@@ -131,9 +129,7 @@ class LatentAttention:
         """Fills the rows of `out` that are chunks of one token."""
         self.num_absorbed += len(plan.rows)
         weights, pool = _weights(call), self.cache.pools[layer_index.group]
-        latents, rotated = (
-            Stored(*side) for side in zip(pool.planes(layer_index.index), pool.formats, strict=True)
-        )
+        latents, rotated = (Stored(*side) for side in zip(pool.planes(layer_index.index), pool.formats, strict=True))
         query = Query(call, _absorbed(weights, pool, q[plan.rows]), None)
         sums = self._decoder.decode(query, [latents, rotated], latents, plan)
         out[plan.rows] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))

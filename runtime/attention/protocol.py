@@ -27,9 +27,7 @@ class LatentWeights:
     def value_rows(self) -> int:
         return self.matrix.shape[1] - self.key_rows
 
-    def expand(
-        self, latents: torch.Tensor, rotated: torch.Tensor, heads: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand(self, latents: torch.Tensor, rotated: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [L, h, N + P] and values [L, h, V] of some heads, from latents [L, R] and rotated keys [L, P]."""
         matrix = self.matrix[heads]
         both = (latents @ matrix.flatten(0, 1).T).view(len(latents), *matrix.shape[:2])

@@ -23,7 +23,7 @@ from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
 from ...quant.tensor import SAFETENSORS_DTYPES
-from ..shape.read import LAYER, expert_index, is_expert
+from ..shape.read import LAYER, expert_index, is_expert, is_extra_expert
 
 MAX_LISTED = 10
 
@@ -42,10 +42,13 @@ class CheckpointLoader:
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
         num_layers = len(model.get_decoder().layers)
+        identities = getattr(model.config, "zero_expert_num", None) or 0
         for name, entry in checkpoint.entries.items():
             match = LAYER.search(name)
             index = int(match[1]) if match else None
             if index is not None and index >= num_layers:
+                continue
+            if identities and is_extra_expert(name, identities, model.config.n_routed_experts):
                 continue
             if index is not None and is_expert(name, entry):
                 self._experts[index].append(name)

@@ -95,6 +95,13 @@ class ModelConfig:
             if self.size(name) % 2:
                 raise out_of_range(name, self.size(name), "an even number")
 
+        heads = {"qk_head_dim": self.size("qk_nope_head_dim") + self.size("qk_rope_head_dim")}
+        if self.family.model_type in TWO_ATTENTIONS:
+            heads["head_dim"] = self.size("qk_rope_head_dim")
+        for name, wanted in heads.items():
+            if (given := self.values.get(name)) not in (None, wanted):
+                raise out_of_range(name, given, f"{wanted}, as other fields say")
+
     def _check_kv_heads(self) -> None:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         kv_heads = self.get("num_key_value_heads") or heads
@@ -307,6 +314,16 @@ def kv_heads(config: ModelConfig, layer: int) -> int:
         own = _own(config, layer, "num_key_value_heads")
         return own or (config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None) or heads
     return heads
+
+
+# Families whose layers have two attention modules each; their modules are counted on.
+TWO_ATTENTIONS = {"longcat_flash"}
+
+
+def attention_modules(config: ModelConfig, layer: int) -> range:
+    """The indices of a layer's attention modules, each of which has a cache of its own."""
+    count = 2 if config.family.model_type in TWO_ATTENTIONS else 1
+    return range(layer * count, (layer + 1) * count)
 
 
 def head_dim(config: ModelConfig, layer: int) -> int:

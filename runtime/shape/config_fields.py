@@ -67,6 +67,7 @@ _LAYER = _whole(0, 512)
 FIELDS: dict[str, Number | Choice] = {
     # Sizes
     "num_hidden_layers": _LAYERS,
+    "num_layers": _LAYERS,
     "hidden_size": _whole(1, 65_536),
     "intermediate_size": _WIDTH,
     "intermediate_size_mlp": _WIDTH,
@@ -74,6 +75,8 @@ FIELDS: dict[str, Number | Choice] = {
     "shared_expert_intermediate_size": _WIDTH,
     "shared_intermediate_size": _whole(0, 1 << 20),
     "prefix_dense_intermediate_size": _WIDTH,
+    "ffn_hidden_size": _WIDTH,
+    "expert_ffn_hidden_size": _WIDTH,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
     "num_global_key_value_heads": _HEADS,
@@ -85,6 +88,7 @@ FIELDS: dict[str, Number | Choice] = {
     "q_lora_rank": _WIDTH,
     "qk_nope_head_dim": _HEAD_DIM,
     "qk_rope_head_dim": _HEAD_DIM,
+    "qk_head_dim": _HEAD_DIM,
     "vocab_size": _whole(2, 1 << 20),
     "vocab_size_per_layer_input": _whole(2, 1 << 20),
     "hidden_size_per_layer_input": _whole(0, 65_536),
@@ -102,6 +106,7 @@ FIELDS: dict[str, Number | Choice] = {
     "num_shared_experts": _SOME,
     "n_shared_experts": _SOME,
     "moe_num_shared_experts": _SOME,
+    "zero_expert_num": _SOME,
     "n_group": _COUNT,
     "topk_group": _COUNT,
     "routed_scaling_factor": _SCALE,
@@ -212,7 +217,8 @@ _NULLABLE = {
     "moe_layers", "no_rope_layers", "num_attention_heads_per_layer", "num_global_key_value_heads", "rotary_dim",
     "attention_chunk_size", "routed_scaling_factor", "attention_value_scale", "prefix_dense_intermediate_size",
     "num_experts", "top_k_experts", "moe_intermediate_size", "eod_token_id", "sep_token_id", "rms_norm_eps",
-    "dim_model_base", "n_group", "num_experts_per_tok", "q_lora_rank", "scale_depth", "topk_group", "v_head_dim",
+    "dim_model_base", "n_group", "num_experts_per_tok", "q_lora_rank", "qk_head_dim", "scale_depth", "topk_group",
+    "v_head_dim", "zero_expert_num",
     "num_nextn_predict_layers", "n_shared_experts", "n_routed_experts", "max_window_layers", "sliding_window_pattern",
 }  # fmt: skip
 _MAX_ITEMS = 512

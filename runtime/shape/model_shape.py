@@ -57,8 +57,8 @@ class LayerShape:
 class KVGroup:
     """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention.
 
-    Layers with latent attention have a `rope_dim`: they cache one latent of `head_dim` elements for all heads, and one
-    rotated key of `rope_dim` elements.
+    Layers with latent attention have a `rope_dim`: they cache one latent of `head_dim` elements, and one rotated key of
+    `rope_dim` elements, for all `query_heads`.
     """
 
     layers: tuple[int, ...]
@@ -66,6 +66,7 @@ class KVGroup:
     head_dim: int
     window: int | None
     rope_dim: int | None = None
+    query_heads: int | None = None
 
     @property
     def is_latent(self) -> bool:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from ...offload.checkpoint.header import TensorEntry
 from ...quant.formats.dtypes import OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, head_dim, kv_heads, rope_dim, window
+from .config import ModelConfig, attention_modules, head_dim, kv_heads, rope_dim, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
@@ -57,13 +57,15 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
     outside: dict[str, TensorEntry] = {}
     num_layers, renamed = config.size("num_hidden_layers"), config.family.renamed
+    identities = config.get("zero_expert_num") or 0
     for name, entry in entries.items():
         match = LAYER.search(name)
         if match is None:
             outside[name] = entry
             continue
         index = int(match[1])
-        if index < num_layers or not is_extra_layer(config, index):
+        kept = index < num_layers or not is_extra_layer(config, index)
+        if kept and not is_extra_expert(name, identities, config.num_experts or 0):
             layers[index][_renamed(match[2], renamed) if renamed else match[2]] = entry
     return Tensors(layers, outside)
 
@@ -72,6 +74,11 @@ def is_extra_layer(config: ModelConfig, index: int) -> bool:
     """Whether a layer predicts tokens after the next one (MTP): transformers ignores those, too."""
     num_layers = config.size("num_hidden_layers")
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
+
+
+def is_extra_expert(name: str, identities: int, num_experts: int) -> bool:
+    """Whether a tensor is a matrix of one of the last experts, which return their input: transformers writes some."""
+    return identities > 0 and (expert_index(name) or 0) >= num_experts
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
@@ -113,8 +120,10 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """Layers grouped by what their cache must hold, in the order of their first layer."""
     groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")):
-        groups[kv_heads(config, layer), head_dim(config, layer), window(config, layer)].append(layer)
-    return tuple(KVGroup(tuple(layers), *key, rope_dim(config)) for key, layers in groups.items())
+        key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
+        groups[key].extend(attention_modules(config, layer))
+    latent = (rope_dim(config), config.size("num_attention_heads")) if config.is_latent else ()
+    return tuple(KVGroup(tuple(layers), *key, *latent) for key, layers in groups.items())
 
 
 def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:

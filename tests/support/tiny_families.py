@@ -66,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {
         "num_key_value_heads": 4, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 64,
-        "zero_expert_num": 4,
+        "zero_expert_num": 4, "head_dim": 16,
     },
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
