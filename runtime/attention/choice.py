@@ -22,7 +22,7 @@ class AttentionNeeds:
     latent: bool = False
 
 
-NO_LATENTS = "latent attention has no kernels: torch computes it"
+NO_LATENTS = "Triton's kernels do not compute latent attention"
 # The largest head dimension that Triton's kernels support.
 LARGEST_HEAD = 256
 

@@ -278,6 +278,7 @@ class Decoder:
     def _run_wave(
         self, query: Query, parts: Sequence[tuple[torch.Tensor, Stored]], values: Stored, wave: Wave
     ) -> Partials:
+        """`parts` are queries [S, H, G, D] and the stored keys that they are multiplied with."""
         partials = self._scratch.partials(wave.num_rows, *parts[0][0].shape[1:3], values.width)
 
         def work(task: TileTask, worker: int) -> None:

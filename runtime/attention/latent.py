@@ -1,8 +1,8 @@
 """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) over a cache of latents and rotated keys.
 
-Prompts expand the latents of their past to keys and values, some heads at a time. Decode uses the absorbed form: queries
-and sums of latents are multiplied with the two parts of the matrix that makes keys and values, so that all heads read
-one latent per token.
+Prompts expand the latents that they attend to, some heads at a time. Decode uses the absorbed form: queries and sums of
+latents are multiplied with the two parts of the matrix that makes keys and values, so that all heads read one latent
+per token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .torch_backend import CacheReader, key_range, row_tiles
 class LatentAttention:
     """The backend of models whose layers all cache latents, in torch on any device.
 
-    `tiled` computes every row in the absorbed form, in tiles aligned to positions in the sequence: the bits of a token's
-    result then depend neither on its chunk nor on the batch, and a generated token expands nothing.
+    `tiled` computes every row in the absorbed form, in tiles aligned to positions in the sequence: the bits of a
+    token's result then depend neither on its chunk nor on the batch, and a generated token expands nothing.
     """
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu") -> None:

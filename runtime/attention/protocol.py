@@ -49,8 +49,8 @@ class AttentionCall:
 
     A token attends to the last `window` tokens, itself included, or to those since the start of its `chunk` of
     positions; to all where both are None. `softcap` c bounds scores to c * tanh(s / c). `sinks` [Hq] are logits that
-    enter the softmax and contribute no value. With `latent` weights, keys and values of a pass are latents [T, 1, R] and
-    rotated keys [T, 1, P].
+    enter the softmax and contribute no value. With `latent` weights, keys and values of a pass are latents [T, 1, R]
+    and rotated keys [T, 1, P].
     """
 
     layer: int

@@ -23,8 +23,8 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if config.is_latent and not modules:
         raise UnsupportedModel(
-            f"this release of transformers expands the latents of {config.family.model_type} before they reach a cache; "
-            "upgrade transformers"
+            f"this release of transformers caches what it expands from the latents of {config.family.model_type}; "
+            "a newer one is wanted, which caches latents"
         )
     for module in modules:
         module.expand_kv = _as_they_are

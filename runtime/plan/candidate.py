@@ -103,8 +103,8 @@ SAMPLER_NBYTES = 64 << 20
 class Widest:
     """The largest sizes that any layer has; activations are sized by them.
 
-    `sums` is the width of attention's sums over the cache, of all heads; `expanded` that of the key and the value of one
-    head which latents are expanded to, 0 where there are none.
+    `sums` is the width of attention's sums over the cache, of all heads; `expanded` that of one head's key and value
+    together where they are expanded from latents, else 0.
     """
 
     hidden: int

@@ -309,8 +309,8 @@ def _products(rate: Curve, numel: float, rows: float) -> float:
 class _GroupReads:
     """Layers with the same window; a token's keys and values take `token_nbytes` in each.
 
-    For latents `absorbed_width` is the mean width of queries and sums of all heads, and `expanding_numel` the elements of
-    the matrix that expands one; both are 0 elsewhere.
+    For latents `absorbed_width` is the mean width of queries and sums of all heads, and `expanding_numel` the elements
+    of the matrix that expands one; both are 0 elsewhere.
     """
 
     num_layers: int

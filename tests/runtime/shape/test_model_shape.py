@@ -108,7 +108,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "deepseek_v32"}, "sparse attention"),
         ({"model_type": "qwen3_next"}, "recurrent"),
         ({"model_type": "no_such_model"}, "not supported"),
         ({"model_type": 7}, "not supported"),
