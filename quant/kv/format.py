@@ -77,8 +77,8 @@ class KVFormat:
     def of_latents(cls, name: str) -> KVFormat:
         """The formats of latents and of rotated keys where a run asks for `name`. Raises FormatError.
 
-        Latents are both keys and values, and take the finer of the two formats. Rotated keys are never in 4 bits: they
-        are a ninth of the elements, and in 4 bits they cause most of the error (docs/quality.md).
+        Latents are both keys and values, and take the finer of the two formats. Rotated keys, a ninth of the elements,
+        stay in 8 bits (docs/quality.md).
         """
         keys = cls.parse(name).keys
         return cls(keys, VECTOR_FORMATS["int8"] if keys.quantized else keys)

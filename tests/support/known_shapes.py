@@ -80,13 +80,12 @@ CONFIGS = {
     "Mixtral-8x7B": MIXTRAL,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
-    "DeepSeek-V3": DEEPSEEK_V3,
-    "GLM-4.7-Flash": GLM_4_7_FLASH,
 }
+LATENT_CONFIGS = {"DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
 
 
 def known_shape(name: str) -> ModelShape:
     """As it is worked out from the config, in bfloat16."""
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIGS[name]))
+        Path(folder, "config.json").write_text(json.dumps((CONFIGS | LATENT_CONFIGS)[name]))
         return shape_of_config(ModelConfig.read(Path(folder)))
