@@ -267,7 +267,7 @@ class Decoder:
 
     def _decode(self, query: Query, keys: Sequence[Stored], values: Stored, plan: DecodePlan) -> torch.Tensor:
         folded = query.folded(values.planes.codes.shape[1])
-        parts = list(zip(folded.split([part.width for part in keys], -1), keys, strict=True))
+        parts = list(zip(torch.split(folded, [part.width for part in keys], -1), keys, strict=True))
         total: Reduced | None = None
         for wave in plan.waves:
             reduced = Reduced.of(self._run_wave(query, parts, values, wave), wave.reduction, len(folded))
@@ -279,7 +279,8 @@ class Decoder:
         self, query: Query, parts: Sequence[tuple[torch.Tensor, Stored]], values: Stored, wave: Wave
     ) -> Partials:
         """`parts` are queries [S, H, G, D] and the stored keys that they are multiplied with."""
-        partials = self._scratch.partials(wave.num_rows, *parts[0][0].shape[1:3], values.width)
+        _, kv_heads, group, _ = parts[0][0].shape
+        partials = self._scratch.partials(wave.num_rows, kv_heads, group, values.width)
 
         def work(task: TileTask, worker: int) -> None:
             rows, scratch = slice(task.begin, task.end), self._scratch.codes[worker]

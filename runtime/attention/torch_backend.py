@@ -159,7 +159,7 @@ class CacheReader:
         numels = [group.kv_heads * length * width for width in widths]
         if self._scratch.numel() < sum(numels):
             self._scratch = self._scratch.new_empty(sum(numels))
-        parts = self._scratch[: sum(numels)].split(numels)
+        parts = torch.split(self._scratch[: sum(numels)], numels)
         return [part.view(group.kv_heads, length, width) for part, width in zip(parts, widths, strict=True)]
 
 

@@ -11,9 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
-from . import identity_experts, llama4
+from . import llama4
 from .attention_seam import register_attention
-from .experts_seam import register_experts
+from .experts_seam import adapt_identity_experts, register_experts
 from .latent_seam import keep_latents
 
 SEAM = "moedge"
@@ -38,7 +38,7 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
     llama4.adapt(model)
-    identity_experts.adapt(model)
+    adapt_identity_experts(model)
     keep_latents(model, config)
     return model.eval()
 

@@ -64,6 +64,10 @@ def _outer(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[
 
 def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """The cache is sized by the config: its keys must be as wide as the files make them."""
+    for name, entry in tensors.items():
+        if config.is_latent and name.endswith("kv_a_proj_with_mqa.weight"):
+            width = head_dim(config, layer) + config.size("qk_rope_head_dim")
+            yield from _compare(entry, (width, config.size("hidden_size")))
     key = tensors.get("self_attn.k_proj.weight")
     if key is not None:
         # Values may be longer than keys, and decide the cache then; the keys' own width is what the file shows.

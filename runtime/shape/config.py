@@ -31,6 +31,9 @@ class ModelConfig:
         _refuse_code(values, CONFIG)
         _refuse_quantized(values)
         self.values = checked_fields({key: value for key, value in values.items() if key in _KNOWN})
+        if self.family.model_type in TWO_ATTENTIONS:
+            # Older releases of transformers write the number of attention modules under this name.
+            self.values.pop("num_hidden_layers", None)
         check_rope(self.values, self.family.rope_by_kind, self.family.partial_rotary)
         self._check_heads()
         self._check_layer_types()

@@ -111,7 +111,7 @@ def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors
         context=config.size("max_position_embeddings"),
         layers=tuple(_layer(index, layers[index], config) for index in range(num_layers)),
         kv_groups=kv_groups(config),
-        head=None if tied or head is None else Matrix("lm_head", *head.shape),
+        head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
     )
 
@@ -160,7 +160,7 @@ def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[E
     down = [shape for name, shape in shapes if _DOWN.search(name)]
     if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
-    matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
+    matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", down[0][0], down[0][1])
     return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(indices)
 
 

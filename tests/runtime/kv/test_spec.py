@@ -29,9 +29,7 @@ def test_bytes_per_token(name: str, block: int) -> None:
 LATENT = {"bf16": (512 + 64) * 2, "int8": 512 + 2 + 64 + 2, "int4": 256 + 8 + 64 + 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "parameters"), [("DeepSeek-V3", 61, 671e9), ("GLM-4.7-Flash", 47, 30e9)]
-)
+@pytest.mark.parametrize(("name", "layers", "parameters"), [("DeepSeek-V3", 61, 671e9), ("GLM-4.7-Flash", 47, 30e9)])
 def test_bytes_per_token_of_latents(name: str, layers: int, parameters: float) -> None:
     shape = known_shape(name)
     assert shape.parameters == pytest.approx(parameters, rel=0.01)
