@@ -208,8 +208,7 @@ class _ModelWork:
         kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
         self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
-        unpacked = (matrix.numel for kind in self.kinds for matrix in kind.dense if matrix.unpacked)
-        self.expanding_numel = max(unpacked, default=0)
+        self.expanding_numel = max((x.numel for kind in self.kinds for x in kind.dense if x.unpacked), default=0)
         shares = [kind.experts.per_token / kind.experts.count for kind in self.kinds if kind.experts]
         self._rarest = min(shares, default=1.0)
 
@@ -288,9 +287,9 @@ class _ComputeCosts:
         for group in self._groups:
             attended = min(back, group.window or back)
             # Generated tokens use the absorbed form of latent attention, prompts expand what they look back at.
-            absorbed = group.absorbed_width if chunk <= 1 else 0
-            flop = 4 * tokens * attended * (absorbed or self._width)
-            flop += 2 * tokens / chunk * attended * group.expanding_numel if chunk > 1 else 0
+            width = (group.absorbed_width if chunk <= 1 else 0) or self._width
+            expanding = 2 * tokens / chunk * attended * group.expanding_numel if chunk > 1 else 0
+            flop = 4 * tokens * attended * width + expanding
             read = tokens / max(1.0, chunk) * attended * group.token_nbytes
             seconds += group.num_layers * max(flop / rate, read / self._memory_bytes_s)
         return seconds
@@ -307,11 +306,8 @@ def _products(rate: Curve, numel: float, rows: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _GroupReads:
-    """Layers with the same window; a token's keys and values take `token_nbytes` in each.
-
-    For latents `absorbed_width` is the mean width of queries and sums of all heads, and `expanding_numel` the elements
-    of the matrix that expands one; both are 0 elsewhere.
-    """
+    """Layers with the same window; a token's keys and values take `token_nbytes` in each, latents are expanded by a
+    matrix of `expanding_numel` elements."""
 
     num_layers: int
     window: int | None
@@ -321,9 +317,8 @@ class _GroupReads:
 
     @classmethod
     def of(cls, spec: KVSpec, expanding_numel: int) -> _GroupReads:
-        group = spec.group
-        absorbed = (group.query_heads or 0) * (group.head_dim + (group.rope_dim or 0) / 2)
-        return cls(len(group.layers), group.window, spec.record_nbytes / spec.block, absorbed, expanding_numel)
+        group, token_nbytes = spec.group, spec.record_nbytes / spec.block
+        return cls(len(group.layers), group.window, token_nbytes, group.absorbed_width, expanding_numel)
 
 
 class _Streamed:

@@ -72,6 +72,11 @@ class KVGroup:
     def is_latent(self) -> bool:
         return self.rope_dim is not None
 
+    @property
+    def absorbed_width(self) -> float:
+        """Elements that one token's queries and sums over latents have, on average of both; 0 without latents."""
+        return (self.query_heads or 0) * (self.head_dim + (self.rope_dim or 0) / 2)
+
     def first_visible(self, position: int) -> int:
         """The first position whose key the token at `position` attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1)
