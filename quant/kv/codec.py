@@ -112,15 +112,20 @@ class KeyTransform:
         dim = offsets.shape[-1]
         self.offsets = offsets.float()
         self.rotation = rotation(dim).to(offsets.device)
+        self._back = self.rotation.T.contiguous()
         self._tile = self.rotation.new_zeros(2, ROTATED_ROWS, dim) if tiled else None
 
     def keys(self, layer: int, k: Tensor) -> Tensor:
         """k [T, H, D] transformed, float32: the keys to be stored."""
-        return self._rotate(k.float() - self.offsets[layer])
+        return self._rotate(k.float() - self.offsets[layer], self.rotation)
 
     def queries(self, q: Tensor) -> Tensor:
         """q [T, Hq, D] rotated, float32: its products with stored keys equal those of q with (k - offset)."""
-        return self._rotate(q.float())
+        return self._rotate(q.float(), self.rotation)
+
+    def restore(self, layer: int, x: Tensor) -> Tensor:
+        """Undoes `keys` for x [T, H, D]: float32. Also for averages of keys whose weights sum to one."""
+        return self._rotate(x.float(), self._back) + self.offsets[layer]
 
     def shifts(self, layer: int, q: Tensor) -> Tensor:
         """q · offset [T, Hq], float32, which is missing in scores; needed if scores are more than softmax's input."""
@@ -128,9 +133,9 @@ class KeyTransform:
         grouped = q.float().view(len(q), len(offsets), -1, q.shape[-1])
         return (grouped * offsets.unsqueeze(1)).sum(-1).flatten(1)
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, matrix: Tensor) -> Tensor:
         if self._tile is None:
-            return x @ self.rotation
+            return x @ matrix
         rows = x.reshape(-1, x.shape[-1])
         rotated = torch.empty_like(rows)
         tile, product = self._tile
@@ -138,6 +143,6 @@ class KeyTransform:
             part = rows[start : start + ROTATED_ROWS]
             tile[: len(part)].copy_(part)
             tile[len(part) :].zero_()
-            torch.mm(tile, self.rotation, out=product)
+            torch.mm(tile, matrix, out=product)
             rotated[start : start + ROTATED_ROWS].copy_(product[: len(part)])
         return rotated.view(x.shape)

@@ -26,6 +26,7 @@ from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
+from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend
 from ..attention.torch_backend import TorchAttention
 from ..engine.engine import Engine, cause_of
@@ -80,6 +81,8 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
     torch_device = device.torch_device if device else torch.device("cpu")
     dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
+    if any(pool.spec.group.is_latent for pool in cache.pools):
+        return LatentAttention(cache, dtype, tiled, torch_device)
     if plan.attention == "torch" and not plan.stores_by_kernel:
         return TorchAttention(cache, dtype, tiled, torch_device)
     # Imports Triton, which takes a second and which some machines do not have.

@@ -28,7 +28,7 @@ from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
-from ..shape.read import LAYER, expert_index, is_down, is_expert, renamed_in
+from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, renamed_in
 from .dequantize import dequantize
 from .kept_codes import read_rows, row_nbytes
 
@@ -58,10 +58,13 @@ class CheckpointLoader:
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
         num_layers = len(model.get_decoder().layers)
+        identities = getattr(model.config, "zero_expert_num", None) or 0
         for name, entry in self._tensors.entries.items():
             match = LAYER.search(name)
             index = int(match[1]) if match else None
             if index is not None and index >= num_layers:
+                continue
+            if identities and is_extra_expert(name, identities, model.config.n_routed_experts):
                 continue
             if index is not None and is_expert(name, entry):
                 self._experts[index].append(name)

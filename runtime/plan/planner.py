@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
-from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
+from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import KVSpec
 from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
@@ -405,7 +405,9 @@ class _Search:
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
-        needs = AttentionNeeds(frozenset(group.head_dim for group in shape.kv_groups), weights.gpu, interpreted())
+        latent = any(group.is_latent for group in shape.kv_groups)
+        heads = frozenset(group.head_dim for group in shape.kv_groups)
+        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent)
         attention = choose_attention(settings.attention, needs)
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
@@ -446,4 +448,7 @@ def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
     unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
     if weights.shape.num_experts == 0:
         unwanted.add("experts")
-    return {family: reason for family, reason in weights.gpu.lacks.reasons.items() if family not in unwanted}
+    lacks = dict(weights.gpu.lacks.reasons)
+    if any(group.is_latent for group in weights.shape.kv_groups):
+        lacks |= {"attention": NO_LATENTS, "cache": NO_LATENTS}
+    return {family: reason for family, reason in lacks.items() if family not in unwanted}

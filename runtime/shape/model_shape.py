@@ -12,6 +12,7 @@ class Matrix:
 
     Of a quantized checkpoint: `kept` is the weight format that has its codes and scales as they are, empty where none
     has, and `bits` those of a code; 0 for floats.
+    `unpacked`: it keeps the model's dtype in every weight format, because parts of it are multiplied with.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Matrix:
     cols: int
     kept: str = ""
     bits: int = 0
+    unpacked: bool = False
 
     @property
     def numel(self) -> int:
@@ -57,12 +59,27 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention."""
+    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention.
+
+    Layers with latent attention have a `rope_dim`: they cache one latent of `head_dim` elements, and one rotated key of
+    `rope_dim` elements, for all `query_heads`.
+    """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     window: int | None
+    rope_dim: int | None = None
+    query_heads: int | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        return self.rope_dim is not None
+
+    @property
+    def absorbed_width(self) -> float:
+        """Elements that one token's queries and sums over latents have, on average of both; 0 without latents."""
+        return (self.query_heads or 0) * (self.head_dim + (self.rope_dim or 0) / 2)
 
     def first_visible(self, position: int) -> int:
         """The first position whose key the token at `position` attends to."""

@@ -15,7 +15,7 @@ from ...offload.checkpoint.json_object import described, gc_paused
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES, OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, head_dim, kv_heads, window
+from .config import ModelConfig, attention_modules, head_dim, kv_heads, rope_dim, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StoredFormat
 from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
@@ -67,13 +67,15 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
     outside: dict[str, TensorEntry] = {}
     num_layers, renamed = config.size("num_hidden_layers"), config.family.renamed
+    identities = config.get("zero_expert_num") or 0
     for name, entry in entries.items():
         match = LAYER.search(name)
         if match is None:
             outside[name] = entry
             continue
         index = int(match[1])
-        if index < num_layers or not is_extra_layer(config, index):
+        kept = index < num_layers or not is_extra_layer(config, index)
+        if kept and not is_extra_expert(name, identities, config.num_experts or 0):
             layers[index][renamed_in(match[2], renamed) if renamed else match[2]] = entry
     return Tensors(layers, outside)
 
@@ -82,6 +84,11 @@ def is_extra_layer(config: ModelConfig, index: int) -> bool:
     """Whether a layer predicts tokens after the next one (MTP): transformers ignores those, too."""
     num_layers = config.size("num_hidden_layers")
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
+
+
+def is_extra_expert(name: str, identities: int, num_experts: int) -> bool:
+    """Whether a tensor is a matrix of one of the last experts, which return their input: transformers writes some."""
+    return identities > 0 and (expert_index(name) or 0) >= num_experts
 
 
 def renamed_in(name: str, renamed: Mapping[str, str]) -> str:
@@ -175,8 +182,10 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """Layers grouped by what their cache must hold, in the order of their first layer."""
     groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")):
-        groups[kv_heads(config, layer), head_dim(config, layer), window(config, layer)].append(layer)
-    return tuple(KVGroup(tuple(layers), *key) for key, layers in groups.items())
+        key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
+        groups[key].extend(attention_modules(config, layer))
+    latent = (rope_dim(config), config.size("num_attention_heads")) if config.is_latent else ()
+    return tuple(KVGroup(tuple(layers), *key, *latent) for key, layers in groups.items())
 
 
 def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors) -> LayerShape:
@@ -188,9 +197,13 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
     }
     resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
     matrices = tuple(
-        Matrix(name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found))
+        Matrix(
+            name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found),
+            # Attention multiplies queries and sums of latents with parts of this one.
+            unpacked=config.is_latent and name.endswith("kv_b_proj.weight"),
+        )
         for name, entry in sorted(dense.items())
-    )
+    )  # fmt: skip
     return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
 
 
@@ -303,6 +316,10 @@ def _outer_differences(config: ModelConfig, tensors: Mapping[str, TensorEntry]) 
 
 def _attention_differences(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """The cache is sized by the config: its keys must be as wide as the files make them."""
+    for name, entry in tensors.items():
+        if config.is_latent and name.endswith("kv_a_proj_with_mqa.weight"):
+            width = head_dim(config, layer) + config.size("qk_rope_head_dim")
+            yield from _compare(entry, (width, config.size("hidden_size")))
     key = tensors.get("self_attn.k_proj.weight")
     if key is not None:
         # Values may be longer than keys, and decide the cache then; the keys' own width is what the file shows.

@@ -69,6 +69,8 @@ def settled_format(shape: ModelShape, wanted: str) -> str:
 
 def _format_of(matrix: Matrix, format_name: str) -> str:
     """The format of a matrix where the model is packed in `format_name`: its own where codes are kept."""
+    if matrix.unpacked:
+        return "none"
     if format_name in FORMATS:
         return format_name
     # What a kept model has beside kept matrices: floats stay, and others have as many bits as in the files.

@@ -29,7 +29,14 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
 @pytest.mark.sample("minimum-qwen3_moe-nf4", "all-llama-none")
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("qwen3_moe", "nf4"), ("mixtral", "none"), ("gpt_oss", "int8"), ("granitemoe", "none"), ("llama", "none")],
+    [
+        ("qwen3_moe", "nf4"),
+        ("mixtral", "none"),
+        ("gpt_oss", "int8"),
+        ("granitemoe", "none"),
+        ("llama", "none"),
+        ("deepseek_v3", "int8"),
+    ],
 )
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0], ids=["all", "half", "minimum"])
 def test_tokens_are_those_of_the_processor(family: str, quant: str, share: float, case: Any, fakes: ModuleType) -> None:

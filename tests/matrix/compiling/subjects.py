@@ -105,6 +105,9 @@ def published_heads() -> list[tuple[int, int]]:
     configs = [entry["defaults"] for entry in table.values()] + list(CONFIGS.values())
     found = set()
     for config in configs:
+        if config.get("kv_lora_rank"):
+            # Latent attention has no kernels.
+            continue
         heads = config.get("num_attention_heads")
         size = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
         # A default of a config class that no checkpoint has is no published shape.
