@@ -123,35 +123,20 @@ def print_table(outcomes: dict[str, Outcome], rows: list[Row]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def plot(outcomes: dict[str, Outcome], size: int) -> str:
+def plot(outcomes: dict[str, Outcome], size: int, out: Path) -> None:
     """Sequences at work over passes, as SVG."""
-    width, height, left, top = 720, 260, 48, 28
-    longest = max(len(outcome.useful) for outcome in outcomes.values())
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"',
-        ' font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    inner_width, inner_height = width - left - 16, height - top - 44
-    for count in range(0, size + 1, max(1, size // 4)):
-        y = top + inner_height * (1 - count / size)
-        parts.append(f'<path d="M{left} {y:.1f}h{inner_width}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{count}</text>')
-    for index, (policy, outcome) in enumerate(outcomes.items()):
-        points = " ".join(
-            f"{left + inner_width * at / longest:.1f},{top + inner_height * (1 - min(live, size) / size):.1f}"
-            for at, live in enumerate([*outcome.useful, 0])
-        )
-        colour = COLOURS[policy]
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(
-            f'<text x="{left + 8 + 200 * index}" y="18" fill="{colour}">{policy}: {len(outcome.useful):,} passes</text>'
-        )
-    parts.append(f'<text x="{left + inner_width / 2:.0f}" y="{height - 10}" text-anchor="middle">passes</text>')
-    middle = f"{top + inner_height / 2:.0f}"
-    parts.append(f'<text x="14" y="{middle}" transform="rotate(-90 14 {middle})" text-anchor="middle">')
-    parts.append("answer tokens a pass</text></svg>")
-    return "\n".join(parts) + "\n"
+    from bench.picture import pyplot
+
+    with pyplot() as plt:
+        figure, panel = plt.subplots(figsize=(8, 3.2))
+        for policy, outcome in outcomes.items():
+            live = [min(one, size) for one in [*outcome.useful, 0]]
+            panel.plot(live, color=COLOURS[policy], label=f"{policy}: {len(outcome.useful):,} passes")
+        panel.set(xlabel="passes", ylabel="answer tokens a pass")
+        panel.grid(visible=True, color="#e4e4e4")
+        panel.legend(frameon=False)
+        figure.tight_layout()
+        figure.savefig(out, format="svg", facecolor="white", metadata={"Date": None})
 
 
 def main() -> None:
@@ -177,7 +162,7 @@ def main() -> None:
                     run(loaded.engine, policy, rows, options.sequences, outcome)
     print_table(outcomes, rows)
     if options.plot:
-        options.plot.write_text(plot(outcomes, options.sequences))
+        plot(outcomes, options.sequences, options.plot)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ runs this script, is not charged.
 
 `--products` times the bare matrix products of the same passes as well (roofline.py), the roof in bfloat16.
 
+`--record FILE --title TEXT` keeps the figures as JSON, from which `bench.picture` makes README's table and picture.
+
 Prints a table for docs/performance.md: medians; ratios of moedge's best to the peers' best in the same phase and batch;
 the share of CPU time that other processes used meanwhile. Above 0.05 a figure says little about its contender.
 """
@@ -25,17 +27,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench import ROOT
 from moedge.offload.budget import GIB, parse_size
+from moedge.offload.machine.hardware import find_hardware
 from support import memory_ceiling as ceiling
 from support import page_cache
 from support.memory_ceiling import NoGroup, Outcome
@@ -231,6 +237,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--ceiling", help="memory that each contender may use, such as 4GiB")
     parser.add_argument("--scratch", type=Path, default=Path(), help="where stores and offloaded weights lie meanwhile")
     parser.add_argument("--seconds", type=float, default=3600, help="most time that a contender may take")
+    parser.add_argument("--record", type=Path, help="JSON file for the figures")
+    parser.add_argument("--title", default="", help="what the record measured, such as 'bf16 in 3 GiB'")
     return parser
 
 
@@ -253,6 +261,36 @@ def compare(options: argparse.Namespace, limit: int | None) -> list[Row]:
     return rows
 
 
+def record(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures and what they were measured on; bench/picture.py reads it."""
+    return {
+        "title": options.title or Path(options.model).name,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "processor": find_hardware(options.scratch).cpu,
+        "cores": os.cpu_count(),
+        "ceiling": options.ceiling,
+        "prompt_tokens": options.prompt,
+        "generated_tokens": options.new,
+        "repeats": options.repeats,
+        "command": " ".join(["python -m bench.compare", *map(shlex.quote, sys.argv[1:])]),
+        "contenders": [
+            {
+                "title": row.title,
+                "verdict": row.verdict,
+                "peak_bytes": row.peak_nbytes,
+                "read_bytes": row.read_nbytes,
+                "cpu_share_of_others": row.others,
+                "tokens_per_second": {
+                    str(batch): {"prompt": round(prompt, 3), "generated": round(generated, 3)}
+                    for batch, (prompt, generated) in row.cells.items()
+                },
+            }
+            for row in rows
+            if row.valid
+        ],
+    }
+
+
 def main() -> None:
     ceiling.clean_up_when_told_to_end()
     options = parser().parse_args()
@@ -270,6 +308,8 @@ def main() -> None:
         rows = compare(options, limit)
     except page_cache.StillCached as error:
         raise SystemExit(str(error)) from error
+    if options.record:
+        options.record.write_text(json.dumps(record(rows, options), indent=1) + "\n")
     if wrong := [f"{row.title}: {row.verdict}" for row in rows if not row.valid]:
         raise SystemExit("\n".join(wrong))
 

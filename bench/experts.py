@@ -32,8 +32,7 @@ import torch
 
 from moedge.moe.policy import Lru
 from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
-from moedge.offload.heap import return_memory
-from moedge.offload.memory import host_peak
+from moedge.offload.memory import host_peak, return_memory
 from moedge.offload.stream.lane import ShardKey
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs.report import experts as experts_of

@@ -102,7 +102,7 @@ def run(point: dict[str, Any]) -> dict[str, Any]:
         command = [
             sys.executable,
             "-m",
-            "moedge.cli",
+            "moedge",
             "batch",
             model,
             str(rows),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moedge.quant.kv.key_transform import KeyTransform
+from moedge.quant.kv.codec import KeyTransform
 from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.plan.placement import Workload
@@ -34,6 +34,7 @@ ROWS = [
     ("bf16", "int8", "int8"),
     ("bf16", "int4", "auto"),
     ("bf16", "nf4", "auto"),
+    ("bf16", "mxfp4", "auto"),
 ]
 
 

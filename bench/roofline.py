@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from moedge.offload.budget import parse_size
-from moedge.offload.heap import return_memory
 from moedge.offload.machine.link import measure_link, measure_pin_limit
 from moedge.offload.machine.timing import best_seconds
+from moedge.offload.memory import return_memory
 from moedge.offload.page_locked import allocate
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.scratch import scratch_nbytes

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1 --plot {out}/plot.svg",),
     "compare": (
         "--model {model} --batches 1 2 --prompt 8 --new 3 --repeats 1 --ram {ram} --moedge none --products "
-        "--transformers {transformers} --scratch {out}",
+        "--transformers {transformers} --scratch {out} --record {out}/record.json",
     ),
     "experts": (
         "bytes --model {model} --stores {out} --passes 2",
@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "reads --folder {out} --gib 0.03125 --shard-mib 2 --rounds 1",
         "step --sequences 8 --vocab 4000 --passes 2",
     ),
+    "picture": ("docs/measurements/bf16-in-3-GiB.json --out {out}/picture.svg",),
     "planner": (
         "budgets --model demo --rows 4 --shorter 16 --results {out}/planner.jsonl",
         "table --results {out}/planner.jsonl",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ import typer
 
 from ..offload.errors import ExitCode
 from .options import options
+from .options.paths import new_folder, writable_file
 
 if TYPE_CHECKING:
     from ..runtime.jobs.answer_stream import AnswerStream
@@ -21,11 +22,23 @@ if TYPE_CHECKING:
 
 OUTPUT = Annotated[
     Path,
-    typer.Option("--output", "-o", help="File for the answers: .jsonl, .csv or .parquet; - is stdout."),
+    typer.Option(
+        "--output",
+        "-o",
+        callback=writable_file,
+        help="File for the answers: .jsonl, .csv or .parquet; - is stdout.",
+    ),
 ]
 JOB_DIR = Annotated[
     Path | None,
-    typer.Option("--job-dir", help="Folder of the job with -o -; the user's state by default, removed at the end."),
+    typer.Option(
+        "--job-dir",
+        callback=new_folder,
+        help="Folder of the job with -o -; the user's state by default, removed at the end.",
+    ),
+]
+OVERWRITE = Annotated[
+    bool, typer.Option("--overwrite", help="Start over: remove the job of this output and its files first.")
 ]
 
 
@@ -67,9 +80,12 @@ def batch(
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,
     accept_drift: options.ACCEPT_DRIFT = None,
+    overwrite: OVERWRITE = False,
+    partial: options.PARTIAL = False,
     summary: options.SUMMARY = None,
     progress: options.PROGRESS = options.Progress.AUTO,
     output_format: options.FORMAT = options.Format.HUMAN,
+    verbose: options.VERBOSE = False,
     quiet: options.QUIET = False,
 ) -> None:
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
@@ -84,18 +100,23 @@ def batch(
 
     request = request_of(model, input_file, output, locals())
     run = _to_stdout if os.fspath(output) == "-" else _to_file
-    raise typer.Exit(run(request, job_dir, partial(_view, progress, quiet, output_format), summary))
+    view = functools.partial(_view, progress, quiet, output_format, verbose)
+    raise typer.Exit(run(request, job_dir, view, summary))
 
 
 def _view(
-    progress: options.Progress, quiet: bool, output_format: options.Format, answers: AnswerStream | None = None
+    progress: options.Progress,
+    quiet: bool,
+    output_format: options.Format,
+    verbose: bool,
+    answers: AnswerStream | None = None,
 ) -> JobView:
     from ..runtime.settings.errors import OutputRefused
     from .views.job_view import JobView
 
     if answers is not None and output_format is options.Format.JSON:
         raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
-    return JobView(progress, quiet, output_format, answers)
+    return JobView(progress, quiet, output_format, verbose=verbose, answers=answers)
 
 
 def _to_file(
@@ -112,7 +133,10 @@ def _to_stdout(
     request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
 ) -> ExitCode:
     from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
+    from ..runtime.settings.errors import OutputRefused
 
+    if request.follow:
+        raise OutputRefused("--partial is for a file of answers; -o - writes them while the job runs")
     shown = view(AnswerStream(sys.stdout.buffer))
     request = into_folder(request, job_dir)
     code = shown.run(request, summary)

@@ -17,6 +17,7 @@ from .options.configured_command import (
     config_paths,
     configured_commands,
 )
+from .options.paths import readable_file, writable_file
 
 app = typer.Typer(help="Show effective settings and where each comes from.", no_args_is_help=True)
 
@@ -53,9 +54,16 @@ def show(
 @app.command()
 def init(
     from_plan: Annotated[
-        Path | None, typer.Option("--from-plan", help="Take budgets and formats from a plan: `moedge plan --save`.")
+        Path | None,
+        typer.Option(
+            "--from-plan",
+            callback=readable_file,
+            help="Take budgets and formats from a plan: `moedge plan --save`.",
+        ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(PROJECT_FILE),
+    output: Annotated[Path, typer.Option("--output", "-o", callback=writable_file, help="The file to write.")] = Path(
+        PROJECT_FILE
+    ),
     for_machine: Annotated[
         bool, typer.Option("--for-machine", help="Put the settings in a table that counts on this machine only.")
     ] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from .options import options
 from .options.configured_command import ConfiguredCommand
+from .options.paths import new_file
 
 app = typer.Typer(help="List, inspect, resume, cancel and export jobs.", no_args_is_help=True)
 JOB = Annotated[str, typer.Argument(metavar="JOB", help="Job id (or its beginning), job folder, or output file.")]
@@ -22,49 +24,44 @@ def ls(as_json: JSON = False) -> None:
     """List your jobs and those in this folder, with their progress."""
     from ..runtime.jobs.status import JobStatus, jobs
     from ..runtime.settings.errors import BadJournal, OtherVersion
+    from .views.jobs_view import print_jobs
 
+    found = []
     for folder in jobs():
         try:
-            status = JobStatus.read(folder)
+            found.append(JobStatus.read(folder))
         except (BadJournal, OtherVersion) as error:
-            print(f"{'unreadable':32}  {folder.path}: {error}", file=sys.stderr)
-            continue
-        if as_json:
-            print(json.dumps(status.batch_object()))
-            continue
-        counts = status.state.counts
-        rows = f"{counts.rows:,}/{status.state.num_rows:,} rows"
-        print(f"{status.job_id}  {status.phase:11}  {rows:>20}  {counts.failed:>7,} failed  {status.output}")
+            print(f"unreadable: {folder.path}: {error}", file=sys.stderr)
+    found.sort(key=lambda status: status.created, reverse=True)
+    if not as_json:
+        print_jobs(found)
+    for status in found if as_json else ():
+        print(json.dumps(status.batch_object()))
 
 
 @app.command()
 def show(job: JOB, as_json: JSON = False) -> None:
     """Show the state of a job and the settings it was started with."""
     from ..runtime.jobs.status import JobStatus, find_job
+    from .views.jobs_view import print_job
 
     status = JobStatus.read(find_job(job))
     if as_json:
         print(json.dumps(status.batch_object(), indent=2))
-        return
-    counts, opened = status.state.counts, status.state.opened
-    lines = {
-        "job": f"{status.job_id}, {status.phase}" + (f": {status.reason}" if status.reason else ""),
-        "rows": f"{counts.ok:,} answered, {counts.failed:,} failed, {status.state.num_rows - counts.rows:,} to do",
-        "tokens": f"{counts.generated_tokens:,} generated, {counts.prompt_tokens:,} prompt",
-        "model": opened["request"]["model"],
-        "input": opened["request"]["input"],
-        "output": status.output,
-        "folder": status.folder.path,
-        **opened["identity"],
-    }
-    for label, text in lines.items():
-        print(f"{label:20} {text}")
+    else:
+        print_job(status)
 
 
 @app.command(cls=ConfiguredCommand)
 def resume(
     job: JOB,
     failed: Annotated[bool, typer.Option("--failed", help="Run failed rows again.")] = False,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Continue rows that were cut at max_tokens; needs --max-tokens.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="New max_tokens of the rows that --cut continues.")
+    ] = None,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
@@ -74,8 +71,10 @@ def resume(
     max_failures: options.MAX_FAILURES = None,
     accept_drift: options.ACCEPT_DRIFT = None,
     summary: options.SUMMARY = None,
+    partial: options.PARTIAL = False,
     progress: options.PROGRESS = options.Progress.AUTO,
     output_format: options.FORMAT = options.Format.HUMAN,
+    verbose: options.VERBOSE = False,
     quiet: options.QUIET = False,
 ) -> None:
     """Resume a job with its original settings, under the budgets given here."""
@@ -87,15 +86,20 @@ def resume(
     from ..runtime.jobs.stop import Limits
     from .views.job_view import JobView
 
+    if cut != (max_tokens is not None):
+        raise typer.BadParameter("--cut and --max-tokens go together: --cut --max-tokens 1024")
     folder = find_job(job)
-    request = resumed(
-        read_state(folder.journal).opened,
-        folder.input,
-        budgets,
-        Limits(until, max_rows, max_failures),
-        ResumeOptions(failed=failed, drift=tuple(accept_drift or ())),
+    request = replace(
+        resumed(
+            read_state(folder.journal).opened,
+            folder.input,
+            budgets,
+            Limits(until, max_rows, max_failures),
+            ResumeOptions(failed=failed, drift=tuple(accept_drift or ()), cut_to=max_tokens),
+        ),
+        follow=partial,
     )
-    raise typer.Exit(JobView(progress, quiet, output_format).run(request, summary))
+    raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))
 
 
 @app.command()
@@ -109,11 +113,27 @@ def cancel(job: JOB) -> None:
 
 
 @app.command()
+def rm(
+    job: JOB,
+    force: Annotated[bool, typer.Option("--force", help="Also remove a job that is not finished.")] = False,
+) -> None:
+    """Remove the folder of a job. Its output files stay."""
+    from ..runtime.jobs.status import find_job, remove
+
+    print(remove(find_job(job), force))
+
+
+@app.command()
 def export(
     job: JOB,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write; by default, the output's name with .partial.jsonl."),
+        typer.Option(
+            "--output",
+            "-o",
+            callback=new_file,
+            help="File to write; by default, the output's name with .partial.jsonl.",
+        ),
     ] = None,
 ) -> None:
     """Write all finished rows, answered or failed; works while the job runs."""

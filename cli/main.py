@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ..offload.errors import ExitCode, exit_code_of
-from ..offload.heap import return_memory
+from ..offload.memory import return_memory
 from ..runtime.settings.process import settle
 from .batch import batch
 from .config import app as config

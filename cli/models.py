@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..runtime.settings.formatting import count, gib
+from ..offload.budget import gib
+from ..runtime.settings.formatting import count
 from .options import options
 from .options.configured_command import ConfiguredCommand
 
@@ -110,6 +111,9 @@ def show(
     )
     table.add_row("layers", f"{description.layers}, {description.experts:,} experts in total")
     table.add_row("context", f"{description.context:,} tokens")
+    for each in description.stored:
+        text = f"{each['format']}, {each['bits']:.2f} bits per weight, {gib(each['nbytes'])}"
+        table.add_row(f"stored {each['group']}", text if each["kept"] is None else f"{text}: {each['becomes']}")
     for name, nbytes in description.weights.items():
         table.add_row(f"weights {name}", gib(nbytes))
     for name, token_nbytes in description.kv_per_token.items():

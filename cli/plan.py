@@ -14,6 +14,7 @@ import typer
 
 from ..offload.errors import ExitCode
 from .options import options
+from .options.paths import own_file, readable_file
 
 if TYPE_CHECKING:
     from ..runtime.api.plan_report import PlanReport
@@ -25,7 +26,10 @@ ROWS = Annotated[int, typer.Option("--rows", min=1, help="Number of rows, withou
 PROMPT_TOKENS = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens per prompt, without INPUT.")]
 OUTPUT_TOKENS = Annotated[int, typer.Option("--output-tokens", min=1, help="Tokens per answer, without INPUT.")]
 MACHINE = Annotated[
-    Path | None, typer.Option("--machine", help="Plan for the machine that `moedge doctor --json` wrote to this file.")
+    Path | None,
+    typer.Option(
+        "--machine", callback=readable_file, help="Plan for the machine that `moedge doctor --json` wrote to this file."
+    ),
 ]
 GPU = Annotated[
     str | None,
@@ -35,7 +39,10 @@ EXPLAIN = Annotated[
     bool, typer.Option("--explain", help="Explain which alternatives were compared, and what the numbers are based on.")
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON: docs/plan.md.")]
-SAVE = Annotated[Path | None, typer.Option("--save", help="Write the plan to this file, for `moedge batch --plan`.")]
+SAVE = Annotated[
+    Path | None,
+    typer.Option("--save", callback=own_file, help="Write the plan to this file, for `moedge batch --plan`."),
+]
 
 
 def plan(

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..offload.budget import gib
 from ..offload.errors import ExitCode
-from ..runtime.settings.formatting import duration, gib
+from ..runtime.settings.formatting import duration, loss_line
 from .options import options
+from .options.paths import new_folder
 
 if TYPE_CHECKING:
     from ..runtime.settings.budgets import Budgets
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 def prepare(
     model: options.MODEL,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write; by default one in the user's cache.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", callback=new_folder, help="Folder to write; by default one in the user's cache."
+        ),
     ] = None,
     quant: options.QUANT = options.Quant.NF4,
     dtype: options.DTYPE = options.DType.AUTO,
@@ -67,7 +72,9 @@ def _prepare(
         formats = precision(source, quant, dtype)
         target = output or store_path(source, *formats, budgets.disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
-        write_store(source, target, *formats, budgets, repair=True)
+        written = write_store(source, target, *formats, budgets, repair=True)
+    if line := loss_line(written.loss):
+        say(line)
     peak, budget = host_peak(), budgets.host_nbytes()
     say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")
     if budgets.ram != "auto" and peak > budget:

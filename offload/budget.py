@@ -92,6 +92,10 @@ def nearest_form(text: str) -> str:
     return f"{number}{unit}iB"
 
 
-def gib(nbytes: int) -> str:
-    """A number of bytes for people: GiB, or KiB if it is less than a hundredth of a GiB."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 100 else f"{nbytes / 1024:.1f} KiB"
+def gib(nbytes: float) -> str:
+    """Bytes for people: `12.34 GiB`; `1.50 TiB` from 1 TiB, `5 MiB` below 0.1 GiB, `1.5 KiB` below 1 MiB."""
+    if nbytes >= 2**40:
+        return f"{nbytes / 2**40:.2f} TiB"
+    if nbytes >= GIB / 10:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / 1024:.1f} KiB" if 0 < nbytes < 2**20 else f"{nbytes / 2**20:.0f} MiB"

@@ -37,12 +37,12 @@ def strip_rows(layout: Layout, deterministic: bool) -> int:
 
 def wide_columns(layout: Layout) -> int:
     """The float32 numbers of scratch that unpacking one row takes: for the nibbles of int4, or the scales of nf4."""
-    return -(-layout.shape[1] // (8 if layout.format == "int4" else 64))
+    return -(-layout.shape[1] // {"int4": 8, "nf4": layout.group}.get(layout.codes, 64))
 
 
 def is_direct(layout: Layout, dtype: str) -> bool:
     """Whether products with activations of `dtype` read the matrix in place, without dequantizing it."""
-    return layout.format == "none" and layout.dtype == dtype
+    return layout.codes == "none" and layout.dtype == dtype
 
 
 def scratch_planes(layout: Layout, dtype: str, deterministic: bool) -> tuple[Plane, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,16 +12,17 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int4, int8, nf4, plain
+from .formats import int4, int8, mxfp4, nf4, plain
+from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
-from .formats.format import ALIGNMENT, FormatError, Layout, Plane, get_format
+from .formats.format import ALIGNMENT, INT4PACK, ROWS, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 
 class Codec(Protocol):
     """Converts n consecutive rows of a matrix [N, K] to the same rows of its planes, and back.
 
-    `planes` are in the order of the format's rules and have R rows, n rounded up to whole blocks. `wide` is float32
+    `planes` are those of the layout and have R rows, n rounded up to whole blocks. `wide` is float32
     scratch [R, scratch.wide_columns].
     """
 
@@ -39,20 +40,17 @@ class Codec(Protocol):
         """
 
 
-CODECS: Mapping[str, Codec] = MappingProxyType({"none": plain, "int8": int8, "int4": int4, "nf4": nf4})
-
-
-# Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.
-# Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
-# process on the machine would then make packing ten to a hundred times slower (`bench.micro pack`).
-CHUNK = 1 << 15
-
-
-def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
-    """Slices of whole blocks of rows of a matrix [N, K], each of fewer than CHUNK numbers unless one block has more."""
-    num_rows, num_columns = shape
-    rows = max(1, (CHUNK - 1) // num_columns // row_block) * row_block
-    return (slice(start, start + rows) for start in range(0, num_rows, rows))
+# By the type and the order of codes.
+CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
+    {
+        ("none", ROWS): plain,
+        ("int8", ROWS): int8,
+        ("int4", INT4PACK): int4,
+        ("int4", ROWS): int4.RowCodec(),
+        ("nf4", ROWS): nf4,
+        ("e2m1", ROWS): mxfp4,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class PackedTensor:
             )
         blocks = -(-len(out) // self.layout.row_block) * self.layout.row_block
         wide = out.new_empty(blocks, wide_columns(self.layout), dtype=torch.float32)
-        CODECS[self.layout.format].unpack(self.planes, out, wide)
+        CODECS[self.layout.codes, self.layout.order].unpack(self.planes, out, wide)
         return out
 
 
@@ -141,12 +139,18 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
             f"{count} NaN or infinite weights were found in a matrix {list(weight.shape)}; finite ones are wanted."
             " The checkpoint is damaged or was saved from a diverged run: download it again or use another one."
         )
+    packed = bind_cleared(layout, buffer)
+    codec = CODECS[layout.codes, layout.order]
+    for rows in row_chunks(layout.shape, layout.row_block):
+        codec.pack(weight[rows], packed.rows(rows))
+    return packed
+
+
+def bind_cleared(layout: Layout, buffer: Tensor) -> PackedTensor:
+    """Binds `buffer` as PackedTensor.bind does, and writes zeros between and after its planes."""
     packed = PackedTensor.bind(layout, buffer)
     for plane, following in zip(layout.planes, (*layout.planes[1:], None), strict=True):
         buffer[plane.offset + plane.nbytes : following.offset if following else None].zero_()
-    codec = CODECS[layout.format]
-    for rows in row_chunks(layout.shape, layout.row_block):
-        codec.pack(weight[rows], packed.rows(rows))
     return packed
 
 

@@ -19,8 +19,7 @@ from torch.nn.functional import linear
 
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels
-from moedge.quant.matmul.gemv import measure_gemv_max_rows
-from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
+from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, measure_gemv_max_rows
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
@@ -61,7 +60,7 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
 
 
 def print_products(weight: Tensor, repeats: int) -> None:
-    packed = {name: pack(weight, name) for name in ("none", "int8", "int4", "nf4")}
+    packed = {name: pack(weight, name) for name in ("none", "int8", "int4", "nf4", "mxfp4")}
     codes, absmax = packed["nf4"].planes
     wide = absmax.float()
     computes = {(name, det): compute_for(packed[name], weight.dtype, det) for name in packed for det in (False, True)}

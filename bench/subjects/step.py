@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-from moedge.offload.heap import return_memory
+from moedge.offload.memory import return_memory
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
@@ -34,10 +34,9 @@ from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
-from moedge.runtime.sampling.adjust import TokenMasks
 from moedge.runtime.sampling.draw import Draw, Sampled
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sampling.sampler import Sampler
+from moedge.runtime.sampling.sampler import Sampler, TokenMasks
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.text.tokenizer import Tokenizer
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...offload.budget import BadSize, parse_size
+from .paths import new_folder, own_file, readable_file
 
 if TYPE_CHECKING:
     from ...runtime.settings.budgets import Budgets
@@ -59,7 +60,8 @@ class DType(StrEnum):
 
 
 class Quant(StrEnum):
-    AUTO, NONE, INT8, INT4, NF4 = "auto", "none", "int8", "int4", "nf4"
+    AUTO, NONE, INT8, INT4, NF4, MXFP4 = "auto", "none", "int8", "int4", "nf4", "mxfp4"
+    KEPT = "kept"
 
 
 class Arithmetic(StrEnum):
@@ -114,7 +116,8 @@ QUANT = Annotated[
         "--quant",
         envvar="MOEDGE_QUANT",
         show_envvar=False,
-        help="Quantize weights to this format; auto is the most precise one that fits.",
+        help="Quantize weights to this format; auto is the most precise one that fits, kept leaves a quantized "
+        "checkpoint's codes as they are.",
     ),
 ]
 COMPUTE = Annotated[
@@ -248,7 +251,12 @@ SYSTEM = Annotated[
 ]
 SCHEMA = Annotated[
     Path | None,
-    typer.Option("--schema", metavar="FILE", help="JSON schema of every answer, unless a row has its own."),
+    typer.Option(
+        "--schema",
+        metavar="FILE",
+        callback=readable_file,
+        help="JSON schema of every answer, unless a row has its own.",
+    ),
 ]
 CHAT = Annotated[
     bool | None,
@@ -259,7 +267,7 @@ CHAT = Annotated[
 ]
 PLAN = Annotated[
     Path | None,
-    typer.Option("--plan", help="Run a plan written by `moedge plan --save` on this machine."),
+    typer.Option("--plan", callback=readable_file, help="Run a plan written by `moedge plan --save` on this machine."),
 ]
 LENIENT = Annotated[
     bool,
@@ -318,6 +326,7 @@ DISK_DIR = Annotated[
         "--disk-dir",
         envvar="MOEDGE_DISK_DIR",
         show_envvar=False,
+        callback=new_folder,
         help="Folder for prepared weights; the user's cache by default.",
     ),
 ]
@@ -352,7 +361,13 @@ ACCEPT_DRIFT = Annotated[
         help="Continue although this setting differs from the original job (repeatable).",
     ),
 ]
-SUMMARY = Annotated[Path | None, typer.Option("--summary", help="Write a summary of the run to this file, as JSON.")]
+SUMMARY = Annotated[
+    Path | None,
+    typer.Option("--summary", callback=own_file, help="Write a summary of the run to this file, as JSON."),
+]
+PARTIAL = Annotated[
+    bool, typer.Option("--partial", help="Append answers to OUT's name with .partial.jsonl while the job runs.")
+]
 PROGRESS = Annotated[
     Progress,
     typer.Option(
@@ -363,6 +378,7 @@ PROGRESS = Annotated[
     ),
 ]
 FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
+VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers of the run at its end.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.table import Table
 
+from ...offload.budget import gib
 from ...offload.errors import ExitCode
 from ...runtime.api.batch import JobObserver, run_job
-from ...runtime.jobs.answer_stream import AnswerStream
+from ...runtime.jobs.answer_stream import AnswerStream, is_kept
 from ...runtime.jobs.eta import Eta
 from ...runtime.jobs.request import BatchRequest
-from ...runtime.jobs.session import Checked, Ended
+from ...runtime.jobs.session import CANCELLED, Checked, Ended
+from ...runtime.rows.failure import ErrorCode
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import duration, gib, kernel_lines
+from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
@@ -38,32 +40,54 @@ from .progress import (
 
 if TYPE_CHECKING:
     from ...runtime.jobs.job import Loaded, Measured, Planned, Running
-    from ...runtime.jobs.summary import Percentiles, RunSummary
+    from ...runtime.jobs.summary import Percentiles, Rows, RunSummary
     from ...runtime.plan.fallback import FallbackPolicy
     from ...runtime.plan.placement import Plan
     from ...runtime.plan.planner import PlanResult
 
 
-def summary_table(summary: RunSummary) -> Table:
+def summary_table(summary: RunSummary, verbose: bool = False) -> Table:
+    """Four lines; with `verbose`, everything that a person may want to know of the engine."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for label, text in _lines(summary):
+    for label, text in [*_lines(summary), *(_details(summary) if verbose else ())]:
         table.add_row(label, text, style=None)
     return table
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    rows, tokens, speed = summary.rows, summary.tokens, summary.throughput
-    host, kv, latency = summary.memory.host, summary.kv, summary.latency
+    speed, predicted, memory = summary.throughput, summary.predicted.generated_tok_s, summary.memory
+    estimate = "" if predicted is None else f" (estimate {predicted:,.1f})"
+    peaks = [f"RAM peak {gib(memory.host.peak or 0)} of {gib(memory.host.budget or 0)}"]
+    if memory.device is not None:
+        peaks.append(f"GPU memory peak {gib(memory.device.peak or 0)} of {gib(memory.device.budget or 0)}")
     return [
-        ("rows", f"{rows.ok:,} answered, {rows.failed:,} failed"),
-        ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
-        ("speed", f"{speed.generated_tok_s or 0:,.1f} tok/s generated, {speed.prompt_tok_s or 0:,.1f} tok/s prompt"),
+        ("rows", _outcomes(summary.rows)),
+        (
+            "speed",
+            f"{speed.generated_tok_s or 0:,.1f} tok/s generated{estimate}, {speed.prompt_tok_s or 0:,.1f} tok/s prompt",
+        ),
         ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
+        ("memory", ", ".join(peaks)),
+    ]
+
+
+def _outcomes(rows: Rows) -> str:
+    """`288 answered (263 stop, 25 length), 12 failed (5 invalid_json_line, 7 invalid_value)`."""
+    return f"{rows.ok:,} answered{_by_name(rows.finish_reasons)}, {rows.failed:,} failed{_by_name(rows.errors)}"
+
+
+def _by_name(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{count:,} {name}' for name, count in counts.items())})" if counts else ""
+
+
+def _details(summary: RunSummary) -> list[tuple[str, str]]:
+    tokens, kv, latency = summary.tokens, summary.kv, summary.latency
+    return [
+        ("tokens", f"{tokens.generated:,} generated, {tokens.prompt:,} prompt"),
         ("first token", _percentiles(latency.ttft_s)),
         ("per token", _percentiles(latency.tpot_s)),
         ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
-        ("RAM", f"peak {gib(host.peak or 0)} of {gib(host.budget or 0)}"),
-        *_device(summary),
+        *_link(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
         ("prefix cache", _reused(kv.prefix_hit_tokens or 0, tokens.prompt)),
@@ -78,14 +102,10 @@ def _reused(hits: int, prompt_tokens: int) -> str:
     return f"{hits:,} of {counted(prompt_tokens, 'prompt token')} reused{share}"
 
 
-def _device(summary: RunSummary) -> list[tuple[str, str]]:
-    device, copied = summary.memory.device, summary.bytes.host_to_device
-    if device is None:
+def _link(summary: RunSummary) -> list[tuple[str, str]]:
+    if summary.memory.device is None:
         return []
-    return [
-        ("GPU memory", f"peak {gib(device.peak or 0)} of {gib(device.budget or 0)}"),
-        ("link", f"{gib(copied or 0)} copied to the GPU while generating"),
-    ]
+    return [("link", f"{gib(summary.bytes.host_to_device or 0)} copied to the GPU while generating")]
 
 
 def _percentiles(values: Percentiles) -> str:
@@ -98,10 +118,17 @@ class JobView(JobObserver):
     """Runs a job, state by state, and reports it in the requested style."""
 
     def __init__(
-        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, answers: AnswerStream | None = None
+        self,
+        progress: Progress,
+        quiet: bool,
+        output_format: Format = Format.HUMAN,
+        *,
+        verbose: bool = False,
+        answers: AnswerStream | None = None,
     ) -> None:
-        """`answers` also go there while the job runs."""
+        """`answers` also go there while the job runs; `verbose` shows all numbers of the run at its end."""
         self._answers = answers
+        self._verbose = verbose
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
@@ -127,7 +154,7 @@ class JobView(JobObserver):
         if summary_path is not None:
             ended.summary.write(summary_path)
         if ended.summary.passes.count is not None:
-            self._console.print(summary_table(ended.summary))
+            self._console.print(summary_table(ended.summary, self._verbose))
         if self._answers is not None:
             self._answers.upto(ended.session.folder.journal)
         return self._conclude(ended) if ended.reason is None else self._stopped(ended)
@@ -138,7 +165,8 @@ class JobView(JobObserver):
         self._say(found.report(checked.request.lenient))
         if checked.claim.job_id is not None:
             left = found.num_rows - done
-            self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do")
+            added = f" ({checked.claim.num_added:,} of them new)" if checked.claim.num_added else ""
+            self._say(f"resuming job {checked.claim.job_id}: {counted(done, 'row')} done, {left:,} to do{added}")
 
     def measured(self, measured: Measured) -> None:
         self._say_size(measured)
@@ -150,6 +178,8 @@ class JobView(JobObserver):
 
     def loaded(self, loaded: Loaded) -> None:
         self._say_fallbacks(loaded.policy)
+        if line := loss_line(loaded.engine.loss):
+            self._say(line)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)
 
@@ -167,9 +197,9 @@ class JobView(JobObserver):
     def after_pass(self, running: Running) -> str | None:
         assert self._eta is not None
         self._say_fallbacks(running.policy)
-        committed = running.session.committed
-        done, hit_rate = committed.ok + committed.failed, running.expert_hit_rate
-        self._eta.update(done, committed.failed, running.metrics, hit_rate)
+        session, hit_rate = running.session, running.expert_hit_rate
+        committed = session.committed
+        self._eta.update(session.num_confirmed, committed.failed, running.metrics, hit_rate)
         self._bar.show(self._eta)
         if self._answers is not None:
             self._answers.upto(running.session.folder.journal, committed.end)
@@ -245,31 +275,66 @@ class JobView(JobObserver):
 
     def _conclude(self, ended: Ended) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths
-        self._events.emit("finished", ok=rows.ok, failed=rows.failed, output=str(paths.out))
+        self._events.emit(
+            "finished",
+            ok=rows.ok,
+            failed=rows.failed,
+            cut=rows.cut,
+            finish_reasons=rows.finish_reasons,
+            errors=rows.errors,
+            output=str(paths.out),
+        )
         if ended.over_budget:
             for tier in ended.over_budget:
                 name = "RAM" if tier.tier == "host" else "GPU memory"
                 self._say(f"over budget: {gib(tier.peak or 0)} of {name} used, the budget is {gib(tier.budget or 0)}")
             return ExitCode.GAVE_OUT
+        job_id = ended.session.job_id
+        # Without a pass, the job had been finished before.
+        if nothing_to_do := ended.summary.passes.count is None:
+            self._say(f"Job {job_id} is already finished: {_outcomes(rows)}")
         self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
-        if rows.failed:
-            self._say(
-                f"{counted(rows.failed, 'row')} failed (see {paths.errors}); "
-                f"run again with: moedge jobs resume {ended.session.job_id} --failed"
-            )
-            return ExitCode.SOME_ROWS_FAILED
-        return ExitCode.OK
+        if nothing_to_do:
+            self._say("To run all rows again, give moedge batch --overwrite")
+        for line in _unfinished(ended) if is_kept(paths.out) else ():
+            self._say(line)
+        return ExitCode.SOME_ROWS_FAILED if rows.failed else ExitCode.OK
 
     def _stopped(self, ended: Ended) -> ExitCode:
         done, job_id, requested = ended.summary.rows.total, ended.session.job_id, self._signals.requested
         why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
-        self._say(f"{why}: {done:,} of {counted(self._num_rows, 'row')} done ({ended.paths.partial}).")
-        self._say(f"Resume with the same command, or: moedge jobs resume {job_id}")
+        cancelled = requested is None and ended.reason == CANCELLED
+        done_of = f"{done:,} of {counted(self._num_rows, 'row')} done ({ended.paths.partial})."
+        self._say(f"{'Cancelled' if cancelled else why}: {done_of}")
+        command = f"moedge jobs resume {job_id}"
+        # The same command is refused after a cancel, so that no cron job undoes it.
+        self._say(f"Resume with: {command}" if cancelled else f"Resume with the same command, or: {command}")
         self._events.emit("stopped", reason=ended.reason, id=job_id, done=done)
         return requested or ExitCode.STOPPED
 
     def _say(self, text: str) -> None:
         say(self._console, text)
+
+
+def _unfinished(ended: Ended) -> Iterator[str]:
+    """What became of rows that are not whole answers, and the commands that help."""
+    rows, job_id = ended.summary.rows, ended.session.job_id
+    if rows.failed:
+        # The others fail again.
+        retried = any(ErrorCode(name).may_change for name in rows.errors)
+        command = f"; run again with: moedge jobs resume {job_id} --failed" if retried else ""
+        yield f"{counted(rows.failed, 'row')} failed (see {ended.paths.errors}){command}"
+    if rows.cut:
+        # Four times the tokens of the longest one.
+        most = 4 * ended.session.journal.state.longest_cut
+        yield (
+            f"{_were(rows.cut, 'row')} cut at max_tokens; continue with: "
+            f"moedge jobs resume {job_id} --cut --max-tokens {most}"
+        )
+
+
+def _were(number: int, noun: str) -> str:
+    return f"{counted(number, noun)} {'was' if number == 1 else 'were'}"
 
 
 def _sampling(checked: Checked) -> Iterator[str]:

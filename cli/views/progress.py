@@ -28,8 +28,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...offload.budget import gib
 from ...runtime.jobs.eta import Eta
-from ...runtime.settings.formatting import clock, fit, gib, short_duration
+from ...runtime.settings.formatting import clock, fit, short_duration
 from ...runtime.settings.stages import Advance, Stage
 
 
@@ -68,7 +69,7 @@ def say(console: Console, text: str) -> None:
     console.print(fit(text, console.width if console.is_terminal else None), markup=False, soft_wrap=True)
 
 
-SCHEMA = "moedge.events/3"
+SCHEMA = "moedge.events/4"
 
 
 class Events:

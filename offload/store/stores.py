@@ -16,8 +16,7 @@ from platformdirs import user_cache_path
 
 from ..errors import BadStore, OutOfBudget, StoreInUse
 from .access import LOCK, lock_to_write
-from .folder import remove_files_except, store_files
-from .manifest import MANIFEST, PROGRESS, Manifest, canonical, read_manifest
+from .manifest import MANIFEST, PROGRESS, Manifest, canonical, read_manifest, remove_files_except, store_files
 
 _MAX_NAME_LENGTH = 60
 _HASH_DIGITS = 12

@@ -18,8 +18,18 @@ from typing import Any, Self
 from ..atomic_file import rename
 from ..errors import DiskFull
 from .access import lock_to_write
-from .folder import begun_manifest, make_folder, remove_files_except
-from .manifest import HEAD_FILE, MANIFEST, PROGRESS, RESIDENT_FILE, FileRecord, Manifest, layer_file
+from .manifest import (
+    HEAD_FILE,
+    MANIFEST,
+    PROGRESS,
+    RESIDENT_FILE,
+    FileRecord,
+    Manifest,
+    begun_manifest,
+    layer_file,
+    make_folder,
+    remove_files_except,
+)
 from .shard_file import ALIGNMENT, NewShardFile, TensorSpec, is_intact
 
 

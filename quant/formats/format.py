@@ -3,9 +3,11 @@
 Torch-free, because the planner needs layouts before any tensor exists. Knows sizes, not values.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import chain, repeat
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, product, repeat
 from math import prod
 from types import MappingProxyType
 
@@ -40,13 +42,19 @@ class Plane:
         return prod(self.shape) * DTYPES[self.dtype].nbytes
 
 
+# The orders in which codes lie in their plane; the manifest of a store calls them its layout. `rows`: row after row.
+# `int4pack`: as torch's `_weight_int4pack_mm_for_cpu` reads 4-bit integers on AVX-512, 64 rows interleaved (int4.py).
+ROWS, INT4PACK = "rows", "int4pack"
+_BLOCK_ROWS = {ROWS: 1, INT4PACK: 64}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The layout of a matrix [N, K] of `dtype` in one format: its planes, and the bytes of the buffer that holds them.
 
     Row n of every plane belongs to row n of the matrix. The bytes of `row_block` rows are interleaved, so only whole
     blocks can be sliced; planes have N rounded up to whole blocks as their number of rows. `nbytes` is a multiple of
-    ALIGNMENT, so layouts that are stored one after the other stay aligned.
+    ALIGNMENT, so layouts that are stored one after the other stay aligned. `codes` and `order` are the format's.
     """
 
     format: str
@@ -54,57 +62,108 @@ class Layout:
     dtype: str
     planes: tuple[Plane, ...]
     nbytes: int
-    row_block: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneRule:
-    """How a plane's shape follows from a matrix: one item per `weights_per_item` columns of a row (None: per row).
-
-    `dtype` None is the matrix's own dtype. A plane with `parts` has that many numbers per item and has the rows on its
-    second axis: [items, N, parts].
-    """
-
-    name: str
-    dtype: str | None
-    weights_per_item: int | None = 1
-    parts: int | None = None
+    codes: str
+    order: str = ROWS
 
     @property
-    def row_axis(self) -> int:
-        return 0 if self.parts is None else 1
+    def row_block(self) -> int:
+        return _BLOCK_ROWS[self.order]
 
-    def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of the plane for a matrix of this shape."""
-        num_rows, num_columns = shape
-        if self.weights_per_item is None:
-            return (num_rows,)
-        items = num_columns // self.weights_per_item
-        return (num_rows, items) if self.parts is None else (items, num_rows, self.parts)
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of weights of a row have scales of their own."""
+        return len(self.planes) > 1 and len(self.planes[1].shape) > 1
+
+    @property
+    def group(self) -> int:
+        """The weights of a row that share a scale; K if the row has one scale, or none."""
+        return self._weights_per_item(self.planes[1]) if self.grouped else self.shape[1]
+
+    @property
+    def block(self) -> int:
+        """The weights of a row that share the factors of scales and zeros; 0 if the format has none."""
+        return self._weights_per_item(self.planes[3]) if len(self.planes) > 3 else 0
+
+    def _weights_per_item(self, plane: Plane) -> int:
+        return self.shape[1] // plane.shape[1 - plane.row_axis]
+
+
+# The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8` and `int4` integers (the
+# latter from 0 to 15), `nf4` and `e2m1` indices into a table of 16 values.
+CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4})
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A weight format. It stores matrices [N, K] whose K is a multiple of `group_size`."""
+    """A weight format: the type of its codes, and the scales and zeros of its groups of weights.
+
+    `group` weights of a row share a scale; None: the row has one. K must be a multiple of `group` and of `block`.
+    `scales` and `zeros` are dtypes; e8m0 is a power of two as a biased exponent of eight bits. A weight is
+
+        value(code) * scale                  without zeros; for int4, value(code) is code - 8
+        (code - 8) * scale + zero            zeros of a float dtype
+        (code - zero) * scale                zeros uint8: zero points, as GPTQ and AWQ have them
+        code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
+                                             share the factors d and dmin, float16, as in GGUF's Q4_K
+
+    `order` is the order of codes. `rates` names another format that computes about as fast.
+    """
 
     name: str
-    rules: tuple[PlaneRule, ...]
-    group_size: int = 1
-    row_block: int = 1
+    codes: str
+    group: int | None = None
+    scales: str = ""
+    zeros: str = ""
+    block: int | None = None
+    order: str = ROWS
+    rates: str = ""
 
     def layout(self, shape: tuple[int, int], dtype: str) -> Layout:
         """The layout of a matrix of this shape and dtype. Raises FormatError if the format cannot hold it."""
         self._check(shape, dtype)
-        blocks = (-(-shape[0] // self.row_block) * self.row_block, shape[1])
-        planes = lay_out(
-            ((rule.name, rule.dtype or dtype, rule.shape(blocks)) for rule in self.rules),
-            [rule.row_axis for rule in self.rules],
-        )
-        return Layout(self.name, shape, dtype, planes, end_of(planes), self.row_block)
+        lines = _BLOCK_ROWS[self.order]
+        tensors = list(self._tensors(-(-shape[0] // lines) * lines, shape[1], dtype))
+        planes = lay_out((each[:3] for each in tensors), [each[3] for each in tensors])
+        return Layout(self.name, shape, dtype, planes, end_of(planes), self.codes, self.order)
 
     def nbytes(self, shape: tuple[int, int], dtype: str) -> int:
         """The bytes of the buffer for a matrix of this shape and dtype, including the alignment of planes."""
         return self.layout(shape, dtype).nbytes
+
+    def in_order(self, order: str) -> WeightFormat:
+        """The same format with codes in another order. Raises FormatError for an order that these codes do not have."""
+        if order != ROWS and (order, self.codes) != (INT4PACK, "int4"):
+            raise FormatError(f"Order {order!r} was found; codes of {self.name} lie in order {self.order!r}.")
+        return replace(self, order=order)
+
+    def _tensors(self, rows: int, columns: int, dtype: str) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """The name, dtype, shape and axis of rows of each plane."""
+        if not CODE_BITS[self.codes]:
+            yield "codes", dtype, (rows, columns), 0
+            return
+        yield (
+            ("codes", "int8", (rows, columns), 0)
+            if self.codes == "int8"
+            else ("codes", "uint8", (rows, columns // 2), 0)
+        )
+        if self.group is None:
+            yield "scales", self.scales, (rows,), 0
+            return
+        if self.order == INT4PACK and DTYPES.get(self.zeros, DTYPES["uint8"]).option:
+            # torch's kernel reads them in pairs.
+            yield "scales", self.scales, (columns // self.group, rows, 2), 1
+            return
+        yield self._per_group("scales", _PLANE_DTYPES.get(self.scales, self.scales), rows, columns // self.group)
+        if self.zeros:
+            yield self._per_group("zeros", self.zeros, rows, columns // self.group)
+        if self.block:
+            yield self._per_group("factors", "float16", rows, columns // self.block, 2)
+
+    def _per_group(
+        self, name: str, dtype: str, rows: int, groups: int, *parts: int
+    ) -> tuple[str, str, tuple[int, ...], int]:
+        axis = 1 if self.order == INT4PACK else 0
+        return name, dtype, ((groups, rows, *parts) if axis else (rows, groups, *parts)), axis
 
     def _check(self, shape: tuple[int, int], dtype: str) -> None:
         if dtype not in WEIGHT_DTYPES:
@@ -113,11 +172,14 @@ class WeightFormat:
             )
         if len(shape) != 2 or min(shape) < 1:
             raise FormatError(f"Shape {tuple(shape)} was found; {self.name} packs matrices [N, K] that are not empty.")
-        if shape[1] % self.group_size:
+        if shape[1] % (multiple := self.block or self.group or 1):
             raise FormatError(
-                f"A matrix {list(shape)} was found; {self.name} wants columns in multiples of {self.group_size},"
+                f"A matrix {list(shape)} was found; {self.name} wants columns in multiples of {multiple},"
                 " so that no block of weights spans two rows. Keep this matrix in int8 or none."
             )
+
+
+_PLANE_DTYPES = {"e8m0": "uint8"}
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], row_axes: Iterable[int] = ()) -> tuple[Plane, ...]:
@@ -134,28 +196,46 @@ def end_of(planes: Iterable[Plane]) -> int:
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-# nf4's absmax is bfloat16: for a bfloat16 checkpoint it is exact (a block's maximum is one of its weights), and unlike
-# float16 it neither overflows nor underflows. int8's scales stay float32: one per row costs less than 0.1 bit a weight.
-FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+def _formats_of_checkpoints() -> Iterator[WeightFormat]:
+    """Formats in which quantized checkpoints are kept without quantizing them again."""
+    # bitsandbytes, its absmax no longer nested.
+    yield WeightFormat("nf4-f32", "nf4", 64, "float32", rates="nf4")
+    # gpt-oss: `mxfp4`, but floats beside it stay as they are.
+    yield WeightFormat("mxfp4-e8m0", "e2m1", 32, "e8m0", rates="nf4")
+    # bitsandbytes LLM.int8(), and compressed-tensors' int8 by channel: `int8`, likewise.
+    yield WeightFormat("int8-f32", "int8", None, "float32", rates="int8")
+    for group, (short, scales) in product((32, 64, 128), (("f16", "float16"), ("bf16", "bfloat16"))):
+        # Q4_0 is int4-g32-f16. GPTQ, AWQ and compressed-tensors have zero points, the symmetric ones do not.
+        int4 = WeightFormat(f"int4-g{group}-{short}", "int4", group, scales, order=INT4PACK, rates="int4")
+        yield int4
+        yield replace(int4, name=f"{int4.name}-zp", zeros="uint8")
+        # Q8_0 is int8-g32-f16.
+        yield WeightFormat(f"int8-g{group}-{short}", "int8", group, scales, rates="int8")
+    yield WeightFormat("q4_k", "int4", 32, "uint8", "uint8", block=256, order=INT4PACK, rates="int4")
+
+
+# The formats that `--quant` offers: checkpoints are quantized to these. nf4's scales (absmax) are bfloat16: for a
+# bfloat16 checkpoint that is exact (a block's maximum is one of its weights), and unlike float16 it neither overflows
+# nor underflows. int8's scales stay float32: one per row costs less than 0.1 bit a weight.
+QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
-        "none": WeightFormat("none", (PlaneRule("weight", None),)),
-        "int8": WeightFormat("int8", (PlaneRule("codes", "int8"), PlaneRule("scales", "float32", None))),
-        # The layout of torch's CPU kernel on AVX-512: 64 rows are interleaved; scale and zero point are bfloat16.
-        "int4": WeightFormat(
-            "int4",
-            (PlaneRule("codes", "uint8", 2), PlaneRule("scales", "bfloat16", 32, parts=2)),
-            group_size=32,
-            row_block=64,
-        ),
-        "nf4": WeightFormat(
-            "nf4", (PlaneRule("codes", "uint8", 2), PlaneRule("absmax", "bfloat16", 64)), group_size=64
-        ),
+        each.name: each
+        for each in (
+            WeightFormat("none", "none"),
+            WeightFormat("int8", "int8", None, "float32"),
+            WeightFormat("int4", "int4", 32, "bfloat16", "bfloat16", order=INT4PACK),
+            WeightFormat("nf4", "nf4", 64, "bfloat16"),
+            WeightFormat("mxfp4", "e2m1", 32, "e8m0", rates="nf4"),
+        )
     }
+)
+FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {**QUANT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}
 )
 
 
 def get_format(name: str) -> WeightFormat:
-    """The format of this name. Raises FormatError, which lists the known names."""
+    """The format of this name. Raises FormatError, which lists those of `--quant`."""
     if name not in FORMATS:
-        raise FormatError(f"Weight format {name!r} is unknown; use one of {', '.join(FORMATS)}.")
+        raise FormatError(f"Weight format {name!r} is unknown; use one of {', '.join(QUANT_FORMATS)}.")
     return FORMATS[name]

@@ -1,9 +1,13 @@
-"""Format `int4`: 4-bit codes in groups of 32 weights of a row, each group with a scale and a zero point.
+"""4-bit integers in torch's order: codes in groups of weights of a row, each group with a scale and perhaps a zero.
 
-weight = (code - 8) * scale + zero, with codes from 0 to 15. The planes have the layout that torch's
-`_weight_int4pack_mm_for_cpu` reads on AVX-512. Codes are uint8 [N, K/2]; their bytes are ordered as [N/64, K, 32], by
-blocks of 64 rows, and byte i of a column has row i in the low bits and row 32 + i in the high bits. Scales are bfloat16
-[K/32, N, 2], scale and zero. N is padded to whole blocks.
+weight = (code - 8) * scale + zero, with codes from 0 to 15. The codes lie as torch's `_weight_int4pack_mm_for_cpu`
+reads them on AVX-512: uint8 [N, K/2], whose bytes are ordered as [N/64, K, 32], by blocks of 64 rows, and byte i of a
+column has row i in the low bits and row 32 + i in the high bits. N is padded to whole blocks. Scales and zeros lie
+
+- as that kernel reads them: bfloat16 [K/group, N, 2], scale and zero (format `int4`), or
+- as checkpoints have them: scales [K/group, N] and perhaps zero points uint8 [K/group, N], where
+  weight = (code - zero point) * scale; with factors float16 [K/256, N, 2] (`q4_k`), both are integers, and
+  weight = code * scale * first factor - zero point * second factor.
 """
 
 from functools import cache
@@ -11,9 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from . import lookup
+from .format import FormatError
 from .int8 import ROUNDER
 
-GROUP = 32
 BLOCK_ROWS = 64
 NUM_CODES = 16
 # A lower bound, so that the scale of a group of equal weights is a normal number.
@@ -22,9 +27,14 @@ LARGEST_ZERO = torch.finfo(torch.bfloat16).max
 
 
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
-    """Packs `weight` [n, K], finite; the codes of a group are spread evenly from its smallest to its largest weight."""
-    codes, scales = planes
-    groups = weight.float().view(len(weight), -1, GROUP)
+    """Packs `weight` [n, K], finite; the codes of a group are spread evenly from its smallest to its largest weight.
+
+    Raises FormatError unless zeros are floats: other formats only keep what checkpoints have.
+    """
+    codes, scales = planes[:2]
+    if scales.dim() < 3:
+        raise FormatError("Matrices are not quantized to 4-bit integers with zero points; use int4.")
+    groups = weight.float().view(len(weight), len(scales), -1)
     low, high = groups.amin(2), groups.amax(2)
     scale, zero = scales[:, : len(weight)].transpose(0, 1).unbind(2)
     exact = high / (NUM_CODES - 1) - low / (NUM_CODES - 1)
@@ -36,30 +46,59 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     torch.div(groups - zero.float()[..., None], scale.float()[..., None], out=rounded)
     rounded.add_(ROUNDER + 8).sub_(ROUNDER).clamp_(0, NUM_CODES - 1)
     scales[:, len(weight) :].zero_()
-    halves = nibbles.to(torch.int16).view(-1, 2, BLOCK_ROWS // 2, weight.shape[1])
-    _blocks(codes).copy_(halves[:, 1].mul_(NUM_CODES).add_(halves[:, 0]).transpose(1, 2))
+    interleave(nibbles, codes)
+
+
+def interleave(nibbles: Tensor, codes: Tensor) -> None:
+    """Writes `nibbles`, numbers from 0 to 15 [N, K] of whole blocks, into `codes` uint8 [N, K/2] in torch's order."""
+    halves = nibbles.to(torch.int16).view(-1, 2, BLOCK_ROWS // 2, nibbles.shape[1])
+    _blocks(codes).copy_(halves[:, 1].mul(NUM_CODES).add_(halves[:, 0]).transpose(1, 2))
+
+
+def deinterleave(codes: Tensor) -> Tensor:
+    """The inverse of `interleave`: uint8 [N, K]."""
+    blocks = _blocks(codes).transpose(1, 2)
+    return torch.stack((blocks & (NUM_CODES - 1), blocks >> 4), 1).reshape(len(codes), -1)
+
+
+def scale_and_zero(planes: tuple[Tensor, ...], axis: int = 0) -> tuple[Tensor, Tensor]:
+    """The scale and the zero of every group, float32 in the shape of scales; `axis` is the axis of their groups."""
+    scales, *zeros = (plane.float() for plane in planes[1:])
+    if scales.dim() == 3:
+        scale, zero = scales.unbind(2)
+        return scale, zero
+    if not zeros:
+        return scales, torch.zeros_like(scales)
+    if planes[2].is_floating_point():
+        return scales, zeros[0]
+    if len(zeros) == 1:
+        return scales, zeros[0].neg_().add_(NUM_CODES / 2).mul_(scales)
+    spread = scales.shape[axis] // zeros[1].shape[axis]
+    factor, least = (part.repeat_interleave(spread, axis) for part in zeros[1].unbind(2))
+    scale = scales.mul_(factor)
+    return scale, torch.addcmul(scale * (NUM_CODES / 2), zeros[0], least, value=-1)
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-    """Writes the matrix into `out` [n, K], as precisely as its dtype allows."""
-    codes, scales = planes
-    levels = out.new_empty(out.shape[1], len(codes))
+    """Writes the matrix into `out` [n, K], rounded once from float32."""
+    codes = planes[0]
+    levels = out.new_empty(out.shape[1], len(codes), dtype=torch.float32)
     _write_levels(codes, levels, wide)
-    groups = levels.view(len(scales), GROUP, -1).sub_(NUM_CODES / 2)
-    scale, zero = (part.to(out.dtype) for part in scales.unsqueeze(1).unbind(3))
-    torch.addcmul(zero, groups, scale, out=groups)
+    scale, zero = scale_and_zero(planes)
+    groups = levels.view(len(scale), -1, len(codes)).sub_(NUM_CODES / 2)
+    torch.addcmul(zero.unsqueeze(1), groups, scale.unsqueeze(1), out=groups)
     out.copy_(levels.t()[: len(out)])
 
 
 def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
     """Writes the matrix into `out`, transposed like its codes; no scales are left to apply."""
-    codes, scales = planes
+    codes = planes[0]
     levels = out.view(-1)[: out.shape[1] * len(codes)].view(out.shape[1], len(codes))
     _write_levels(codes, levels, wide)
-    scale, zero = scales.float().unbind(2)
+    scale, zero = scale_and_zero(planes)
     # This takes one pass over the weights; subtracting 8 first would take two.
     offset = torch.add(zero, scale, alpha=-NUM_CODES / 2).to(out.dtype)
-    groups = levels.view(len(scales), GROUP, -1)
+    groups = levels.view(len(scale), -1, len(codes))
     torch.addcmul(offset.unsqueeze(1), groups, scale.to(out.dtype).unsqueeze(1), out=groups)
     return levels.t(), None
 
@@ -67,10 +106,33 @@ def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tu
 def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
     """x [T, K], bfloat16 on a CPU, times the transposed matrix: a new tensor [T, N rounded up to whole blocks].
 
-    Uses torch's kernel, which dequantizes codes on the fly and is fast for few rows.
+    Uses torch's kernel, which dequantizes codes on the fly and is fast for few rows; it reads scales in bfloat16.
     """
-    codes, scales = planes
-    return torch._weight_int4pack_mm_for_cpu(x, codes, GROUP, scales)
+    codes, scales = planes[:2]
+    pairs = scales if scales.dim() == 3 else torch.stack(scale_and_zero(planes), 2).bfloat16()
+    return torch._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(scales), pairs)
+
+
+class RowCodec:
+    """The codec (tensor.Codec) of the same codes row after row, the first of two in the low bits of a byte.
+
+    Scales and zeros have their groups on the second axis, and zeros of a float dtype are a plane of their own. GPU
+    kernels read this order.
+    """
+
+    VALUES = lookup.Values(tuple(float(code - NUM_CODES // 2) for code in range(NUM_CODES)))
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+        raise FormatError("Matrices are quantized in the order of their format: pack them so, then use relayout.")
+
+    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+        scale, zero = scale_and_zero(planes, axis=1)
+        lookup.unpack(planes[0], self.VALUES, scale, out, zero)
+
+    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight = out[: len(planes[0])]
+        self.unpack(planes, weight, wide)
+        return weight, None
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Format `int8`: symmetric, one float32 scale per row. Planes: codes int8 [N, K], scales [N].
+"""8-bit integers with a scale per row or per group: symmetric. Planes: codes int8 [N, K], scales [N] or [N, K/group].
 
-weight[n, k] is approximately codes[n, k] * scales[n]; codes are in [-127, 127].
+weight[n, k] is approximately codes[n, k] * its scale; codes that are packed here are in [-127, 127].
 """
 
 from functools import cache
@@ -8,8 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .chunks import chunks_of
+
 # 1.5 * 2^23: a float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
-# torch.round does the same, but starts threads for as few as 2048 numbers (see tensor.CHUNK).
+# torch.round does the same, but starts threads for as few as 2048 numbers (see chunks.CHUNK).
 ROUNDER = 12582912.0
 # A lower bound, so that the scale of a row of zeros, or nearly zeros, is a normal number; its codes are then 0.
 SMALLEST_ABSMAX = 1e-30
@@ -22,29 +24,42 @@ WIDE_CODES = 1 << 21
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     """Packs `weight` [n, K], finite: rounds to the nearest code, half to even, so errors are at most half a scale."""
     codes, scales = planes
-    values = weight.float()
+    values = weight.float().view(*scales.shape, -1)
     # vector_norm would take sixteen times as long for the same maxima.
     scaled = values.abs()
-    torch.amax(scaled, 1, out=scales)
-    scales.clamp_(min=SMALLEST_ABSMAX).div_(127)
-    codes.copy_(torch.div(values, scales[:, None], out=scaled).add_(ROUNDER).sub_(ROUNDER))
+    steps = scaled.amax(-1).clamp_(min=SMALLEST_ABSMAX).div_(127)
+    # A scale of 16 bits is rounded before codes are divided by it, and must not become 0 or infinite.
+    scales.copy_(steps.clamp_(min=_least(scales.dtype), max=torch.finfo(scales.dtype).max))
+    torch.div(values, scales.float()[..., None], out=scaled).add_(ROUNDER).sub_(ROUNDER).clamp_(-127, 127)
+    codes.view_as(scaled).copy_(scaled)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The smallest positive number of a dtype."""
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes codes times scales, multiplied in float32, into `out` [n, K]."""
     codes, scales = planes
-    torch.mul(codes, scales[:, None], out=out)
+    if scales.dim() == 1:
+        torch.mul(codes, scales[:, None], out=out)
+        return
+    for rows in chunks_of(out):
+        groups = codes[rows].float().view(*scales[rows].shape, -1)
+        out[rows].view_as(groups).copy_(groups.mul_(scales[rows].float()[..., None].expand_as(groups).contiguous()))
 
 
 def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
     """Writes the codes into `out` without scaling; returns it and the scales [n] in its dtype, still to be applied.
 
     Codes are exact in every dtype, and converting them is six times as fast as scaling them. In float16, a sum of
-    unscaled codes can overflow where the product would not: there the matrix is scaled and no scales are returned.
+    unscaled codes can overflow where the product would not: there, and with scales per group, the matrix is scaled and
+    no scales are returned.
     """
     codes, scales = planes
     weight = out[: len(codes)]
-    if out.dtype == torch.float16:
+    if out.dtype == torch.float16 or scales.dim() > 1:
         unpack(planes, weight, wide)
         return weight, None
     return weight.copy_(codes), scales.to(out.dtype)
@@ -56,9 +71,13 @@ def multiply(x: Tensor, planes: tuple[Tensor, ...]) -> Tensor:
     return torch._weight_int8pack_mm(x, codes, scales.to(x.dtype))
 
 
-def has_kernel(num_columns: int) -> bool:
-    """Whether `multiply` may be used: on AVX-512 the kernel reads 16 columns at a time, beyond the end of a row."""
-    return num_columns % 16 == 0
+def has_kernel(planes: tuple[Tensor, ...]) -> bool:
+    """Whether `multiply` may be used: rows have one scale.
+
+    On AVX-512 the kernel reads 16 columns at a time, beyond the end of a row.
+    """
+    codes, scales = planes
+    return scales.dim() == 1 and codes.shape[1] % 16 == 0
 
 
 def multiply_integers(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> None:

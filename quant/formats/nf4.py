@@ -1,29 +1,28 @@
-"""Format `nf4`: 4-bit NormalFloat (Dettmers et al. 2023, QLoRA) in blocks of 64 weights of a row.
+"""4-bit NormalFloat (Dettmers et al. 2023, QLoRA) in blocks of weights of a row.
 
-Planes: codes uint8 [N, K/2], the first of two weights in the high bits; absmax bfloat16 [N, K/64].
+Planes: codes uint8 [N, K/2], the first of two weights in the high bits; absmax [N, K/block], bfloat16 in format `nf4`.
 Codes are bit-identical to those of bitsandbytes 0.50: the float32 absmax determines them and is rounded afterwards.
 """
 
-from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from . import bitsandbytes_kernels
+from . import bitsandbytes_kernels, lookup
 
-BLOCK = 64
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+VALUES = lookup.Values(LEVELS, high_first=True)
 # A weight on a midpoint gets the lower level, as in bitsandbytes.
 MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
 # The bound by which bitsandbytes avoids dividing a block of zeros by 0; another value would change codes.
 SMALLEST_ABSMAX = 1e-38
-# The largest bfloat16 absmax with which a block's largest weight does not overflow the matrix's dtype.
+# The largest absmax, in bfloat16 or wider, with which a block's largest weight does not overflow the matrix's dtype.
 LARGEST_ABSMAX = {
     torch.float32: torch.finfo(torch.bfloat16).max,
     torch.bfloat16: torch.finfo(torch.bfloat16).max,
@@ -34,7 +33,7 @@ LARGEST_ABSMAX = {
 def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     """Packs `weight` [n, K], finite: each weight gets the level nearest to weight / absmax of its block."""
     codes, absmax = planes
-    blocks = weight.float().reshape(-1, BLOCK)
+    blocks = weight.float().reshape(absmax.numel(), -1)
     scaled = blocks.abs()
     wide = scaled.amax(1)
     absmax.view(-1).copy_(wide.clamp(max=LARGEST_ABSMAX[weight.dtype]))
@@ -57,26 +56,13 @@ def _nearest_levels(scaled: Tensor) -> Tensor:
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
-    """Writes levels times absmax into `out` [n, K]. `wide` is float32 scratch [at least n, K/64]."""
+    """Writes levels times absmax into `out` [n, K]. `wide` is float32 scratch [at least n, K/block]."""
     codes, absmax = planes
     scales = wide[: len(absmax)].copy_(absmax)
     if bitsandbytes_kernels.serves(out.device.type):
-        bitsandbytes_kernels.dequantize_nf4(codes, scales, BLOCK, out)
+        bitsandbytes_kernels.dequantize_nf4(codes, scales, out.shape[1] // scales.shape[1], out)
     else:
-        _unpack_by_table(codes, scales, out)
-
-
-def _unpack_by_table(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Computes the same numbers with torch alone, for devices that bitsandbytes was not built for."""
-    pairs = _level_pairs(out.device)[codes.int()]
-    torch.mul(pairs.view(-1, BLOCK), scales.view(-1, 1), out=out.view(-1, BLOCK))
-
-
-@cache
-def _level_pairs(device: torch.device) -> Tensor:
-    """The levels of both weights of every byte of codes: float32 [256, 2]."""
-    levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels)
+        lookup.unpack(codes, VALUES, scales, out)
 
 
 def unpack_unscaled(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:

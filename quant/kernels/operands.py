@@ -1,11 +1,13 @@
-"""The operands of the grouped product. Triton-free."""
+"""The operands of the grouped product, and the activations that it supports. Triton-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import gelu, silu
 
 from .upload import upload
 
@@ -47,17 +49,19 @@ def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Packed(NamedTuple):
-    """Matrices [N, K] of one layout: codes, their factors (nf4: absmax, int8: scales) and biases [N], or None."""
+    """The planes of matrices [N, K] of one layout (formats.format) and biases [N]; None for those that they lack."""
 
     codes: Stack
-    factors: Stack | None
-    biases: Stack | None
+    scales: Stack | None = None
+    zeros: Stack | None = None
+    factors: Stack | None = None
+    biases: Stack | None = None
 
 
 class Gate(NamedTuple):
     """How a matrix of 2 I rows gives I outputs: an activation of pairs of rows, which are [gate; up] or alternate.
 
-    `activation` is a name that `activation.activate` knows.
+    `activation` is a name that `grouped.activate` knows.
     """
 
     activation: str
@@ -65,13 +69,16 @@ class Gate(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The constants that the kernel is compiled for: a matrix [num_rows, num_columns] of `format`, and tile sizes.
+    """The constants that the kernel is compiled for: a matrix [num_rows, num_columns], its codes, and tile sizes.
 
-    A program computes `rows` rows of x by `outputs` outputs, `depth` columns at a time; nf4 requires 64 columns, which
-    share one absmax.
+    `codes` is the type of codes, `group` the columns that share a scale (0 if whole rows do, or there is none), and
+    `block` those that share the factors of scales and zeros (0 without). A program computes `rows` rows of x by
+    `outputs` outputs, `depth` columns at a time, which share one scale.
     """
 
-    format: str
+    codes: str
+    group: int
+    block: int
     num_rows: int
     num_columns: int
     gate: Gate | None
@@ -79,3 +86,37 @@ class Sizes(NamedTuple):
     outputs: int
     depth: int
     dtype: Any
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=7)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
+
+
+# The activations that `grouped.activate` computes, by name.
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {
+        "silu": lambda gate, up: silu(gate) * up,
+        "gelu_tanh": lambda gate, up: gelu(gate, approximate="tanh") * up,
+        "clamped_swiglu": _clamped_swiglu,
+    }
+)
+
+
+def recognise(activate: Callable[[torch.Tensor], torch.Tensor]) -> Gate | None:
+    """The gate that computes the same as `activate` on rows [n, 2 I]; None if there is none.
+
+    Compares results for random numbers that exceed every clamp, since a model's code does not name its activation.
+    """
+    probe = 24 * torch.rand(16, 64, generator=torch.Generator().manual_seed(0)) - 12
+    try:
+        result = activate(probe)
+    except RuntimeError:
+        # It has parameters on another device.
+        return None
+    for name, activation in ACTIVATIONS.items():
+        for alternating in (False, True):
+            gate, up = (probe[:, ::2], probe[:, 1::2]) if alternating else probe.chunk(2, 1)
+            if result.shape == gate.shape and torch.allclose(result, activation(gate, up), rtol=1e-5, atol=1e-5):
+                return Gate(name, alternating)
+    return None

@@ -9,8 +9,7 @@ from itertools import accumulate
 import torch
 
 from ..tensor import PackedTensor, pack
-from .gates import ACTIVATIONS
-from .operands import Gate
+from .operands import ACTIVATIONS, Gate
 from .product import GroupedProduct
 from .tuning import FORMATS
 

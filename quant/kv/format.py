@@ -13,6 +13,10 @@ int8: element = code * scale, code in -127 to 127.
 int4: element = code * scales[g] + zeros[g], code in 0 to 15. Elements 0 to D/2 are group 0, in the low bits of a byte;
 the others are group 1, in the high bits: a kernel computes two dots of half the width and does not interleave groups.
 
+Latent attention caches one vector of each of two kinds for all heads, and a record holds them as if they were keys and
+values of one head: the latent, which keys and values are computed from, in `keys`, and the rotated part of keys, which
+is shorter, in `values` (`KVFormat.of_latents`).
+
 A token's codes depend on that token alone (there are scales per token and head), so blocks can be appended to, shared,
 copied and moved without being encoded again.
 """
@@ -69,6 +73,16 @@ class KVFormat:
         keys, _, values = name.partition("/")
         return cls(VECTOR_FORMATS[keys], VECTOR_FORMATS[values or keys])
 
+    @classmethod
+    def of_latents(cls, name: str) -> KVFormat:
+        """The formats of latents and of rotated keys where a run asks for `name`. Raises FormatError.
+
+        Latents are both keys and values, and take the finer of the two formats. Rotated keys, a ninth of the elements,
+        stay in 8 bits (docs/quality.md).
+        """
+        keys = cls.parse(name).keys
+        return cls(keys, VECTOR_FORMATS["int8"] if keys.quantized else keys)
+
 
 class VectorPlanes(NamedTuple):
     """The planes of keys, or of values, in a record; None for planes that the format does not have."""
@@ -88,20 +102,25 @@ class RecordLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, format: KVFormat, kv_heads: int, head_dim: int, block: int) -> RecordLayout:
-        """The layout for blocks of `block` tokens. Raises FormatError if the format cannot hold the head size."""
-        for vectors in (format.keys, format.values):
-            if head_dim % vectors.packed:
+    def of(
+        cls, format: KVFormat, kv_heads: int, head_dim: int, block: int, value_dim: int | None = None
+    ) -> RecordLayout:
+        """The layout for blocks of `block` tokens; values have `value_dim` elements where that is not `head_dim`.
+
+        Raises FormatError if the format cannot hold the head size.
+        """
+        parts = {"keys": (format.keys, head_dim), "values": (format.values, value_dim or head_dim)}
+        for vectors, dim in parts.values():
+            if dim % vectors.packed:
                 raise FormatError(
-                    f"A head of {head_dim} elements was found; {vectors.name} wants a multiple of {vectors.packed}."
+                    f"A head of {dim} elements was found; {vectors.name} wants a multiple of {vectors.packed}."
                     " Use --kv int8."
                 )
-        parts = {"keys": format.keys, "values": format.values}
         named = [
             (f"{side}.{name}", dtype, shape)
             for name in ("codes", "scales", "zeros")
-            for side, vectors in parts.items()
-            for dtype, shape in _tensors(vectors, name, kv_heads, head_dim, block)
+            for side, (vectors, dim) in parts.items()
+            for dtype, shape in _tensors(vectors, name, kv_heads, dim, block)
         ]
         planes = {plane.name: plane for plane in lay_out(named)}
         keys, values = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..formats import int4, int8
-from ..formats.format import ALIGNMENT, FormatError, Layout, end_of
-from ..scratch import TILE, is_direct, scratch_planes, strip_rows
-from ..tensor import CODECS, PackedTensor, dtype_name, view
+from ..formats.format import ALIGNMENT, INT4PACK, FormatError, Layout, end_of, get_format
+from ..scratch import TILE, is_direct, scratch_nbytes, scratch_planes, strip_rows
+from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
 from .thread_pool import WorkerPool, torch_threads
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Workspace:
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
         self.buffer = torch.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
         # Making the views takes longer than a small product, and a model has only a handful of matrix shapes.
-        self._cuts: dict[tuple[str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
+        self._cuts: dict[tuple[str, str, tuple[int, int], str, torch.dtype, bool], Scratch] = {}
 
         self._rows: dict[torch.dtype, Tensor] = {}
 
@@ -58,7 +60,7 @@ class Workspace:
 
     def cut(self, layout: Layout, dtype: torch.dtype, deterministic: bool) -> Scratch:
         """The views for a product of activations of `dtype` with such a matrix. Raises FormatError if too small."""
-        key = (layout.format, layout.shape, layout.dtype, dtype, deterministic)
+        key = (layout.format, layout.order, layout.shape, layout.dtype, dtype, deterministic)
         if key not in self._cuts:
             self._cuts[key] = self._cut(layout, dtype_name(dtype), deterministic)
         return self._cuts[key]
@@ -91,7 +93,7 @@ class Matmul:
     `integer`: int8 matrices are multiplied by activations that are rounded to int8, with a scale per row (W8A8).
     Integer sums are exact, so such products are always deterministic.
 
-    `gemv_max_rows`: by format, the number of rows up to which torch's kernels on codes are used.
+    `gemv_max_rows`: by type of codes, the number of rows up to which torch's kernels on codes are used.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Matmul:
         too small for the product (scratch.scratch_nbytes).
         """
         y = x.new_empty(len(x), packed.shape[0]) if out is None else out
-        if self.integer and packed.layout.format == "int8":
+        if self.integer and packed.layout.codes == "int8" and len(packed.planes[1].shape) == 1:
             int8.multiply_integers(x, packed.planes, y)
         elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
             torch.mm(x, packed.planes[0].t(), out=y)
@@ -128,12 +130,12 @@ class Matmul:
 
         In float32 and float16 these kernels are slower than dequantizing, even for one row.
         """
-        name = packed.layout.format
+        name = packed.layout.codes
         if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.gemv_max_rows.get(name, 0):
             return None
         if name == "int8":
-            return int8.multiply if int8.has_kernel(x.shape[1]) else None
-        return int4.multiply if int4.has_kernel() else None
+            return int8.multiply if int8.has_kernel(packed.planes) else None
+        return int4.multiply if packed.layout.order == INT4PACK and int4.has_kernel() else None
 
     def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
         with torch_threads(1) if self.deterministic and y.device.type == "cpu" else nullcontext():
@@ -146,7 +148,7 @@ class Matmul:
         direct = is_direct(packed.layout, dtype_name(x.dtype))
         planes = packed.rows(strip)
         part = y[:, strip]
-        codec = CODECS[packed.layout.format]
+        codec = CODECS[packed.layout.codes, packed.layout.order]
         weight, scales = (planes[0], None) if direct else codec.unpack_unscaled(planes, *scratch[:2])
         weight = weight[: part.shape[1]]
         if self.deterministic:
@@ -273,3 +275,52 @@ class ParallelMatmul(Matmul):
 def _is_small(x: Tensor, packed: PackedTensor) -> bool:
     """Whether a product is done before several threads would have synchronized."""
     return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES
+
+
+# The matrix with which torch's GEMV kernels on codes are compared with dequantizing first.
+GEMV_SHAPE = (512, 1024)
+# Enough rows for the time per row to be constant.
+GEMV_ROWS = 16
+# Beyond a tile or two of matrix units the kernels are not faster on any machine; a disturbed measurement may say so.
+MOST_GEMV_ROWS = 64
+GEMV_REPEATS = 5
+
+
+def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
+    """The `gemv_max_rows` of Matmul for a model in this format; takes about ten milliseconds on the calling thread.
+
+    A kernel that dequantizes codes on the fly takes time for every row. Dequantizing first takes its time once, and the
+    product after it is almost free for few rows. Both times are proportional to the size of the matrix, so a small
+    matrix shows where they are equal. That depends on the processor: matrix units speed up only one of the two.
+    """
+    found = get_format(format_name)
+    rows = found.codes == "int8" and found.group is None
+    if not rows and (found.codes != "int4" or not int4.has_kernel()):
+        return {}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {found.codes: _break_even_rows(found.rates or found.name)}
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@torch.inference_mode()
+def _break_even_rows(format_name: str) -> int:
+    """The number of rows for which both take the same time, from 1 to MOST_ROWS."""
+    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name)
+    x = torch.randn(GEMV_ROWS, GEMV_SHAPE[1], dtype=torch.bfloat16)
+    workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
+    kernel = Matmul(workspace, gemv_max_rows={format_name: GEMV_ROWS})
+    dequantizing = Matmul(workspace, gemv_max_rows={})
+    seconds = [_best_seconds(partial(compute.linear, x, packed)) for compute in (kernel, dequantizing)]
+    return max(1, min(MOST_GEMV_ROWS, int(GEMV_ROWS * seconds[1] / seconds[0])))
+
+
+def _best_seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(GEMV_REPEATS):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return min(times)

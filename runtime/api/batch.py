@@ -31,9 +31,10 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..engine.metrics import Metrics
+    from ..engine.engine import Metrics
     from ..jobs.job import Loaded, Measured, Planned, Running
     from ..jobs.summary import RunSummary
+    from ..loading.engine_loader import LoadedModel
 
 
 class JobObserver:
@@ -67,15 +68,18 @@ class JobObserver:
         return None
 
 
-def run_job(request: BatchRequest, observer: JobObserver) -> Ended:
-    """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published."""
+def run_job(request: BatchRequest, observer: JobObserver, given: LoadedModel | None = None) -> Ended:
+    """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published.
+
+    It runs on `given`, or loads an engine of its own where that is None.
+    """
     with ExitStack() as resources:
         # The hub's library shows its downloads itself.
         with stage(f"checking {request.input}") if Path(request.model).is_dir() else nullcontext():
-            checked = resources.enter_context(Checked.open(request))
+            checked = resources.enter_context(Checked.open(request, given))
         running = None if checked.finished else _load(checked, observer).run()
         with observer.working():
-            return checked.publish() if running is None else _run(running, observer)
+            return checked.publish() if running is None else running.end(_passes(running, observer))
 
 
 def _load(checked: Checked, observer: JobObserver) -> Loaded:
@@ -92,17 +96,17 @@ def _load(checked: Checked, observer: JobObserver) -> Loaded:
     return loaded
 
 
-def _run(running: Running, observer: JobObserver) -> Ended:
-    reason = None
+def _passes(running: Running, observer: JobObserver) -> str | None:
+    """Why the observer stopped the job; None where it did not."""
     with observer.running(running):
         for _ in running.passes():
             reason = observer.after_pass(running)
             if reason is not None:
-                break
-    return running.end(reason)
+                return reason
+    return None
 
 
-class _Progress(JobObserver):
+class BatchProgress(JobObserver):
     """A bar where it is wanted, and a stop after the pass in which Ctrl-C was pressed."""
 
     def __init__(self, wanted: bool) -> None:
@@ -134,8 +138,7 @@ class _Progress(JobObserver):
         return "signal" if self._interrupt.requested else None
 
     def _show(self, running: Running) -> None:
-        committed = running.session.committed
-        done = committed.ok + committed.failed
+        done = running.session.num_confirmed
         if self._advance is not None:
             self._advance(done - self._done, running.metrics)
         self._done = done
@@ -164,7 +167,7 @@ def run_batch(
     """
     request = batch_request(model, input_file, output, **options)
     reset_host_peak()
-    ended = run_job(request, _Progress(progress))
+    ended = run_job(request, BatchProgress(progress))
     from .model import refuse_over_budget
 
     refuse_over_budget(ended.over_budget, ended.summary)
@@ -207,6 +210,10 @@ def request_of(
         experts=experts_of(options),
         limits=Limits(options.get("until"), options.get("max_rows"), None if failures is None else str(failures)),
         lenient=options.get("lenient", False),
-        resume=ResumeOptions(drift=(drift,) if isinstance(drift, str) else tuple(drift or ())),
+        resume=ResumeOptions(
+            drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
+            overwrite=options.get("overwrite", False),
+        ),
+        follow=options.get("partial", False),
         plan=None if plan is None else Path(plan),
     )

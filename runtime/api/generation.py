@@ -14,8 +14,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..engine.engine import Engine
-from ..engine.metrics import Metrics
+from ..engine.engine import Engine, Metrics
 from ..engine.sequence import Sequence
 from ..jobs.encode import Choices, RowEncoder
 from ..jobs.run import AnswerText, OpenRow
@@ -62,13 +61,11 @@ class Request:
 
 
 class Generation:
-    """The prompts of one call. `in_pass` says whether an error came from within a pass, which leaves an engine that
-    cannot be used any more; between two passes it can."""
+    """The prompts of one call."""
 
     def __init__(self, engine: Engine, encoder: RowEncoder) -> None:
         self._engine = engine
         self._encoder = encoder
-        self.in_pass = False
 
     def passes(self, requests: Iterable[Request]) -> Iterator[list[OpenRow]]:
         """Runs `requests`, in their order, as memory allows; yields after every pass what it finished."""
@@ -103,10 +100,7 @@ class Generation:
 
     def step(self) -> list[Sequence]:
         with DeferredInterrupt():
-            self.in_pass = True
-            finished = self._engine.step()
-            self.in_pass = False
-        return finished
+            return self._engine.step()
 
 
 Advance = Callable[[int, Metrics], None]

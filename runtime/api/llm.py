@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
-from ...offload.heap import Heap
+from ...offload.memory import Heap
 from ..jobs.encode import RowEncoder, SpeedOrder
 from ..jobs.run import OpenRow, completion_of
+from ..jobs.summary import RunSummary
+from ..loading.engine_loader import LoadedModel
 from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import SearchSpace
@@ -20,9 +22,19 @@ from ..rows.row_formats import RowBuilder, RowPosition, line_id
 from ..sampling.model_defaults import model_defaults
 from ..sampling.params import FinishReason
 from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
+from .batch import BatchProgress, batch_request, run_job
 from .generation import Generation, Request, progress_bar
-from .model import LoadedModel, OpenModel, refuse_over_budget
-from .options import EQUAL_ROWS, LLMOptions, budgets_of, check, experts_of, settings_of
+from .model import OpenModel, refuse_over_budget
+from .options import (
+    EQUAL_ROWS,
+    BatchOptions,
+    JobOptions,
+    LLMOptions,
+    budgets_of,
+    check,
+    experts_of,
+    settings_of,
+)
 from .outputs import CompletionOutput, RequestOutput, logprobs_by_id
 from .sampling_params import SamplingParams
 
@@ -53,9 +65,10 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
         check(options, LLMOptions)
-        self._seed = options.get("seed", 0)
-        self._builder = RowBuilder(Defaults(seed=self._seed))
+        self._options = options
+        self._builder = RowBuilder(Defaults(seed=options.get("seed", 0)))
         self._opened = OpenModel(str(model))
+        self._model = str(model)
         self._loaded: LoadedModel | None = None
         self._in_use = False
         try:
@@ -80,13 +93,12 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence, prompt and answer: what was asked for, or less where memory is short."""
-        loaded = self._engine
-        return min(loaded.policy.plan.kv_tokens, loaded.chosen.request.workload.longest)
+        return self._engine.longest
 
     @property
     def memory(self) -> MemoryLedger:
         """Planned and allocated bytes of every arena by tier, each tier's budget, and its peak since loading began."""
-        return self._engine.engine.measure_peaks()
+        return self._engine.engine.ledger.measure()
 
     def generate(
         self, prompts: Prompt | Items[Prompt], sampling_params: Params = None, *, progress: bool = True
@@ -137,6 +149,26 @@ class LLM:
         (request,) = self._requests([body], endpoint, [params], "prompt")
         return self._stream(engine, request)
 
+    def run_batch(
+        self, input_file: str | Path, output: str | Path, *, progress: bool = True, **options: Unpack[JobOptions]
+    ) -> RunSummary:
+        """Answers a file of prompts on this engine: the job of `run_batch` and `moedge batch`, without loading again.
+
+        Rows, journal, output files and options (`JobOptions`) are those of `run_batch`; each resumes what another has
+        begun, if the model and the formats that this LLM was loaded with are those of the job. A row that could become
+        longer than `max_model_len` is a failed row. The bytes of `memory` in the summary are those since loading.
+
+        Raises what `run_batch` raises, EngineUnavailable, and JobMismatch where this LLM would answer in another way
+        than the job was begun. An error or a stop between two passes leaves the LLM ready for other calls.
+        """
+        check(options, JobOptions)
+        shared = {name: value for name, value in self._options.items() if name in BatchOptions.__annotations__}
+        request = batch_request(self._model, input_file, output, **cast(BatchOptions, {**shared, **options}))
+        with self._in_use_by_one_call() as loaded:
+            ended = run_job(request, BatchProgress(progress), loaded)
+        refuse_over_budget(ended.over_budget, ended.summary)
+        return ended.summary
+
     def close(self) -> None:
         """Frees memory on every tier and ends all processes and threads. Closing twice does nothing."""
         self._loaded = None
@@ -160,7 +192,7 @@ class LLM:
         loaded, params = self._engine, self._params_of_each(sampling_params, len(bodies))
         requests, outputs = self._requests(bodies, endpoint, params, what), [cast(RequestOutput, None)] * len(bodies)
         with (
-            self._generating(loaded) as generation,
+            self._generating() as generation,
             progress_bar(len(requests), progress and bool(requests)) as advance,
         ):
             for finished in generation.passes(_fastest_order(requests)):
@@ -169,19 +201,19 @@ class LLM:
                     outputs[opened.row.index] = self._output(request, opened, params[opened.row.index])
                 self._heap.after_pass()
                 advance(len(finished), loaded.engine.engine.metrics)
-        refuse_over_budget(loaded.engine.measure_peaks().over_budget, outputs)
+        refuse_over_budget(loaded.engine.ledger.measure().over_budget, outputs)
         return outputs
 
     def _stream(self, loaded: LoadedModel, request: Request) -> Iterator[str]:
         opened = OpenRow.start(request.row, request.choices, self._encoder)
-        with self._generating(loaded) as generation:
+        with self._generating() as generation:
             for piece in generation.text(opened.sequences[0], opened.texts[0]):
                 yield piece
                 # It may have been closed meanwhile.
                 loaded = self._engine
         if opened.sequences[0].finish_reason is FinishReason.ERROR:
             raise PromptError(opened.sequences[0].error)
-        refuse_over_budget(loaded.engine.measure_peaks().over_budget, opened.texts[0].text)
+        refuse_over_budget(loaded.engine.ledger.measure().over_budget, opened.texts[0].text)
 
     def _params_of_each(self, params: Params, count: int) -> Items[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -193,23 +225,27 @@ class LLM:
         return params
 
     @contextmanager
-    def _generating(self, loaded: LoadedModel) -> Iterator[Generation]:
-        """The use of the engine by one call. What breaks off between two passes leaves the engine empty and ready."""
+    def _generating(self) -> Iterator[Generation]:
+        with self._in_use_by_one_call() as loaded:
+            loaded.engine.start_counting()
+            yield Generation(loaded.engine.engine, self._encoder)
+
+    @contextmanager
+    def _in_use_by_one_call(self) -> Iterator[LoadedModel]:
+        """What breaks off between two passes leaves the engine empty and ready; within a pass, the LLM is closed."""
+        loaded = self._engine
         if self._in_use:
             raise EngineUnavailable("another call uses this LLM; wait until it returns, or close its stream")
         engine, self._in_use = loaded.engine.engine, True
-        engine.start_counting()
-        generation = Generation(engine, self._encoder)
         try:
-            yield generation
-        except BaseException:
-            if not generation.in_pass:
-                engine.scheduler.abort()
-            else:
-                self.close()
-            raise
+            yield loaded
         finally:
             self._in_use = False
+            if engine.in_pass:
+                self.close()
+            else:
+                # A job that a limit stopped leaves sequences behind.
+                engine.scheduler.abort()
 
     def _requests(
         self, bodies: Items[Mapping[str, Any]], endpoint: Endpoint, params: Items[SamplingParams], what: str

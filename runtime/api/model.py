@@ -5,41 +5,24 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Self
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
-from ...offload.heap import Heap, return_memory, trim
-from ...offload.memory import reset_host_peak
+from ...offload.memory import Heap, reset_host_peak, return_memory, trim
 from ..jobs.job_plan import plan_job
-from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
-from ..loading.machine_memory import MachineMemory, open_memory
+from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
+from ..loading.machine_memory import limit_pins, open_memory
 from ..loading.prepare import store_for
 from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
-from ..plan.planner import PlanResult
 from ..settings.budgets import GIB, Budgets
 from ..settings.errors import OverBudget
 from ..settings.settings import Settings
 from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """An engine, the plan that it was loaded by (`chosen`), and what memory made of that plan (`policy`)."""
-
-    memory: MachineMemory
-    chosen: PlanResult
-    policy: FallbackPolicy
-    engine: LoadedEngine
-
-    def close(self) -> None:
-        """Frees what was allocated. What nobody else refers to then is free once this object is gone."""
-        self.engine.close()
 
 
 class OpenModel:
@@ -62,13 +45,12 @@ class OpenModel:
         source = self.source
         memory = open_memory(budgets, source.settle(settings), source.shape)
         chosen = plan_job(source, settings, budgets, memory.budget, workload)
-        memory.limit_pins(chosen.request.profile)
+        limit_pins(memory.device, chosen.request.profile)
         stored, policy = store_for(source, chosen.plan, budgets), FallbackPolicy(chosen.plan, chosen.request)
         store = stored and stored.folder
         engine = load_with_fallback(lambda plan: load_engine(source, plan, store, memory.device, experts), policy)
-        loaded = LoadedModel(memory, chosen, policy, engine)
-        self._resources.callback(loaded.close)
-        return loaded
+        self._resources.callback(engine.close)
+        return LoadedModel(source, self.tokenizer, memory, chosen, policy, engine)
 
     def rehearse(self, loaded: LoadedModel, workload: Workload) -> Heap:
         """Runs the worst pass of the workload once. Raises DoesNotFit where a budget is too small for it.
@@ -77,6 +59,7 @@ class OpenModel:
         """
         text = self.tokenizer.encode(TEXT)[:MAX_TOKENS]
         rehearse(loaded.engine, loaded.policy.plan, workload, prompt_tokens(text, self.source.shape.vocab))
+        loaded.engine.ledger.measure().check()
         return Heap()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from ..settings.settings import Settings
 
 Size = str | int
 DType = Literal["auto", "bf16", "fp16", "fp32"]
-Quant = Literal["auto", "none", "int8", "int4", "nf4"]
+Quant = Literal["auto", "none", "int8", "int4", "nf4", "mxfp4", "kept"]
 Compute = Literal["auto", "int8"]
 KVCacheFormat = Literal["auto", "bf16", "fp16", "fp32", "int8", "int8/int4", "int4"]
 Attention = Literal["auto", "torch", "triton"]
@@ -127,13 +127,14 @@ class PlanOptions(EngineOptions, WorkloadOptions, RowOptions, total=False):
     gpu: str | None
 
 
-class BatchOptions(EngineOptions, StreamingOptions, RowOptions, total=False):
-    """`max_tokens`, `temperature` and `seed` are for rows that do not say; `plan` is a file of `moedge plan --save`.
+class JobOptions(RowOptions, total=False):
+    """`max_tokens`, `temperature` and `seed` are for rows that do not say.
 
     A `temperature` of None is that of the model's generation_config.json, else 0. `reasoning_effort`,
     `max_thinking_tokens` and `chat_template_kwargs` (a dict, or the text of a JSON object) are for chat rows that do
     not say.
     The job stops early at the time of day `until` ("07:00"), after `max_rows`, or beyond `max_failures` (10, "5%").
+    `overwrite` removes the job of this output and its files first; `partial` appends answers to a file while it runs.
     """
 
     max_tokens: int
@@ -142,12 +143,19 @@ class BatchOptions(EngineOptions, StreamingOptions, RowOptions, total=False):
     reasoning_effort: ReasoningEffort | None
     max_thinking_tokens: int | None
     chat_template_kwargs: str | Mapping[str, Any] | None
-    plan: str | Path | None
     lenient: bool
     until: str | None
     max_rows: int | None
     max_failures: str | int | None
     accept_drift: str | list[str] | None
+    overwrite: bool
+    partial: bool
+
+
+class BatchOptions(EngineOptions, StreamingOptions, JobOptions, total=False):
+    """Those of a job that loads an engine of its own; `plan` is a file of `moedge plan --save`."""
+
+    plan: str | Path | None
 
 
 def check(options: Mapping[str, Any], kind: type) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...offload.budget import gib
 from ..jobs.job_plan import equal_rows, measured_job, plan_request
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
@@ -22,7 +23,7 @@ from ..rows.row import Defaults
 from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
-from ..settings.formatting import TIE, count, duration, fit, gib, kernel_lines
+from ..settings.formatting import TIE, count, duration, fit, kernel_lines
 from ..settings.settings import Settings
 from ..source.headers import read_headers
 from .options import (
@@ -128,6 +129,7 @@ def make_report(
     notes: tuple[str, ...] = ()
     if input_file is not None:
         size, found = measured_job(headers, input_file, defaults, input_format)
+        size.refuse_if_none_runs(found)
         notes = tuple(_left_out(found, size))
     workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
     request = plan_request(headers, settings, budgets, machine, workload, gpu)

@@ -29,7 +29,7 @@ class SamplingParams:
     - `ignore_eos`: continue past the model's end token, to `max_tokens`.
     - `logprobs`: this many of the likeliest tokens, 0 to 20, are reported for every token; None reports nothing.
     - `response_format`: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": {...}}}` as in
-      OpenAI's API: answers are JSON of that form. Needs `pip install 'moedge[json]'`.
+      OpenAI's API: answers are JSON of that form. Needs the extra `json` (docs/how-to-batches.md).
 
     Raises BadArgument, a ValueError, which says what was found and what was wanted.
     """

@@ -12,14 +12,17 @@ from ..settings.errors import SettingError
 class AttentionNeeds:
     """What a run needs from attention. `gpu` describes the device; it is None on a CPU.
 
-    `interpreted`: Triton's kernels run on the CPU, in Triton's interpreter; `auto` never chooses that.
+    `interpreted`: Triton's kernels run on the CPU, in Triton's interpreter; `auto` never chooses that. `latent`: layers
+    cache latents.
     """
 
     head_dims: frozenset[int]
     gpu: Gpu | None = None
     interpreted: bool = False
+    latent: bool = False
 
 
+NO_LATENTS = "Triton's kernels do not compute latent attention"
 # The largest head dimension that Triton's kernels support.
 LARGEST_HEAD = 256
 
@@ -34,6 +37,8 @@ class AttentionKind:
 
     def lack(self, needs: AttentionNeeds) -> str:
         """A sentence on the first need that the backend cannot meet; "" where it meets all."""
+        if self.triton and needs.latent:
+            return NO_LATENTS
         if self.triton and needs.gpu is None and not needs.interpreted:
             return "it runs on NVIDIA GPUs, and this run computes on the CPU"
         if self.triton and needs.gpu is not None and needs.gpu.lacks.attention:
@@ -66,7 +71,7 @@ def stores_by_kernel(wanted: str, taken: str, needs: AttentionNeeds) -> bool:
 
     The kernel serves both backends. `--attention torch` uses nothing of Triton's.
     """
-    if wanted == "torch" or max(needs.head_dims) > LARGEST_HEAD:
+    if needs.latent or wanted == "torch" or max(needs.head_dims) > LARGEST_HEAD:
         return False
     return taken == "triton" if needs.gpu is None else not needs.gpu.lacks.cache
 
@@ -77,5 +82,7 @@ TILE_NUMEL = 1 << 20
 SINGLE_THREAD_NUMEL = 1 << 18
 # Bytes of the partial results of a wave.
 PARTIALS_NBYTES = 32 << 20
+# Bytes of the keys and values that a prompt expands from latents at a time, copies included.
+EXPANDED_NBYTES = 64 << 20
 # Blocks of fewer tokens are gathered and joined to pieces of about this length: shorter products cost as much.
 PIECE_TOKENS = 32

@@ -8,7 +8,9 @@ relative to a power of two near its own largest one, so that the weights of the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,11 @@ class Stored(NamedTuple):
 
     planes: Coded
     format: VectorFormat
+
+    @property
+    def width(self) -> int:
+        """Elements of a head."""
+        return self.planes.codes.shape[-1] * self.format.packed
 
 
 class CodeScratch:
@@ -245,33 +252,43 @@ class Decoder:
         self._workers = workers
         self._scratch = DecodeScratch(workers.size, dtype, device)
 
-    def decode(self, query: Query, keys: Stored, values: Stored, plan: DecodePlan) -> torch.Tensor:
-        """Attention of S tokens over their cached keys and values: [S, Hq, D] in float32."""
+    def decode(self, query: Query, keys: Sequence[Stored], values: Stored, plan: DecodePlan) -> torch.Tensor:
+        """Attention of S tokens over their cached keys and values: [S, Hq, D] in float32.
+
+        `keys` may be stored in several parts; queries have the elements of the parts one after the other.
+        """
         threads = torch.get_num_threads()
         if plan.single_threaded:
             torch.set_num_threads(1)
         try:
-            return self._decode(query, (keys, values), plan)
+            return self._decode(query, keys, values, plan)
         finally:
             torch.set_num_threads(threads)
 
-    def _decode(self, query: Query, stored: tuple[Stored, Stored], plan: DecodePlan) -> torch.Tensor:
-        q = query.folded(stored[0].planes.codes.shape[1])
+    def _decode(self, query: Query, keys: Sequence[Stored], values: Stored, plan: DecodePlan) -> torch.Tensor:
+        folded = query.folded(values.planes.codes.shape[1])
+        parts = list(zip(torch.split(folded, [part.width for part in keys], -1), keys, strict=True))
         total: Reduced | None = None
         for wave in plan.waves:
-            reduced = Reduced.of(self._run_wave(query, q, stored, wave), wave.reduction, len(q))
+            reduced = Reduced.of(self._run_wave(query, parts, values, wave), wave.reduction, len(folded))
             total = reduced if total is None else total.add(reduced)
         assert total is not None
         return total.normalize(query.call.sinks)
 
-    def _run_wave(self, query: Query, q: torch.Tensor, stored: tuple[Stored, Stored], wave: Wave) -> Partials:
-        keys, values = stored
-        partials = self._scratch.partials(wave.num_rows, *q.shape[1:])
+    def _run_wave(
+        self, query: Query, parts: Sequence[tuple[torch.Tensor, Stored]], values: Stored, wave: Wave
+    ) -> Partials:
+        """`parts` are queries [S, H, G, D] and the stored keys that they are multiplied with."""
+        _, kv_heads, group, _ = parts[0][0].shape
+        partials = self._scratch.partials(wave.num_rows, kv_heads, group, values.width)
 
         def work(task: TileTask, worker: int) -> None:
             rows, scratch = slice(task.begin, task.end), self._scratch.codes[worker]
-            products = scores(q.index_select(0, task.owners), scratch.fetch(keys, task), keys.format, scratch)
-            p = query.exponents(products, task)
+            products = [
+                scores(q.index_select(0, task.owners), scratch.fetch(keys, task), keys.format, scratch)
+                for q, keys in parts
+            ]
+            p = query.exponents(reduce(torch.Tensor.add_, products), task)
             exponents = torch.amax(p, -1).ceil_()
             p.sub_(exponents.unsqueeze(-1)).exp2_()
             partials.exponents[rows] = exponents

@@ -13,13 +13,44 @@ from ..settings.errors import UnsupportedModel
 from ..shape.model_shape import KVGroup
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """The matrix [H, N + V, R] that makes keys and values of H heads from latents: its first N rows make keys.
+
+    Queries are [T, H, N + P]: the last P elements are multiplied with the rotated key that all heads share.
+    """
+
+    matrix: torch.Tensor
+    key_rows: int
+
+    @property
+    def value_rows(self) -> int:
+        return self.matrix.shape[1] - self.key_rows
+
+    def expand(self, latents: torch.Tensor, rotated: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [L, h, N + P] and values [L, h, V] of some heads, from latents [L, R] and rotated keys [L, P]."""
+        matrix = self.matrix[heads]
+        both = (latents @ matrix.flatten(0, 1).T).view(len(latents), *matrix.shape[:2])
+        shared = rotated.unsqueeze(1).expand(-1, len(matrix), -1)
+        return torch.cat([both[..., : self.key_rows], shared], -1), both[..., self.key_rows :]
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H, N] for latents instead of keys: [T, H, R], with the same products."""
+        return torch.bmm(q.transpose(0, 1), self.matrix[:, : self.key_rows]).transpose(0, 1)
+
+    def values_of(self, latents: torch.Tensor) -> torch.Tensor:
+        """Values [T, H, V] of averages of latents [T, H, R], one for each head."""
+        return torch.bmm(latents.transpose(0, 1), self.matrix[:, self.key_rows :].transpose(1, 2)).transpose(0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The parameters of one layer's attention.
 
     A token attends to the last `window` tokens, itself included, or to those since the start of its `chunk` of
     positions; to all where both are None. `softcap` c bounds scores to c * tanh(s / c). `sinks` [Hq] are logits that
-    enter the softmax and contribute no value.
+    enter the softmax and contribute no value. With `latent` weights, keys and values of a pass are latents [T, 1, R]
+    and rotated keys [T, 1, P].
     """
 
     layer: int
@@ -28,6 +59,7 @@ class AttentionCall:
     chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    latent: LatentWeights | None = None
 
     @property
     def is_plain(self) -> bool:

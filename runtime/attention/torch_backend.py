@@ -66,7 +66,7 @@ class TorchAttention:
         self.cache = cache
         self._store = store
         self.tiled = tiled
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        self._reader = CacheReader(cache, dtype, device)
         self._slots = PassSlots(cache, device)
         # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
         self._workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
@@ -102,7 +102,7 @@ class TorchAttention:
         """Fills out [n, Hq, D] for the n rows q of one chunk, after its keys and values have been stored."""
         layer = _Layer.of(call, self.cache.pools[layer_index.group], layer_index.index, q)
         blocks = chunk.sequence.table.blocks[layer_index.group]
-        for begin, end in _row_tiles(chunk, self.tiled):
+        for begin, end in row_tiles(chunk, self.tiled):
             # These are positions in the sequence; rows of the tile that are outside the chunk are computed as zeros.
             first = max(begin, chunk.past)
             last = min(end, chunk.past + chunk.count)
@@ -110,8 +110,8 @@ class TorchAttention:
             before, after = (first - begin, end - last) if self.tiled else (0, 0)
             tile = F.pad(layer.q[rows], (0, 0, 0, 0, before, after))
             shift = None if layer.shift is None else F.pad(layer.shift[rows], (0, 0, before, after))
-            low, high = _key_range(call, begin, end, self.tiled)
-            keys, values = self._gather(layer, blocks, low, high, last)
+            low, high = key_range(call, begin, end, self.tiled)
+            keys, values = self._reader.read(layer_index, blocks, low, high, last)
             mask = visibility(call, range(begin, end), range(low, high), keys)
             result = attend_rows(call, tile, keys, values, mask, shift)
             out[rows] = result[before : before + last - first]
@@ -122,36 +122,48 @@ class TorchAttention:
         keys, values = (Stored(*side) for side in planes)
         shift = None if layer.shift is None else layer.shift[plan.rows]
         query = Query(layer.call, layer.q[plan.rows], shift)
-        out[plan.rows] = self._decoder.decode(query, keys, values, plan).to(out.dtype)
+        out[plan.rows] = self._decoder.decode(query, [keys], values, plan).to(out.dtype)
 
-    def _gather(
-        self, layer: _Layer, blocks: list[int], low: int, high: int, stored: int
+
+class CacheReader:
+    """Gathers keys and values of one sequence into a scratch that only grows; each read overwrites the last one's."""
+
+    def __init__(self, cache: KVCache, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._cache = cache
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
+
+    def read(
+        self, layer: LayerIndex, blocks: list[int], low: int, high: int, stored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, high - low, D] of positions low to high.
+        """Keys and values [H, high - low, D] of positions low to high, in the basis of the stored keys.
 
         They are zeros in blocks that were given back and from `stored` on, not the bytes in the cache: the slot's last
         owner may have left NaN, and 0 * NaN is NaN.
         """
-        pool, block = layer.pool, self.cache.block
+        pool, block = self._cache.pools[layer.group], self._cache.block
         begin, end = low // block, pool.spec.blocks_for(min(stored, high))
         if released := blocks[begin:end].count(NO_BLOCK):
             begin += released
         behind = max(0, begin * block - low)
-        scratch = self._take((end - begin) * block, pool.spec.group)
-        pool.gather(layer.index, torch.tensor(blocks[begin:end], device=scratch.device), scratch)
-        visible = scratch[:, :, low + behind - begin * block : min(stored, high) - begin * block]
-        if (missing := high - low - behind - visible.shape[2]) > 0 or behind:
-            visible = F.pad(visible, (0, 0, behind, missing))
-        return visible[0], visible[1]
+        sides = self._take((end - begin) * block, pool.spec.group)
+        pool.gather(layer.index, torch.tensor(blocks[begin:end], device=self._scratch.device), sides)
+        rows = slice(low + behind - begin * block, min(stored, high) - begin * block)
+        keys, values = (side[:, rows] for side in sides)
+        if (missing := high - low - behind - keys.shape[1]) > 0 or behind:
+            return F.pad(keys, (0, 0, behind, missing)), F.pad(values, (0, 0, behind, missing))
+        return keys, values
 
-    def _take(self, length: int, group: KVGroup) -> torch.Tensor:
-        numel = 2 * group.kv_heads * length * group.head_dim
-        if self._scratch.numel() < numel:
-            self._scratch = self._scratch.new_empty(numel)
-        return self._scratch[:numel].view(2, group.kv_heads, length, group.head_dim)
+    def _take(self, length: int, group: KVGroup) -> list[torch.Tensor]:
+        """Uninitialized keys and values [H, length, D]."""
+        widths = (group.head_dim, group.rope_dim or group.head_dim)
+        numels = [group.kv_heads * length * width for width in widths]
+        if self._scratch.numel() < sum(numels):
+            self._scratch = self._scratch.new_empty(sum(numels))
+        parts = torch.split(self._scratch[: sum(numels)], numels)
+        return [part.view(group.kv_heads, length, width) for part, width in zip(parts, widths, strict=True)]
 
 
-def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
+def row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
     """Ranges of positions that cover the chunk: aligned to TILE_ROWS, or of up to ROWS positions."""
     last = chunk.past + chunk.count
     if aligned:
@@ -162,7 +174,7 @@ def _row_tiles(chunk: Chunk, aligned: bool) -> Iterator[tuple[int, int]]:
             yield begin, min(begin + ROWS, last)
 
 
-def _key_range(call: AttentionCall, begin: int, end: int, tiled: bool) -> tuple[int, int]:
+def key_range(call: AttentionCall, begin: int, end: int, tiled: bool) -> tuple[int, int]:
     """The range of key positions that rows begin to end attend to."""
     low = call.first_visible(begin)
     if not tiled:

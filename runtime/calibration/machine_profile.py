@@ -1,16 +1,60 @@
-"""The profile of this machine for plans: the saved one, or measured now. Torch-free until something is measured."""
+"""The profile of this machine for plans: the saved one, or measured now. Torch-free until something is measured.
+
+The only file that knows which measurements make up a profile.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
-from ...offload.heap import trim
-from ...offload.machine.hardware import Hardware, find_hardware
-from ...offload.machine.measure import measure_machine
-from ...offload.machine.profile import FlopRates, Machine, load_machine, saved_path, this_machine
+from ...offload.machine.disk import large_files, measure_cold_reads, measure_disk
+from ...offload.machine.hardware import Hardware, find_hardware, nearest_existing
+from ...offload.machine.link import measure_device_memory, measure_link, measure_pin_limit
+from ...offload.machine.profile import Disk, FlopRates, Machine, load_machine, saved_path, this_machine
+from ...offload.machine.timing import measure_memory
+from ...offload.memory import host_available, trim
 from ..settings.stages import stage
+
+_LEAST_NBYTES = 64 << 20
+_BUFFER_NBYTES = 256 << 20
+_PIN_NBYTES = 4 << 30
+
+
+def measure_machine(
+    folder: Path,
+    hardware: Hardware,
+    measure_flop_s: Callable[[str], FlopRates] = lambda device: {},
+    most_nbytes: int | None = None,
+) -> Machine:
+    """Takes about twenty seconds on an idle machine, and up to a GiB of disk space in `folder` meanwhile.
+
+    `most_nbytes`, at least 64 MiB, bounds the host memory that each measurement takes; the default is a quarter of the
+    available memory. `measure_flop_s` is called with "cpu", and with "cuda" if there is a device.
+    """
+    budget = max(_LEAST_NBYTES, host_available() // 4 if most_nbytes is None else most_nbytes)
+    link = measure_link(min(_BUFFER_NBYTES, budget))
+    return Machine(
+        hardware=hardware,
+        memory_bytes_s=measure_memory(min(_BUFFER_NBYTES, budget)),
+        disk=_measure_disk(nearest_existing(folder)),
+        link=link,
+        pin=measure_pin_limit(min(_PIN_NBYTES, budget)),
+        flop_s=measure_flop_s("cpu"),
+        device_memory_bytes_s=measure_device_memory(min(_BUFFER_NBYTES, budget)),
+        device_flop_s={} if link is None else measure_flop_s("cuda"),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch=version("torch"),
+    )
+
+
+def _measure_disk(folder: Path) -> Disk | None:
+    disk = measure_disk(folder)
+    return disk and replace(disk, cold_bytes_s=measure_cold_reads(large_files(folder), disk.best_random))
 
 
 def saved_profile(folder: Path) -> Machine | None:
@@ -24,8 +68,7 @@ def machine_profile(folder: Path, again: bool = False) -> Machine:
 
 
 def _measure(folder: Path, hardware: Hardware) -> Machine:
-    from .overheads import measure_overheads
-    from .pass_rates import loading_rates
+    from .pass_rates import loading_rates, measure_overheads
 
     announcement = "measuring this machine once (about 20 s): plans need its speeds"
     with stage("measuring this machine", announcement=announcement):

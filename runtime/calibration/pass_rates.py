@@ -1,36 +1,51 @@
-"""How fast this machine does what a pass does besides single products: experts side by side, and attention.
+"""How fast this machine does what a pass does: products by format, experts side by side, attention, and what is left.
 
-For its profile, beside weight_rates.py; named as predictions look them up (plan/cost_model.py).
+For its profile; rates are named as predictions look them up (plan/cost_model.py).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.resources import as_file, files
 from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ...offload.machine.profile import LoadingRates
+from ...moe.expected_rows import expected_union
+from ...offload.machine.profile import LoadingRates, Overheads
 from ...offload.machine.timing import Case, best_seconds, measure_rates
-from ...quant.formats.format import FORMATS
+from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kv.format import KV_FORMATS
-from ...quant.matmul.gemv import measure_gemv_max_rows
-from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace
+from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, measure_gemv_max_rows
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack
 from ..attention.protocol import AttentionCall
 from ..attention.torch_backend import TorchAttention
 from ..engine.batch import pack as pack_batch
+from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec
+from ..loading.engine_loader import load_engine
+from ..loading.prepare import prepare
 from ..plan.cost_model import ATTENTION, TOGETHER, WIDE
+from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
+from ..plan.planner import make_plan
 from ..sampling.params import SamplingParams
-from ..shape.model_shape import KVGroup
+from ..settings.budgets import Budgets, MemoryBudget
+from ..settings.settings import Settings
+from ..shape.model_shape import KVGroup, ModelShape
+from ..shape.shards import model_shards
+from ..source.model_source import ModelSource, open_source
 
 EXPERT_ROWS = (1, 16, 64, 256)
 EXPERT_SHAPE = (1024, 2048)
@@ -48,7 +63,7 @@ _SECONDS = 0.05
 @torch.inference_mode()
 def pass_rates() -> dict[str, dict[int, float]]:
     """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
-    rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in FORMATS}
+    rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in QUANT_FORMATS}
     rates[WIDE] = _wide()
     rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
     return rates | {ATTENTION.format(name): _attention(name) for name in KV_FORMATS}
@@ -129,7 +144,7 @@ LOADED_EXPERTS = 8
 def loading_rates() -> LoadingRates:
     """How fast one thread converts and packs bfloat16 weights."""
     weight = torch.randn(PACKED_SHAPE).bfloat16()
-    packed = {name: weight.nbytes / best_seconds(partial(pack, weight, name), _SECONDS) for name in FORMATS}
+    packed = {name: weight.nbytes / best_seconds(partial(pack, weight, name), _SECONDS) for name in QUANT_FORMATS}
     files = [torch.randn(LOADED_SHAPE).bfloat16() for _ in range(3 * LOADED_EXPERTS)]
     nbytes = sum(matrix.nbytes for matrix in files)
     return LoadingRates(nbytes / best_seconds(partial(_convert, files), _SECONDS), packed)
@@ -151,7 +166,7 @@ SHAPE = (1536, 2048)
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
 
-WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in FORMATS}, INTEGER: "int8"})
+WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in QUANT_FORMATS}, INTEGER: "int8"})
 
 
 @torch.inference_mode()
@@ -195,3 +210,101 @@ def _matrices(format_name: str, device: str) -> list[PackedTensor]:
     return [
         PackedTensor(packed.layout, tuple(plane.to(device, copy=True) for plane in packed.planes)) for _ in range(count)
     ]
+
+
+# Sequences and prompt tokens of each: enough kinds of passes to tell the four costs apart.
+PASS_KINDS = ((1, 16), (8, 16), (48, 16), (64, 64))
+PASS_TOKENS = 4096
+DECODED = 8
+_BUDGET_NBYTES = 2 << 30
+LEAST_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One pass: its tokens, the sequences in it, whether experts streamed, and its seconds."""
+
+    tokens: int
+    sequences: int
+    streamed: bool
+    seconds: float
+
+
+def measure_overheads() -> Overheads:
+    """The fixed costs of passes beside matmuls, measured with the bundled small model.
+
+    Its products are as good as nothing, so what is left is Python, torch's dispatch, threads that meet, and elementwise
+    work: the same code as in any model. Takes about six seconds on the CPU, and the disk of temporary files.
+    """
+    with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
+        most = max(count for count, _ in PASS_KINDS)
+        settings = Settings(quant="none", tokens_per_pass=PASS_TOKENS, max_sequences=most)
+        plan = make_plan(source.shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
+        timed = list(timed_passes(source, plan, None))
+        with TemporaryDirectory(prefix="moedge-overheads-") as folder:
+            store = Path(folder, "store")
+            prepare(source, store, plan.quant, plan.dtype, Budgets())
+            timed += timed_passes(source, streaming(source.shape, plan), store)
+    return solve_overheads(source.shape, timed)
+
+
+def streaming(shape: ModelShape, plan: Plan) -> Plan:
+    """The same with every expert streamed, through a ring so large that nothing waits."""
+    shards = model_shards(shape, plan.quant, plan.dtype)
+    ring = RING_EXPERTS * largest_expert(shards)
+    return replace(plan, placement=Placement(len(shards.layers), (0,) * len(shards.layers), 0, ring))
+
+
+def timed_passes(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[Timed]:
+    with closing(load_engine(source, plan, store)) as loaded:
+        # Prompts are the same each time: found in the cache, hardly a token of them would be computed.
+        loaded.engine.scheduler.cache.sharing = False
+        for kind in PASS_KINDS:
+            _passes(loaded.engine, source.shape, *kind)
+        for kind in PASS_KINDS:
+            for tokens, seconds in _passes(loaded.engine, source.shape, *kind):
+                yield Timed(tokens, kind[0], plan.streams, seconds)
+
+
+def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[tuple[int, float]]:
+    """Tokens and seconds of the first pass, and of the middle one of those that decode."""
+    generator = torch.Generator().manual_seed(count)
+    for _ in range(count):
+        prompt = torch.randint(1, shape.vocab, (length,), generator=generator).tolist()
+        engine.add(Sequence(prompt, SamplingParams(DECODED, ignore_eos=True)))
+    engine.start_counting()
+    timed = []
+    while engine.busy:
+        before, begun = engine.metrics.pass_tokens, time.perf_counter()
+        engine.step()
+        timed.append((engine.metrics.pass_tokens - before, time.perf_counter() - begun))
+    decoding = sorted(timed[1:], key=lambda one: one[1])
+    return [timed[0], decoding[len(decoding) // 2]]
+
+
+def solve_overheads(shape: ModelShape, timed: list[Timed]) -> Overheads:
+    """Least squares of relative errors over layers, experts, sequences and tokens where nothing streams;
+    what passes take longer that stream is put down to arrivals."""
+    held, streamed = ([one for one in timed if one.streamed == kind] for kind in (False, True))
+    causes, seconds = _causes(shape, held), _seconds(held)
+    solved = torch.linalg.lstsq(causes / seconds[:, None], torch.ones_like(seconds)[:, None]).solution.flatten()
+    # A cost that noise made negative is none.
+    solved = solved.clamp(min=LEAST_S)
+    causes = _causes(shape, streamed)
+    longer = (_seconds(streamed) - causes @ solved) / causes[:, 1]
+    layer_s, expert_s, sequence_s, token_s = solved.tolist()
+    return Overheads(layer_s, expert_s, sequence_s, token_s, max(LEAST_S, longer.median().item()))
+
+
+def _causes(shape: ModelShape, timed: list[Timed]) -> torch.Tensor:
+    """[passes, 4] of layers, experts that are wanted, sequences and tokens, over all layers."""
+    experts = shape.layers[0].experts
+    assert experts is not None
+    rows = [
+        (1.0, expected_union(experts.count, experts.per_token, one.tokens), one.sequences, one.tokens) for one in timed
+    ]
+    return len(shape.layers) * torch.tensor(rows, dtype=torch.float64)
+
+
+def _seconds(timed: list[Timed]) -> torch.Tensor:
+    return torch.tensor([one.seconds for one in timed], dtype=torch.float64)

@@ -10,7 +10,7 @@ from ...offload.budget import gib
 from ...offload.device import Device
 from ...offload.errors import swallow_cuda_error
 from ...quant.formats import bitsandbytes_kernels
-from ...quant.formats.format import FORMATS
+from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kernels.gpu import triton_lack
 from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
@@ -43,7 +43,7 @@ def check_bitsandbytes(device: str) -> Finding:
 def check_formats(device: str) -> Finding:
     """Tries the other weight formats with the kernels that a run would use."""
     try:
-        errors = {name: product_error(name, device) for name in FORMATS if name != "nf4"}
+        errors = {name: product_error(name, device) for name in QUANT_FORMATS if name != "nf4"}
     except Exception as error:
         return fail("formats", f"a product failed: {brief(error)}", "pip install --force-reinstall torch")
     wrong = [name for name, worst in errors.items() if worst > _TOLERANCE]

@@ -18,7 +18,10 @@ from platformdirs import user_state_path
 
 from ..rows.input_file import STDIN
 from ..settings.errors import OutputRefused
+from .folder import JobFolder
+from .journal.journal import Journal
 from .journal.record import HEAD_NBYTES, decode_done
+from .outputs import OutputPaths, export_partial
 from .request import BatchRequest
 
 STDOUT = "-"
@@ -45,18 +48,33 @@ def _name(request: BatchRequest) -> str:
     return blake2b(f"{known}{alone}".encode(), digest_size=8).hexdigest()
 
 
+def is_kept(output: Path) -> bool:
+    """Whether the job is there after its end: not where only standard output has its answers."""
+    return not output.parent.is_relative_to(user_state_path("moedge") / "streams")
+
+
 def remove_finished(request: BatchRequest) -> None:
     """The folder of a job whose answers were all read; not one that the user named."""
-    if request.output.parent.is_relative_to(user_state_path("moedge") / "streams"):
+    if not is_kept(request.output):
         shutil.rmtree(request.output.parent, ignore_errors=True)
 
 
-class AnswerStream:
-    """Copies answers from a journal to `out`."""
+def partial_file(journal: Journal, folder: JobFolder, paths: OutputPaths) -> AnswerStream:
+    """The partial file of a running job, for answers as soon as they are on disk.
 
-    def __init__(self, out: BinaryIO) -> None:
+    It begins with every answer so far, in input order. A row that is continued has a second line, which counts.
+    """
+    journal.sync()
+    export_partial(folder.journal, journal.state, paths.partial)
+    return AnswerStream(paths.partial.open("ab"), journal.committed.end)
+
+
+class AnswerStream:
+    """Copies answers from a journal to `out`, from byte `begin` on."""
+
+    def __init__(self, out: BinaryIO, begin: int = 0) -> None:
         self._out = out
-        self._end = 0
+        self._end = begin
         self.closed = False
 
     def upto(self, journal: Path, end: int | None = None) -> None:
@@ -75,3 +93,6 @@ class AnswerStream:
                 self.closed = True
                 # Or the interpreter would fail at its end, when it flushes.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+
+    def close(self) -> None:
+        self._out.close()

@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.placement import Workload
-from ..rows.failure import ErrorCode, RowFailure
+from ..rows.failure import ErrorCode, RowFailure, common_error
 from ..rows.fields import invalid_schema
+from ..rows.preflight import Preflight, located
 from ..rows.row import ChatPrompt, Prompt, Row, TextPrompt
 from ..sampling.grammar import Grammars, GrammarState, SchemaError
 from ..sampling.params import SamplingParams
-from ..settings.errors import PromptError
+from ..settings.errors import InputRefused, PromptError, counted
 from ..text.chat_stream import ChatStream, StreamOptions
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -194,7 +195,7 @@ class RowEncoder:
             return None
         message = (
             f"{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
-            f"({self._cache_tokens}); give the job more memory, or lower max_tokens"
+            f"({self._cache_tokens}); give the job more memory (an LLM: a larger max_model_len), or lower max_tokens"
         )
         return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
 
@@ -219,12 +220,35 @@ class JobSize:
     too_long: int = 0
     # Rows by the tokens that their longest sequence may come to.
     lengths: Counter[int] = field(default_factory=Counter)
+    # Errors by code, and the first of each.
+    codes: Counter[ErrorCode] = field(default_factory=Counter)
+    failures: dict[ErrorCode, RowFailure] = field(default_factory=dict)
+
+    def refuse_most(self, found: Preflight, lenient: bool) -> None:
+        """Raises InputRefused where most rows have the same error, as `found` does for those that it sees."""
+        code = None if lenient else common_error(self.codes, self.rows)
+        if code is not None:
+            raise InputRefused(
+                f"{found.path}: nothing was run: {self.codes[code]:,} of {counted(self.rows, 'row')} have the error "
+                f"{code}; the first is {located(self.failures[code], found.unit)}. "
+                "Fix the rows, or pass --lenient to answer the others"
+            )
+
+    def refuse_if_none_runs(self, found: Preflight) -> None:
+        """Raises InputRefused where there is nothing to plan."""
+        if found.file_problems.total:
+            raise InputRefused(found.report())
+        if not self.lengths:
+            first = "; ".join(located(each, found.unit) for each in self.failures.values())
+            raise InputRefused(f"{found.path}: none of {counted(self.rows, 'row')} can run: {first}")
 
     def add(self, choices: Choices | RowFailure) -> int:
         """Returns the most tokens that one of the choices may come to; 0 for a row that will not run."""
         self.rows += 1
         if isinstance(choices, RowFailure):
             self.too_long += choices.code == "context_length_exceeded"
+            self.codes[choices.code] += 1
+            self.failures.setdefault(choices.code, choices)
             return 0
         self.sequences += len(choices)
         self.prompt_tokens += sum(len(token_ids) for token_ids, _ in choices)

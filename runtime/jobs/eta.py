@@ -12,7 +12,7 @@ from ...moe.running_mean import RunningMean
 from ...offload.memory import host_resident
 
 if TYPE_CHECKING:
-    from ..engine.metrics import Metrics
+    from ..engine.engine import Metrics
 
 # The weight of the newest window in what a pass takes: a machine that slows down shows within a minute.
 _NEWEST = 0.3

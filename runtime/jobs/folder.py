@@ -149,7 +149,7 @@ def _open_lock(folder: JobFolder) -> int | None:
         holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise JobInUse(
-            f"{folder.path} is in use by another process ({holder or 'just started'}); wait until it has ended, "
+            f"{folder.path} is in use by another process ({_holder(holder)}); wait until it has ended, "
             "or stop it with `moedge jobs cancel`"
         ) from None
     os.close(descriptor)
@@ -169,6 +169,15 @@ def is_locked(folder: JobFolder) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _holder(text: str) -> str:
+    """`process 12 on host box`, of the content of a lock."""
+    try:
+        found = json.loads(text)
+        return f"process {found['pid']} on {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "just started"
 
 
 def _this_process() -> dict[str, str | int]:
@@ -202,8 +211,8 @@ def regular_input(path: Path, folder: JobFolder) -> Path:
             file.publish()
         elif not file_fingerprint(folder.input).same_content(file_fingerprint(file.hidden)):
             raise InputChanged(
-                f"the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
-                f"`moedge jobs resume`, or move {folder.path} away to start over"
+                "the rows from the pipe differ from those that this job was started with; pipe in the same rows, use "
+                "`moedge jobs resume`, or start over with --overwrite"
             )
     finally:
         file.discard()

@@ -2,7 +2,8 @@
 
 Each state is built from the one before by the method that is named after the step, so a job cannot be in two of them,
 and what a state knows is what its class has. `Checked` (session.py, torch-free) is the context manager that frees
-everything; `Measured.of` begins what needs torch.
+everything, except what it was given: a job may run on a `LoadedModel`, which stays open. `Measured.of` begins what
+needs torch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import time
 from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
-from ...offload.heap import Heap
-from ..engine.metrics import Metrics
+from ...offload.memory import Heap
+from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
-from ..loading.machine_memory import MachineMemory, open_memory
+from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for
 from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
@@ -27,10 +29,11 @@ from ..rows.failure import RowFailure
 from ..rows.reader import RowFile, read_rows
 from ..text.tokenizer import Tokenizer
 from ..weights.key_offsets import MAX_TOKENS, TEXT
+from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import seekable
-from .job_plan import plan_job, remember
+from .job_plan import plan_job, remember, with_workload
 from .report import summarise
 from .run import FileRows, RowRunner, RowSource
 from .session import Checked, Ended, JobClaim, JobSession
@@ -56,30 +59,37 @@ class Measured:
     @classmethod
     def of(cls, checked: Checked) -> Self:
         """Tokenizes every row to be run: what is too long is known before a weight is loaded."""
-        source, claim = checked.source, checked.claim
-        tokenizer = checked.resources.enter_context(Tokenizer.load(source.folder, claim.created))
+        source, claim, given = checked.source, checked.claim, checked.given
+        # Templates get the date at which the job began.
+        opened = given.tokenizer.dated(claim.created) if given else Tokenizer.load(source.folder, claim.created)
+        tokenizer = checked.resources.enter_context(opened)
         text = checked.resources.enter_context(seekable(claim.rows.path, claim.folder))
         file = RowFile(text, checked.preflight.index, checked.request.defaults)
         spool = TokenSpool(claim.folder.path, checked.preflight.num_rows)
         checked.resources.callback(spool.close)
         bad = set(checked.preflight.bad_rows)
-        rows = (file.row(row) for row in claim.rows_to_run() if row not in bad)
+        rows = (claim.cut.longer(file.row(row)) for row in claim.rows_to_run() if row not in bad)
         encoder = RowEncoder(tokenizer, source.shape.vocab, source.shape.context, spool=spool)
         size, order = measure(rows, encoder)
         spool.seal()
+        if claim.job_id is None and checked.request.limits.max_rows is None:
+            # A job that has begun has answers to come, or rows that were already counted as errors.
+            size.refuse_most(checked.preflight, checked.request.lenient)
         return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
-    def plan(self, given: PlanResult | None = None, memory: MachineMemory | None = None) -> Planned:
-        """The job begins here: its first record says what "auto" became.
+    def plan(self) -> Planned:
+        """The job begins here: its first record says what "auto" became. An engine that was given keeps its plan.
 
-        `given` is the plan of an engine that is loaded already, and `memory` what it was made for: its device is not
-        opened again. Raises DoesNotFit, SettingError, JobMismatch.
+        Raises DoesNotFit, SettingError, JobMismatch.
         """
         checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
+        if (given := checked.given) is not None:
+            chosen = with_workload(given.chosen, given.policy.plan, workload)
+            return Planned(self, workload, given.memory, chosen, checked.claim.begin(chosen.plan))
         source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = memory or open_memory(budgets, source.settle(settings), source.shape)
-        chosen = given or plan_job(source, settings, budgets, memory.budget, workload, saved)
-        memory.limit_pins(chosen.request.profile)
+        memory = open_memory(budgets, source.settle(settings), source.shape)
+        chosen = plan_job(source, settings, budgets, memory.budget, workload, saved)
+        limit_pins(memory.device, chosen.request.profile)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
 
 
@@ -105,44 +115,44 @@ class Planned:
     def load(self) -> Loaded:
         """Weights into memory, from a store where they do not fit; the store is made first where it is missing.
 
-        Ends with a rehearsal of the worst pass. The engine is closed with the job. Raises DoesNotFit, MemoryGaveOut.
+        Ends with a rehearsal of the worst pass, and the engine is closed with the job. Of an engine that was given,
+        only the counters are reset. Raises DoesNotFit, MemoryGaveOut.
         """
-        begun, checked = time.perf_counter(), self.measured.checked
+        begun, checked, memory = time.perf_counter(), self.measured.checked, self.memory
         source, request = checked.source, checked.request
-        store, offsets = store_for(source, self.plan, request.budgets), self.session.key_offsets(source.shape)
-
-        def load(plan: Plan) -> LoadedEngine:
-            return load_engine(source, plan, store and store.folder, self.memory.device, request.experts, offsets)
-
-        policy = self._policy()
+        if (given := checked.given) is not None:
+            given.engine.start_counting()
+            return Loaded(self, given.engine, given.policy, 0.0, given.longest)
+        policy, store = FallbackPolicy(self.plan, self.chosen.request), store_for(source, self.plan, request.budgets)
+        load = partial(
+            load_engine,
+            source,
+            store=store and store.folder,
+            device=memory.device,
+            experts=request.experts,
+            key_offsets=self.session.key_offsets(source.shape),
+        )
         engine = load_with_fallback(load, policy)
         checked.resources.callback(engine.close)
         text = self.measured.tokenizer.encode(TEXT)[:MAX_TOKENS]
         rehearse(engine, policy.plan, self.workload, prompt_tokens(text, source.shape.vocab))
+        engine.ledger.measure().check()
         written = store.nbytes_written if store else 0
-        return Loaded(self, engine, policy, time.perf_counter() - begun, written)
-
-    def with_engine(self, engine: LoadedEngine) -> Loaded:
-        """Runs on an engine that somebody else loaded by this plan, keeps and closes; nothing may be in work on it."""
-        engine.engine.start_counting()
-        engine.streamed.start_counting()
-        return Loaded(self, engine, self._policy(), 0.0)
-
-    def _policy(self) -> FallbackPolicy:
-        return FallbackPolicy(self.plan, self.chosen.request)
+        return Loaded(self, engine, policy, time.perf_counter() - begun, policy.plan.kv_tokens, written)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile.
 
-    `nbytes_written` went to disk as prepared weights while it was loaded.
+    Sequences of more than `longest` tokens are refused. `nbytes_written` went to disk as prepared weights meanwhile.
     """
 
     planned: Planned
     engine: LoadedEngine
     policy: FallbackPolicy
     load_seconds: float
+    longest: int
     nbytes_written: int = 0
 
     def run(self) -> Running:
@@ -185,8 +195,11 @@ class Running:
         begun, session, engine, heap = time.perf_counter(), self.session, self._loaded.engine, Heap()
         stacks = session.folder.stacks
         with session.working(engine.key_offsets), StallGuard(self._work, engine.streamed, stacks) as guard:
+            partial = self._partial_file()
             for _ in guard.watched(self._runner().passes()):
                 heap.after_pass()
+                if partial is not None:
+                    partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
                 yield
                 self.stopped_because = self._why_stop()
@@ -206,18 +219,24 @@ class Running:
         summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
         return Ended(self.session, self._checked.paths, summary, reason, over)
 
+    def _partial_file(self) -> AnswerStream | None:
+        """The file that grows with the answers, where it is asked for; closed with the job."""
+        if not self._checked.request.follow:
+            return None
+        file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
+        self._checked.resources.callback(file.close)
+        return file
+
     def _runner(self) -> RowRunner:
         measured, shape, claim = self._planned.measured, self._checked.source.shape, self._checked.claim
-        encoder = RowEncoder(
-            measured.tokenizer, shape.vocab, shape.context, self.policy.plan.kv_tokens, spool=measured.spool
-        )
+        encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self._loaded.longest, spool=measured.spool)
         answers = Answers(claim.model_name, int(claim.created.timestamp()), measured.tokenizer.token_text)
         return RowRunner(self._loaded.engine.engine, encoder, answers, self.session.journal, self._rows)
 
     def _file_rows(self) -> FileRows:
         measured, claim = self._planned.measured, self._checked.claim
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
-        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid))
+        return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
     def _why_stop(self) -> str | None:
         failed, rows = self.session.journal.state.counts.failed, self._checked.preflight.num_rows

@@ -29,7 +29,7 @@ from ..plan.history import (
 from ..plan.history import MOST_KEPT as ALL_RUNS
 from ..plan.loading_cost import Prepared
 from ..plan.memory_ledger import MemoryLedger
-from ..plan.placement import Workload
+from ..plan.placement import Plan, Workload
 from ..plan.plan_file import load_plan
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..rows.tables import InputFormat
@@ -37,13 +37,13 @@ from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import checkpoint_nbytes
+from ..shape.shards import all_formats, checkpoint_nbytes
 from ..source.headers import Headers
 from ..source.hub import same_disk
 from ..source.model_source import ModelSource, prepared_nbytes
 
 if TYPE_CHECKING:
-    from ..engine.metrics import Metrics
+    from ..engine.engine import Metrics
     from ..rows.preflight import Preflight
     from ..rows.row import Defaults
     from .encode import JobSize
@@ -136,7 +136,7 @@ def _with_disk(
         new -= checkpoint_nbytes(model.shape)
     if model.folder is not None:
         dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
-        there = prepared_nbytes(model.name, model.folder, dtype, root, space.stores)
+        there = prepared_nbytes(model.name, model.folder, all_formats(model.shape), dtype, root, space.stores)
     return replace(budget, disk_nbytes=new), Prepared(there)
 
 
@@ -176,7 +176,16 @@ def plan_job(
 def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
     if saved is None:
         return solve(request)
-    plan = load_plan(saved, request)
+    return _result(load_plan(saved, request), request)
+
+
+def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanResult:
+    """What to expect of `workload` from an engine that was loaded for another one; `plan` is what it runs by."""
+    return _result(plan, replace(chosen.request, workload=workload))
+
+
+def _result(plan: Plan, request: PlanRequest) -> PlanResult:
+    """The result with a plan that was not searched for."""
     seconds = request.costs.predict(plan, request.workload, request.prepared.for_choice).total_s
     return PlanResult.of(plan, {plan.quant: seconds}, request)
 

@@ -7,17 +7,16 @@ again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from ...offload.atomic_file import AtomicFile, own_name
-from ..settings.errors import BadJournal, OutputExists, OutputRefused
+from ..settings.errors import OutputExists, OutputRefused
 from .folder import JobFolder, now_text
+from .journal.answers import read_answers
 from .journal.journal import Journal
-from .journal.record import HEAD_NBYTES, Done, decode_done
 from .journal.state import JobState
 from .table_files import Sink, is_table, refuse_suffix, schema_fields, write_table
 
@@ -71,7 +70,7 @@ def _claim(
     refuse_suffix(out)
     if out.suffix == ".job":
         raise OutputRefused(f"{out}: .job names the folder of a job; choose another output name")
-    _check_folder(out.parent, model_path)
+    check_folder(out.parent, model_path)
     _check_names(paths)
     for path in (paths.out, paths.errors, paths.partial):
         if path.exists() and Path(input_path).exists() and path.samefile(input_path):
@@ -91,7 +90,8 @@ def _check_names(paths: OutputPaths) -> None:
             raise OutputRefused(f"{path.name} has more than {limit} bytes; choose a shorter output name")
 
 
-def _check_folder(folder: Path, model_path: str | os.PathLike[str] | None) -> None:
+def check_folder(folder: Path, model_path: str | os.PathLike[str] | None = None) -> None:
+    """Raises OutputRefused where no output can be written."""
     if not folder.is_dir():
         raise OutputRefused(f"the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -106,17 +106,6 @@ class Exported:
 
     out: str | None
     errors: str | None
-
-
-def read_answers(journal: Path, state: JobState) -> Iterable[Done]:
-    """Every answer and error so far, in the order of the input; one is in memory at a time."""
-    with journal.open("rb") as file:
-        for row, offset in state.answered():
-            file.seek(offset)
-            done = decode_done(file.readline()[HEAD_NBYTES:-1])
-            if done is None or done.row != row:
-                raise BadJournal(f"{journal} has no answer to row {row} at byte {offset}; the journal was changed")
-            yield done
 
 
 def export(journal: Journal, folder: JobFolder, paths: OutputPaths) -> Exported:
@@ -175,6 +164,13 @@ def is_exported(state: JobState, paths: OutputPaths) -> bool:
         return False
     wanted = Exported(**_hashes(state.exported))
     return _sha256(paths.out) == wanted.out and _sha256(paths.errors) == wanted.errors
+
+
+def refuse_foreign_outputs(state: JobState, paths: OutputPaths) -> None:
+    """Raises OutputExists for an output that is not what the job wrote last."""
+    before = Exported(**_hashes(state.exported))
+    _refuse_foreign(paths.out, {before.out})
+    _refuse_foreign(paths.errors, {before.errors})
 
 
 def _hashes(record: Any) -> dict[str, str | None]:

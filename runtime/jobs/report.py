@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from ...moe.forecast import Forecast as ExpertForecast
 from ...moe.streaming_mode import RouterLatency
-from ..engine.metrics import Metrics, quantiles
+from ..engine.engine import Metrics, quantiles
 from ..loading.engine_loader import LoadedEngine
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import MemoryLedger
@@ -93,7 +93,7 @@ def summarise(
     return RunSummary(
         version=version("moedge"),
         command="batch",
-        rows=Rows(counts.rows, counts.ok, counts.failed),
+        rows=Rows.of(counts),
         tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
         model={
             "name": source.name,
@@ -110,11 +110,13 @@ def summarise(
         bytes=moved(loaded),
         stalls=stalls(loaded),
         utilisation=_utilisation(planned, streamed.nbytes_from_disk, streamed.nbytes_to_device, seconds.generate),
-        memory=_memory(loaded.measure_peaks()),
+        memory=_memory(loaded.ledger.measure()),
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
         fallbacks=policy.applied,
-        weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
+        weights=Weights(
+            {plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes(), loaded.loss
+        ),
     )
 
 

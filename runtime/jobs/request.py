@@ -24,6 +24,7 @@ from ..settings.errors import JobMismatch
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
+from .journal.state import JobState
 from .outputs import OutputPaths
 from .stop import Limits
 
@@ -37,19 +38,24 @@ if TYPE_CHECKING:
 class ResumeOptions:
     """How a job is resumed: with the rows that failed, although it was cancelled, and although settings differ.
 
-    `drift` names the settings that may differ from those that the job was started with.
+    `drift` names the settings that may differ from those that the job was started with. `cut_to` is the new max_tokens
+    of rows that were cut, which are then continued; None leaves them as they are. `overwrite` removes the job and its
+    outputs and starts over.
     """
 
     failed: bool = False
     cancelled: bool = False
     drift: tuple[str, ...] = ()
+    cut_to: int | None = None
+    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file.
 
-    `unset` names sampling defaults that nobody has given: the model's generation_config.json may set them.
+    `follow`: rows are appended to the partial file as soon as their answers are on disk. `unset` names sampling
+    defaults that nobody has given: the model's generation_config.json may set them.
     """
 
     model: str
@@ -64,6 +70,7 @@ class BatchRequest:
     input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
+    follow: bool = False
     unset: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
@@ -122,40 +129,74 @@ _LIBRARIES = ("moedge", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`facts` by name, flat, as the journal's first record keeps them."""
+    """`facts` by name, flat, as the journal's first record keeps them; `model` is the name of the model."""
 
     facts: Mapping[str, Any]
+    model: str
 
     def refuse_other(
-        self, opened: Mapping[str, Any], settings: Settings, accepted: Collection[str], paths: OutputPaths
+        self, state: JobState, settings: Settings, accepted: Collection[str], paths: OutputPaths, to_do: bool
     ) -> None:
-        """Raises JobMismatch, naming every difference to the job that begins with `opened`, minus those accepted."""
-        recorded = opened["identity"]
-        _refuse(opened, {**self.facts, **_requested(settings, recorded)}, recorded, accepted, paths)
+        """Raises JobMismatch, naming every difference to the job of `state`, minus those accepted.
+
+        `to_do`: it has rows without an answer, so that it can be continued at all.
+        """
+        recorded = state.opened["identity"]
+        if changed := _changed({**self.facts, **_requested(settings, recorded)}, recorded, accepted):
+            raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do))
 
     def refuse_resolved(
-        self, opened: Mapping[str, Any], found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths
+        self, state: JobState, found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths
     ) -> None:
         """The same for what "auto" became, as of an engine that was loaded for something else."""
-        recorded = {name: opened["identity"][name] for name in RESOLVED}
-        _refuse(opened, found, recorded, accepted, paths)
+        recorded = {name: state.opened["identity"][name] for name in RESOLVED}
+        if changed := _changed(found, recorded, accepted):
+            raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do=True))
 
 
-def _refuse(
-    opened: Mapping[str, Any],
-    found: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    accepted: Collection[str],
-    paths: OutputPaths,
-) -> None:
-    different = [name for name in recorded if name not in accepted and found.get(name) != recorded[name]]
-    if different:
-        changes = ", ".join(f"{name} {recorded[name]} -> {found.get(name)}" for name in different)
-        accept = " ".join(f"--accept-drift {name}" for name in different)
-        raise JobMismatch(
-            f"{paths.out} belongs to job {opened['id']}, started with other settings: {changes}. Use the old settings, "
-            f"another -o, or start over: rm -r {paths.job} {paths.out}. To continue anyway: {accept}"
-        )
+# Settings by name: what they were, and what is asked for.
+Changed = Mapping[str, tuple[Any, Any]]
+
+
+def _changed(found: Mapping[str, Any], recorded: Mapping[str, Any], accepted: Collection[str]) -> Changed:
+    return {
+        name: (before, found.get(name))
+        for name, before in recorded.items()
+        if name not in accepted and found.get(name) != before
+    }
+
+
+def _mismatch(state: JobState, changed: Changed, paths: OutputPaths, model: str, to_do: bool) -> str:
+    job_id, models = state.opened["id"], (Path(state.opened["model_name"]).name, model)
+    changes = ", ".join(_change(name, *values, models) for name, values in changed.items())
+    text = (
+        f"{paths.out} belongs to job {job_id}, started with other settings: {changes}. Use the old settings, "
+        "another -o, or start over with moedge batch --overwrite."
+    )
+    if to_do:
+        return f"{text} To continue anyway: {' '.join(f'--accept-drift {name}' for name in changed)}"
+    before, now = changed.get("max_tokens", (0, 0))
+    if state.counts.cut and now > before:
+        text += f" To continue the rows that were cut: moedge jobs resume {job_id} --cut --max-tokens {now}"
+    return text
+
+
+def _change(setting: str, before: Any, now: Any, models: tuple[str, str]) -> str:
+    """`max_tokens 256 -> 9`. A model and a tokenizer are named, since their hashes say nothing to a person."""
+    if setting not in ("model", "tokenizer"):
+        return f"{setting} {_brief(before)} -> {_brief(now)}"
+    begun_with, asked = models
+    of = setting if setting == "model" else "tokenizer of"
+    return f"{of} {begun_with} -> {asked if asked != begun_with else 'changed since then'}"
+
+
+def _brief(value: Any) -> str:
+    """The beginning of a template or a schema; anything else as it is."""
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_MOST_SHOWN = 80
 
 
 def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity:
@@ -168,7 +209,7 @@ def identity(source: ModelSource, defaults: Defaults, lenient: bool) -> Identity
     }
     for name, value in asdict(defaults).items():
         facts[name] = list(value) if isinstance(value, tuple) else value
-    return Identity(facts)
+    return Identity(facts, Path(source.name).name)
 
 
 def resolved(plan: Plan) -> dict[str, Any]:

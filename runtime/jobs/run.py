@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
@@ -15,13 +16,14 @@ from ..rows.failure import ErrorCode, RowFailure
 from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import Row
-from ..sampling.params import FinishReason
+from ..sampling.params import FinishReason, TokenLogprob
 from ..text.chat_stream import ChatStream
 from ..text.stream import TextStream
 from ..text.tool_calls import FunctionCall, split_calls
 from .encode import Choices, RowEncoder
+from .journal.answers import CutRows
 from .journal.journal import Journal
-from .journal.record import Done
+from .journal.record import CutChoice, Done
 from .journal.state import JobState
 
 # Rows that go into work with one record of the journal.
@@ -48,6 +50,10 @@ class RowSource(Protocol):
         """16 hex digits that identify the line of a row."""
         ...
 
+    def partial(self, row: int) -> Items[CutChoice]:
+        """What an earlier run generated for each choice of a row that is continued; empty for one that starts anew."""
+        ...
+
 
 class FileRows:
     """The rows of an input file that are to be run, in waves.
@@ -56,10 +62,19 @@ class FileRows:
     that cannot be run, then every suspect by itself, then all others together.
     """
 
-    def __init__(self, state: JobState, file: RowFile, rows: Items[int], failed: Iterable[RowFailure] = ()) -> None:
-        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot."""
+    def __init__(
+        self,
+        state: JobState,
+        file: RowFile,
+        rows: Items[int],
+        failed: Iterable[RowFailure] = (),
+        cut: CutRows | None = None,
+    ) -> None:
+        """`rows` are numbers of rows that can be run, in their order; `failed` are the rows that cannot; `cut` are
+        those of the rows that are continued."""
         self._state = state
         self._file = file
+        self._cut = cut or CutRows()
         self._waves = self._all_waves(rows, failed)
         self._wave: Iterator[Row | RowFailure] = iter(())
         self.exhausted = False
@@ -73,6 +88,9 @@ class FileRows:
     def digest(self, row: int) -> str:
         return self._file.index.digest(row)
 
+    def partial(self, row: int) -> Items[CutChoice]:
+        return self._cut.choices(row)
+
     def _all_waves(self, rows: Items[int], failed: Iterable[RowFailure]) -> Iterator[Iterator[Row | RowFailure]]:
         yield iter(failed)
         # Taken once: rows leave the suspects as they are answered.
@@ -80,12 +98,12 @@ class FileRows:
         for row in rows if isolated else ():
             if row in isolated:
                 yield map(self._suspect, [row])
-        yield (self._file.row(row) for row in rows if row not in isolated)
+        yield (self._cut.longer(self._file.row(row)) for row in rows if row not in isolated)
 
     def _suspect(self, row: int) -> Row | RowFailure:
         read, suspicion = self._file.row(row), self._state.suspects[row]
         if not suspicion.condemned:
-            return read
+            return self._cut.longer(read)
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
 
 
@@ -97,7 +115,7 @@ AnswerText = TextStream | ChatStream
 class OpenRow:
     """A row whose choices are being generated; `num_open` of them are not finished.
 
-    `first` are the sequences to add to an engine: the others are their forks.
+    `first` are the sequences to add to an engine: the others are their forks, or whole since an earlier run.
     """
 
     row: Row
@@ -107,8 +125,11 @@ class OpenRow:
     first: list[Sequence] = field(default_factory=list)
 
     @classmethod
-    def start(cls, row: Row, choices: Choices, encoder: RowEncoder) -> Self:
-        """The samples of one prompt are neighbours; all but the first leave it where the prompt ends."""
+    def start(cls, row: Row, choices: Choices, encoder: RowEncoder, before: Items[CutChoice] = ()) -> Self:
+        """The samples of one prompt are neighbours; all but the first leave it where the prompt ends.
+
+        `before` is what an earlier run generated for the choices of a cut row; each goes on by itself behind it.
+        """
         opened, eos_ids = cls(row, num_open=len(choices)), encoder.eos_ids(row)
         for token_ids, params in choices:
             text = encoder.text(row, token_ids, params)
@@ -116,11 +137,21 @@ class OpenRow:
             sequence = Sequence(token_ids, params, eos_ids, text=text, grammar=encoder.grammar(row), parts=parts)
             opened.sequences.append(sequence)
             opened.texts.append(text)
-            if opened.first and opened.first[-1].prompt_ids == token_ids:
-                opened.first[-1].forks.append(sequence)
-            else:
-                opened.first.append(sequence)
+        opened._continue(before) if before else opened._share()
         return opened
+
+    def _share(self) -> None:
+        for sequence in self.sequences:
+            if self.first and self.first[-1].prompt_ids == sequence.prompt_ids:
+                self.first[-1].forks.append(sequence)
+            else:
+                self.first.append(sequence)
+
+    def _continue(self, before: Items[CutChoice]) -> None:
+        for sequence, generated in zip(self.sequences, before, strict=True):
+            sequence.replay(generated.token_ids, map(_logprob, generated.logprobs))
+        self.first = [each for each in self.sequences if not each.finished]
+        self.num_open = len(self.first)
 
 
 class RowRunner:
@@ -156,12 +187,15 @@ class RowRunner:
 
     def _start(self, row: Row | RowFailure) -> None:
         choices = row if isinstance(row, RowFailure) else self._encoder.encode(row)
+        before = () if isinstance(row, RowFailure) else self._source.partial(row.index)
         if isinstance(choices, RowFailure):
-            self._journal.done(self._failed(choices))
+            # A cut answer that cannot grow stays as it is.
+            if not before:
+                self._journal.done(self._failed(choices))
             return
         assert isinstance(row, Row)
-        opened = OpenRow.start(row, choices, self._encoder)
-        self._open |= dict.fromkeys(opened.sequences, opened)
+        opened = OpenRow.start(row, choices, self._encoder, before)
+        self._open |= dict.fromkeys((each for each in opened.sequences if not each.finished), opened)
         for sequence in opened.first:
             self._engine.add(sequence)
 
@@ -185,13 +219,25 @@ class RowRunner:
         completions = [
             completion_of(row, each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)
         ]
+        cut = min((len(each.token_ids) for each in completions if each.finish_reason is FinishReason.LENGTH), default=0)
+        if cut and row.schema is not None:
+            done = self._failed(_incomplete(row, completions))
+        else:
+            outcome = Counter(str(each.finish_reason) for each in completions)
+            line = self._answers.answer(row, completions)
+            done = Done(row.index, False, 0, 0, self._source.digest(row.index), line, outcome)
         tokens = usage(completions, row.num_samples)
-        line = self._answers.answer(row, completions)
-        prompt, generated = tokens["prompt_tokens"], tokens["completion_tokens"]
-        return Done(row.index, False, prompt, generated, self._source.digest(row.index), line)
+        return replace(
+            done,
+            prompt_tokens=tokens["prompt_tokens"],
+            generated_tokens=tokens["completion_tokens"],
+            cut=cut,
+            choices=tuple(map(_choice, completions)) if cut else (),
+        )
 
     def _failed(self, failure: RowFailure) -> Done:
-        return Done(failure.index, True, 0, 0, self._source.digest(failure.index), self._answers.failure(failure))
+        line = self._answers.failure(failure)
+        return Done(failure.index, True, 0, 0, self._source.digest(failure.index), line, {str(failure.code): 1})
 
 
 def _failure(broken: Sequence, row: Row) -> RowFailure:
@@ -211,7 +257,6 @@ def completion_of(row: Row, sequence: Sequence, text: AnswerText) -> Completion:
         sequence.finish_reason,
         len(sequence.prompt_ids),
         None if sequence.params.logprobs is None else tuple(sequence.logprobs),
-        cut=sequence.grammar is not None and sequence.finish_reason is FinishReason.LENGTH,
     )
     calls: Items[FunctionCall] = ()
     if isinstance(text, ChatStream):
@@ -233,3 +278,21 @@ def _with_calls(completion: Completion, calls: Items[FunctionCall]) -> Completio
     if not calls:
         return completion
     return replace(completion, text=content, finish_reason=FinishReason.TOOL_CALLS, calls=tuple(calls))
+
+
+def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
+    message = (
+        f"the answer reached max_tokens ({row.params.max_tokens}) before it was complete; continue it with "
+        "moedge jobs resume JOB --cut --max-tokens N"
+    )
+    failure = row.failure(ErrorCode.INCOMPLETE_OUTPUT, message, "max_tokens")
+    return replace(failure, partial=tuple(each.text for each in completions))
+
+
+def _choice(completion: Completion) -> CutChoice:
+    return CutChoice(completion.token_ids, [astuple(each) for each in completion.logprobs or ()])
+
+
+def _logprob(fields: Items[Any]) -> TokenLogprob:
+    token_id, logprob, rank, top = fields
+    return TokenLogprob(token_id, logprob, rank, tuple((each, value) for each, value in top))

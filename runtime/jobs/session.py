@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ...offload.stream.lane import StreamBroken
-from ..rows.input_file import Fingerprint
+from ..rows.input_file import STDIN, Fingerprint, packed, prefix_digest
 from ..rows.preflight import Preflight, preflight
 from ..rows.reader import RowIndex
 from ..rows.row import Defaults
@@ -30,9 +30,11 @@ from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMisma
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source
 from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
+from .journal.answers import CutRows, read_answers
 from .journal.journal import Journal, Mark
-from .journal.state import JobState
-from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, read_answers
+from .journal.record import FINISHED
+from .journal.state import JobState, read_state
+from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, refuse_foreign_outputs
 from .request import (
     BatchRequest,
     Identity,
@@ -47,12 +49,15 @@ from .status import register
 from .stop import CrashMarker, StopRule, boot_id, last_ending, memory_kills
 
 if TYPE_CHECKING:
+    from ..loading.engine_loader import LoadedModel
     from ..plan.memory_ledger import TierLedger
     from ..plan.placement import Plan
     from ..shape.model_shape import ModelShape
     from ..weights.key_offsets import KeyOffsets
     from .summary import RunSummary
 
+# Why a job stops that `moedge jobs cancel` asked to.
+CANCELLED = "it was cancelled"
 # What ends a process without a row being to blame.
 _BLAMELESS = (JournalFailed, StreamBroken, Stalled, InputChanged, KeyboardInterrupt)
 
@@ -82,6 +87,9 @@ class JobInput:
 
         Raises InputUnreadable, InputChanged, InputRefused.
         """
+        if request.resume.overwrite and os.fspath(request.input) == STDIN:
+            # It is what came through the pipe the last time.
+            folder.input.unlink(missing_ok=True)
         kind = input_format(request.input, request.input_format)
         path = json_lines(regular_input(request.input, folder), kind, folder)
         found = preflight(path, request.defaults)
@@ -101,11 +109,20 @@ class JobInput:
 
     def _refuse_other(self, found: Preflight, folder: JobFolder, state: JobState) -> None:
         opened = state.opened
-        if not found.fingerprint.same_content(Fingerprint(**opened["input"], mtime_ns=0)):
+        before = Fingerprint(**opened["input"], mtime_ns=0)
+        if not found.fingerprint.same_content(before) and not self._grew(found, before, state.num_rows):
             raise InputChanged(
-                f"{self.path} is not the input that job {opened['id']} was started with: "
-                f"{_where_changed(found.index, folder, state)}. Put it back as it was, or choose another output name"
+                f"{self.preflight.path} is not the input that job {opened['id']} was started with: "
+                f"{_where_changed(found.index, folder, state)}. Put it back as it was, choose another output name, or "
+                "start over with --overwrite"
             )
+
+    def _grew(self, found: Preflight, before: Fingerprint, num_rows: int) -> bool:
+        """Whether rows were added behind those of before and nothing else changed. Not looked for in packed files."""
+        if found.num_rows <= num_rows or found.index.span(num_rows)[0] < before.nbytes:
+            return False
+        with self.path.open("rb") as file:
+            return not packed(file) and prefix_digest(file, before.nbytes) == before.sha256
 
 
 def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
@@ -115,6 +132,34 @@ def _where_changed(rows: RowIndex, folder: JobFolder, state: JobState) -> str:
         if done.input != rows.digest(done.row):
             return f"line {rows.line_number(done.row)} differs from the row that was answered"
     return "rows that have no answer yet were added, removed or edited"
+
+
+def refuse_start_over(folder: JobFolder, paths: OutputPaths) -> None:
+    """Raises JobMismatch, OutputExists where an output is not what the job in `folder` wrote."""
+    if folder.begun:
+        state = read_state(folder.journal)
+        _refuse_other_output(folder, state, paths)
+        refuse_foreign_outputs(state, paths)
+
+
+def start_over(folder: JobFolder, paths: OutputPaths) -> None:
+    """Removes the journal and the outputs of the job in `folder`, which is locked and keeps its lock and its rows."""
+    if not folder.begun:
+        return
+    for path in (paths.out, paths.errors, paths.partial):
+        path.unlink(missing_ok=True)
+    kept = {folder.lock, folder.input, folder.rows, folder.rows_of}
+    # The journal last: as long as it is there, the folder is that of a job.
+    for path in sorted(folder.path.iterdir(), key=lambda each: each == folder.journal):
+        if path not in kept and not path.is_dir():
+            path.unlink()
+
+
+def _refuse_other_output(folder: JobFolder, state: JobState, paths: OutputPaths) -> None:
+    if str(paths.out.resolve()) != state.opened["request"]["output"]:
+        raise JobMismatch(
+            f"{folder.path} belongs to the output {state.opened['request']['output']}; choose another output name"
+        )
 
 
 class JobClaim:
@@ -136,6 +181,7 @@ class JobClaim:
         self.created = datetime.now().replace(microsecond=0)
         self.model_name = request.model
         self._retry: list[int] = []
+        self.cut = CutRows()
         if self._journal is not None:
             try:
                 self._check_resumable(self._journal.state)
@@ -145,6 +191,8 @@ class JobClaim:
             opened = self._journal.state.opened
             self.created, self.model_name = datetime.fromisoformat(opened["created_at"]), opened["model_name"]
             self._retry = self._journal.state.failed_rows if request.resume.failed else []
+            if request.resume.cut_to is not None:
+                self.cut = CutRows(folder.journal, self._journal.state, request.resume.cut_to)
 
     @property
     def job_id(self) -> str | None:
@@ -153,12 +201,21 @@ class JobClaim:
 
     @property
     def finished(self) -> bool:
-        return self._journal is not None and self._journal.state.finished and not self._retry
+        if self._journal is None or self._retry or self.cut.rows:
+            return False
+        return self._journal.state.finished and not self.num_added
+
+    @property
+    def num_added(self) -> int:
+        """Rows that were appended to the input of a job since it was run last."""
+        return 0 if self._journal is None else max(0, self.rows.preflight.num_rows - self._journal.state.num_rows)
 
     @property
     def num_done(self) -> int:
         """Rows that have answers and will keep them."""
-        return self._journal.state.counts.rows - len(self._retry) if self._journal is not None else 0
+        if self._journal is None:
+            return 0
+        return self._journal.state.counts.rows - len(self._retry) - len(self.cut.rows)
 
     @property
     def settings(self) -> Settings:
@@ -171,7 +228,8 @@ class JobClaim:
         if self._journal is None:
             rows: Iterable[int] = range(self.rows.preflight.num_rows)
         else:
-            rows = merge(self._journal.state.pending(), self._retry)
+            known, now = self._journal.state.num_rows, self.rows.preflight.num_rows
+            rows = merge(self._journal.state.pending(), self._retry, self.cut.rows, range(known, now))
         return islice(rows, self.request.limits.max_rows)
 
     def begin(self, plan: Plan) -> JobSession:
@@ -183,9 +241,9 @@ class JobClaim:
             opened = self._opened(plan)
             self._journal = Journal.create(self.folder.journal, opened, self.folder.ballast)
             register(opened["id"], self.folder)
-        self._identity.refuse_resolved(
-            self._journal.state.opened, resolved(plan), self.request.resume.drift, self.paths
-        )
+        self._identity.refuse_resolved(self._journal.state, resolved(plan), self.request.resume.drift, self.paths)
+        if self.num_added:
+            self._journal.extend(**self._input())
         return JobSession(self, self._journal, self._retry)
 
     def session(self) -> JobSession:
@@ -200,25 +258,27 @@ class JobClaim:
     def _check_resumable(self, state: JobState) -> None:
         """Refuses a request for another job than the one that has this folder."""
         opened = state.opened
-        if str(self.paths.out.resolve()) != opened["request"]["output"]:
-            raise JobMismatch(
-                f"{self.folder.path} belongs to the output {opened['request']['output']}; choose another output name"
-            )
+        _refuse_other_output(self.folder, state, self.paths)
         self.rows.refuse_other(self.folder, state)
-        self._identity.refuse_other(opened, self.request.settings, self.request.resume.drift, self.paths)
+        asked = self.request.resume
+        to_do = not state.finished or self.num_added > 0 or asked.failed or asked.cut_to is not None
+        self._identity.refuse_other(state, self.request.settings, asked.drift, self.paths, to_do)
         if state.cancelled is not None and not self.request.resume.cancelled:
             raise JobMismatch(f"job {opened['id']} was cancelled; resume it with `moedge jobs resume {opened['id']}`")
 
+    def _input(self) -> dict[str, Any]:
+        """What the journal records of the input."""
+        found = self.rows.preflight
+        content = {"nbytes": found.fingerprint.nbytes, "sha256": found.fingerprint.sha256}
+        return {"num_rows": found.num_rows, "input": content, "endpoints": found.rows}
+
     def _opened(self, plan: Plan) -> dict[str, Any]:
         name = os.fsencode(self.folder.path.resolve()) + f":{self.created}:{os.getpid()}".encode()
-        found = self.rows.preflight
         return {
             "id": blake2b(name, digest_size=4).hexdigest(),
             "created_at": self.created.isoformat(),
-            "num_rows": found.num_rows,
-            "input": {"nbytes": found.fingerprint.nbytes, "sha256": found.fingerprint.sha256},
+            **self._input(),
             "identity": {**self._identity.facts, **resolved(plan)},
-            "endpoints": found.rows,
             "model_name": self.model_name,
             "request": self.request.as_json(),
         }
@@ -233,6 +293,7 @@ class JobSession:
         self.folder = claim.folder
         self.journal = journal
         self._retry = retry
+        self._continued_before = journal.state.num_continued
         # Looked for after every pass: a path as text is found four times as fast.
         self._cancel = os.fspath(claim.folder.cancel)
 
@@ -253,6 +314,12 @@ class JobSession:
     def committed(self) -> Mark:
         return self.journal.committed
 
+    @property
+    def num_confirmed(self) -> int:
+        """Rows whose answer is on disk, less those that are still to be continued."""
+        mark = self.committed
+        return mark.ok + mark.failed - len(self.claim.cut.rows) + mark.continued - self._continued_before
+
     def key_offsets(self, shape: ModelShape) -> KeyOffsets | None:
         """The offsets of quantized keys that the job has used so far, where they are known."""
         return recall_offsets(self.folder.path, self.journal.state.key_offsets, shape)
@@ -268,8 +335,9 @@ class JobSession:
         ending = last_ending(self.journal.state, self.folder)
         self.folder.cancel.unlink(missing_ok=True)
         with CrashMarker(self.folder) as marker:
+            cut_to = self.claim.request.resume.cut_to
             process = {"pid": os.getpid(), "boot": boot_id(), "memory_kills": memory_kills()}
-            self.journal.start(ending, **process, at=now_text(), key_offsets=key_offsets)
+            self.journal.start(ending, **process, at=now_text(), key_offsets=key_offsets, cut_to=cut_to)
             if self._retry:
                 self.journal.retry(self._retry)
                 self._retry = []
@@ -292,7 +360,7 @@ class JobSession:
             return None
         self.folder.cancel.unlink(missing_ok=True)
         self.journal.cancel(at=now_text())
-        return "it was cancelled"
+        return CANCELLED
 
     def finish(self) -> None:
         """Publishes the answers. Raises InputChanged where the input differs from the row that was answered."""
@@ -302,7 +370,7 @@ class JobSession:
             with _disk_errors(paths.out):
                 export(self.journal, self.folder, paths)
         if state.running:
-            self.journal.stop("finished")
+            self.journal.stop(FINISHED)
         self.folder.ballast.unlink(missing_ok=True)
 
     def stop(self, reason: str) -> None:
@@ -330,7 +398,7 @@ class Checked:
 
     `sampling` are those defaults of rows that the model sets. A job whose last row has its answer is `finished`: end it
     with `publish`. Every other is measured next. Leaving the context ends every process and thread of the job; every
-    answer that was confirmed is kept.
+    answer that was confirmed is kept. The job runs on `given`, or loads an engine of its own where that is None.
     """
 
     request: BatchRequest
@@ -340,25 +408,31 @@ class Checked:
     resources: ExitStack
     begun: float
     sampling: ModelDefaults
+    given: LoadedModel | None = None
 
     @classmethod
-    def open(cls, request: BatchRequest) -> Self:
+    def open(cls, request: BatchRequest, given: LoadedModel | None = None) -> Self:
         """Raises the errors of settings/errors.py for a model, an input, an output or limits that are refused."""
         stop_rule, begun = StopRule(request.limits), time.perf_counter()
         with ExitStack() as resources:
-            source = resources.enter_context(open_source(request.model))
+            source = given.source if given else resources.enter_context(open_source(request.model))
             sampling = model_defaults(source.folder).only(request.unset)
             request = replace(request, defaults=replace(request.defaults, **sampling.values))
             request = settled_rows(request, source.folder)
             paths = claim_output(request.output, request.input, source.folder)
             folder = resources.enter_context(lock_folder(paths))
+            if request.resume.overwrite:
+                # Before rows from a pipe replace those of the job.
+                refuse_start_over(folder, paths)
             rows = JobInput.check(request, folder)
             if rows.preflight.refused(request.lenient):
                 raise InputRefused(rows.preflight.report(request.lenient))
+            if request.resume.overwrite:
+                start_over(folder, paths)
             facts = identity(source, request.defaults, request.lenient)
             claim = JobClaim(request, paths, folder, rows, facts)
             resources.callback(claim.close)
-            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling)
+            return cls(request, source, claim, stop_rule, resources.pop_all(), begun, sampling, given)
 
     @property
     def finished(self) -> bool:

@@ -4,6 +4,7 @@ outside. Torch-free."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any
 
 from platformdirs import user_state_path
 
-from ..settings.errors import JobInUse, JobNotFound, OutputExists, counted
+from ..settings.errors import JobInUse, JobMismatch, JobNotFound, OutputExists, counted
 from .folder import JobFolder, JobLock, is_locked, now_text
 from .journal.journal import Journal
+from .journal.record import FINISHED
 from .journal.repair import Repaired, repair
 from .journal.state import JobState, read_state
-from .outputs import OutputPaths, export_partial
+from .outputs import OutputPaths, check_folder, export_partial
 
 
 class JobPhase(StrEnum):
@@ -33,15 +35,17 @@ class JobPhase(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-# In the words of OpenAI's batch object, which has no word for a job that waits to be resumed.
+# In the words of OpenAI's batch object. `expired` is the one for a batch that ended early and keeps what is finished.
 _BATCH_STATUS = {
     JobPhase.RUNNING: "in_progress",
     JobPhase.CANCELLING: "cancelling",
     JobPhase.FINISHED: "completed",
     JobPhase.CANCELLED: "cancelled",
-    JobPhase.STOPPED: "in_progress",
-    JobPhase.INTERRUPTED: "in_progress",
+    JobPhase.STOPPED: "expired",
+    JobPhase.INTERRUPTED: "expired",
 }
+# A short row with a prompt is a completion; OpenAI has no word of its own for it.
+_ENDPOINTS = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "short": "/v1/completions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +71,29 @@ class JobStatus:
         return Path(self.state.opened["request"]["output"])
 
     @property
+    def model(self) -> str:
+        """The name that the job was started with."""
+        return str(self.state.opened["model_name"])
+
+    @property
+    def created(self) -> datetime:
+        return datetime.fromisoformat(self.state.opened["created_at"])
+
+    @property
     def reason(self) -> str | None:
-        """Why the last process stopped."""
-        return None if self.state.stopped is None else str(self.state.stopped["reason"])
+        """Why the last process stopped before the end."""
+        if self.state.stopped is None or self.state.stopped["reason"] == FINISHED:
+            return None
+        return str(self.state.stopped["reason"])
 
     def batch_object(self) -> dict[str, Any]:
         """OpenAI's batch object; what it has no word for is under `moedge`."""
         opened, counts, finished = self.state.opened, self.state.counts, self.phase is JobPhase.FINISHED
-        endpoints = [name for name, number in opened["endpoints"].items() if number]
+        endpoints = sorted(opened["endpoints"].items(), key=lambda each: -each[1]) or [("short", 0)]
         return {
             "id": self.job_id,
             "object": "batch",
-            "endpoint": endpoints[0] if len(endpoints) == 1 else "mixed",
+            "endpoint": _ENDPOINTS[endpoints[0][0]],
             "input_file_id": opened["request"]["input"],
             "completion_window": "24h",
             "status": _BATCH_STATUS[self.phase],
@@ -92,6 +107,11 @@ class JobStatus:
             "usage": _usage(counts.prompt_tokens, counts.generated_tokens),
             "moedge": {
                 "state": self.phase,
+                "model": self.model,
+                "endpoints": opened["endpoints"],
+                "cut": counts.cut,
+                "finish_reasons": dict(counts.finish_reasons),
+                "errors": dict(counts.codes),
                 "reason": self.reason,
                 "folder": str(self.folder.path),
                 "identity": opened["identity"],
@@ -196,13 +216,47 @@ def cancel(folder: JobFolder) -> str:
 
 
 def export_now(folder: JobFolder, target: Path | None) -> str:
-    """Returns what was written, in words. Raises OutputExists for a file of the user's choice that is there."""
+    """Returns what was written, in words. A finished job has its output already: without `target`, nothing is written.
+
+    Raises OutputExists for a file of the user's choice that is there, OutputRefused for one that cannot be written.
+    """
     status = JobStatus.read(folder)
+    if target is None and status.phase is JobPhase.FINISHED:
+        return f"the job is finished: its answers are in {status.output}"
+    if target is not None:
+        check_folder(target.parent)
     if target is not None and os.path.lexists(target):
         raise OutputExists(f"{target} exists and is not overwritten; move it away or choose another output name")
     target = target or OutputPaths(status.output).partial
     export_partial(folder.journal, status.state, target)
     return f"{counted(status.state.counts.rows, 'finished row')} written to {target}"
+
+
+def remove(folder: JobFolder, force: bool = False) -> str:
+    """Removes the folder of a job and keeps its outputs; returns what was done, in words.
+
+    Raises JobInUse, and without `force` BadJournal, OtherVersion, and JobMismatch where answers would be lost.
+    """
+    with closing(JobLock(folder)):
+        if not force:
+            _refuse_loss(read_state(folder.journal))
+        shutil.rmtree(folder.path)
+    for link in _root().glob("*"):
+        if not link.exists():
+            link.unlink(missing_ok=True)
+    return f"removed {folder.path}; the output files stay"
+
+
+def _refuse_loss(state: JobState) -> None:
+    """Raises JobMismatch where a journal has answers that no output has."""
+    job_id, output = state.opened["id"], state.opened["request"]["output"]
+    finished = state.finished and state.export_is_current
+    if state.counts.rows and not (finished and Path(output).exists()):
+        why = f"has no {output} any more" if finished else "is not finished"
+        raise JobMismatch(
+            f"job {job_id} {why}, and {counted(state.counts.rows, 'answer')} would be lost; "
+            f"export them with `moedge jobs export {job_id} -o FILE`, or give --force"
+        )
 
 
 def repair_journal(folder: JobFolder) -> Repaired:

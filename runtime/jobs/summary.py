@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Le
 
@@ -28,9 +28,22 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 @dataclass(slots=True)
 class Rows:
+    """`cut` rows are answers or errors that max_tokens ended. `finish_reasons` counts the choices of answered rows,
+    `errors` the failed rows by code.
+    """
+
     total: Count
     ok: Count
     failed: Count
+    cut: Count = 0
+    finish_reasons: Mapping[str, Count] = field(default_factory=dict)
+    errors: Mapping[str, Count] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, counts: Counts) -> Self:
+        """Reasons and codes with the most frequent first."""
+        reasons, codes = (dict(each.most_common()) for each in (counts.finish_reasons, counts.codes))
+        return cls(counts.rows, counts.ok, counts.failed, counts.cut, reasons, codes)
 
 
 @dataclass(slots=True)
@@ -194,10 +207,11 @@ class Experts:
 
 @dataclass(slots=True)
 class Weights:
-    """Bytes by format: as requested by the settings, and as actually quantized."""
+    """Bytes by format, as requested by the settings, and as actually quantized; what packing again lost, by group."""
 
     requested: Mapping[str, Count] | None = None
     packed: Mapping[str, Count] | None = None
+    loss: Mapping[str, float] | None = None
 
 
 @dataclass(slots=True)
@@ -236,7 +250,7 @@ def summarise_rows(counts: Counts) -> RunSummary:
     return RunSummary(
         version=version("moedge"),
         command="batch",
-        rows=Rows(counts.rows, counts.ok, counts.failed),
+        rows=Rows.of(counts),
         tokens=Tokens(counts.prompt_tokens, counts.generated_tokens),
     )
 

@@ -72,7 +72,8 @@ def records(line: str, fields: tuple[str, ...] | None) -> Iterator[Record]:
         own["metadata"] = body["metadata"]
     common = {"id": answer["id"] if response is None else answer["custom_id"]}
     if (error := body.get("error")) is not None:
-        yield {**common, "error": f"{error['code']}: {error['message']}", **own}
+        partial = {"partial": error["partial"]} if "partial" in error else {}
+        yield {**common, **partial, "error": f"{error['code']}: {error['message']}", **own}
         return
     choices, usage = body.get("choices") or [body], body["usage"]
     common |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
@@ -87,9 +88,7 @@ def _choice(choice: Mapping[str, Any], fields: tuple[str, ...] | None, own: Mapp
     found: Record = {"text": text, "finish_reason": choice["finish_reason"]}
     said = choice if message is None else message
     found |= {name: said[name] for name in _BESIDE_TEXT if said.get(name) is not None}
-    if choice.get("partial") is not None:
-        found |= {"text": None, "partial": choice["partial"]}
-    if fields is None or text is None or found["text"] is None:
+    if fields is None or text is None:
         return found
     try:
         value = json.loads(text)

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ...quant.formats.format import Plane
-from ...quant.kv.codec import Coded, decode, encode
+from ...quant.kv.codec import Coded, KeyTransform, decode, encode
 from ...quant.kv.format import VectorFormat, VectorPlanes
-from ...quant.kv.key_transform import KeyTransform
 from ...quant.tensor import torch_dtype
 from .spec import KVSpec
 
@@ -119,6 +118,10 @@ class KVPool:
         """q [T, Hq, D] in the basis of the stored keys: float32 for quantized keys, else q itself."""
         return q if self.key_transform is None else self.key_transform.queries(q)
 
+    def restored(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Stored keys [T, H, D], or averages of them, in the basis that they were given in."""
+        return x if self.key_transform is None else self.key_transform.restore(layer, x)
+
     def as_stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [T, H, D] as the cache returns them: attention over a prompt's own tokens uses these."""
         transformed = k if self.key_transform is None else self.key_transform.keys(layer, k)
@@ -137,8 +140,8 @@ class KVPool:
                 if view is not None and values is not None:
                     view[block_ids, :, :, offsets] = values
 
-    def gather(self, layer: int, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Fills out [2, H, len(block_ids) * block, D] with the keys and values of whole blocks."""
+    def gather(self, layer: int, block_ids: torch.Tensor, out: Iterable[torch.Tensor]) -> None:
+        """Fills out, two times [H, len(block_ids) * block, D], with the keys and values of whole blocks."""
         for side, vectors, views in zip(out, self._formats, self._views[layer], strict=True):
             target = side.view(side.shape[0], len(block_ids), -1, side.shape[-1])
             _gather(views, vectors, block_ids, target)

@@ -24,7 +24,7 @@ class KVSpec:
     @property
     def layout(self) -> RecordLayout:
         """Raises SettingError for a format that cannot hold the group's heads."""
-        return _layout(self.format, self.group.kv_heads, self.group.head_dim, self.block)
+        return _layout(self.format, self.group.kv_heads, self.group.head_dim, self.block, self.group.rope_dim)
 
     @property
     def record_nbytes(self) -> int:
@@ -62,8 +62,9 @@ class KVSpec:
 
 
 @cache
-def _layout(kv_format: str, kv_heads: int, head_dim: int, block: int) -> RecordLayout:
+def _layout(kv_format: str, kv_heads: int, head_dim: int, block: int, rope_dim: int | None) -> RecordLayout:
     try:
-        return RecordLayout.of(KVFormat.parse(kv_format), kv_heads, head_dim, block)
+        format = KVFormat.parse(kv_format) if rope_dim is None else KVFormat.of_latents(kv_format)
+        return RecordLayout.of(format, kv_heads, head_dim, block, rope_dim)
     except FormatError as error:
         raise SettingError(str(error)) from None

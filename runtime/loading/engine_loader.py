@@ -6,10 +6,11 @@ The loader records in the plan's `MemoryLedger` what it allocates.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +18,18 @@ from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
-from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
+from ...offload.machine.hardware import num_workers
+from ...offload.memory import KEPT_NBYTES, keep_memory, return_memory
 from ...offload.store.store import Store
+from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
+from ...quant.matmul.matmul import ParallelMatmul, Workspace, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
-from ..engine.engine import Engine
-from ..engine.oom_retry import cause_of
+from ..attention.latent import LatentAttention
+from ..attention.protocol import AttentionBackend
+from ..attention.torch_backend import TorchAttention
+from ..engine.engine import Engine, cause_of
 from ..engine.scheduler import PassLimits, Scheduler
 from ..kv.allocator import root_hash
 from ..kv.cache import KVCache
@@ -41,22 +47,69 @@ from ..sampling.sampler import Sampler
 from ..settings.stages import stage
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ModelShards, model_shards
+from ..shape.read import read_tensors
+from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
 from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
-from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation
+from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation, widening_nbytes
 from ..weights.streaming import StreamedWeights, fill_from_store
-from .backends import make_attention, make_compute
-from .warm_up import warm_up_experts
+from .kernel_trial import warm_up_experts
+
+if TYPE_CHECKING:
+    from ...quant.kernels.product import GroupedProduct
+    from ..plan.planner import PlanResult
+    from ..text.tokenizer import Tokenizer
+    from .machine_memory import MachineMemory
+
+
+def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> ParallelMatmul:
+    """The products that the plan names, with their scratch and threads."""
+    sizes = (shape, plan.quant, plan.dtype, plan.deterministic)
+    # Experts are computed in parallel, and so are the strips of deterministic products; a dense model's other products
+    # use all threads each. A device is one queue of work, which more threads would not fill faster.
+    shared = plan.deterministic or any(layer.experts for layer in shape.layers)
+    helpers = num_workers() - 1 if shared and torch_device.type == "cpu" else 0
+    return ParallelMatmul(
+        Workspace(workspace_nbytes(*sizes), torch_device),
+        deterministic=plan.deterministic,
+        integer=plan.compute == "int8",
+        gemv_max_rows=measure_gemv_max_rows(plan.quant),
+        helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
+        grouped=_grouped(torch_device, plan.deterministic) if plan.grouped_experts else None,
+    )
+
+
+def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> AttentionBackend:
+    """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
+    torch_device = device.torch_device if device else torch.device("cpu")
+    dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
+    if any(pool.spec.group.is_latent for pool in cache.pools):
+        return LatentAttention(cache, dtype, tiled, torch_device)
+    if plan.attention == "torch" and not plan.stores_by_kernel:
+        return TorchAttention(cache, dtype, tiled, torch_device)
+    # Imports Triton, which takes a second and which some machines do not have.
+    from ..attention.triton_backend import TritonAttention, store_by_kernel
+
+    if plan.attention == "torch":
+        return TorchAttention(cache, dtype, tiled, torch_device, store_by_kernel)
+    gpu = Gpu(device.capability, device.processors) if device else INTERPRETER
+    return TritonAttention(cache, dtype, tiled, gpu, torch_device, plan.stores_by_kernel)
+
+
+def _grouped(torch_device: torch.device, deterministic: bool) -> GroupedProduct:
+    from ...quant.kernels.product import GroupedProduct
+
+    return GroupedProduct(torch_device, deterministic)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
     """An engine with its model, its weights and the device that computes, which is None on a CPU.
 
-    `ledger` has the bytes that were planned and allocated for every arena.
+    `ledger` has the bytes that were planned and allocated for every arena, `loss` what weights of a quantized
+    checkpoint lost that were packed again, by group.
     """
 
     engine: Engine
@@ -67,17 +120,39 @@ class LoadedEngine:
     ledger: MemoryLedger
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
+    loss: Mapping[str, float] = field(default_factory=dict)
 
-    def measure_peaks(self) -> MemoryLedger:
-        """Records the peaks of this process so far in the ledger, and returns it."""
-        self.ledger.measure(None if self.device is None else self.device.peak)
-        return self.ledger
+    def start_counting(self) -> None:
+        """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
+        self.engine.start_counting()
+        self.streamed.start_counting()
 
     def close(self) -> None:
         """Frees what was allocated."""
         self.engine.close()
         self.streamed.close()
         self.parking.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine that is ready for jobs, and all that belongs to it: whoever loaded it closes it.
+
+    `chosen` is the plan that it was loaded by, with the workload that was planned for; `policy` is what memory made of
+    that plan. No other work may be on the engine while a job runs.
+    """
+
+    source: ModelSource
+    tokenizer: Tokenizer
+    memory: MachineMemory
+    chosen: PlanResult
+    policy: FallbackPolicy
+    engine: LoadedEngine
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and answer, that it has memory for."""
+        return min(self.policy.plan.kv_tokens, self.chosen.request.workload.longest)
 
 
 class Loading:
@@ -95,13 +170,10 @@ class Loading:
             # Before anything else is page-locked: every plan uses it thousands of times.
             device.pins.taken += open_ring(device.torch_device)
         self.compute = make_compute(source.shape, plan, self.torch_device)
-        self.model = define(ModelConfig.read(source.folder), TORCH_DTYPES[plan.dtype])
+        self.config = ModelConfig.read(source.folder)
+        self.model = define(self.config, TORCH_DTYPES[plan.dtype])
         staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
-        self.ledger = MemoryLedger.of(plan, source.shape)
-        self._computing = self.ledger.computing.tier
-        self.ledger.record(self._computing, WORKSPACE, self.compute.nbytes)
-        self.ledger.record(self._computing, WEIGHTS, self.memory.held_nbytes)
 
     def install_layers(self) -> list[LayerAssembly]:
         """Installs packed modules without bytes in all layers."""
@@ -126,7 +198,6 @@ class Loading:
         with ExitStack() as opened:
             streamed = StreamedWeights(self.memory, self.plan, layers, store, experts)
             opened.callback(streamed.close)
-            self.ledger.record(self._computing, RINGS, streamed.ring_nbytes)
             install_head(self.model, self.shards.head, streamed.head_shard, self.compute)
             if self.compute.deterministic:
                 # Routers are transformers' own: with tiles a row's scores do not depend on the number of rows.
@@ -142,9 +213,7 @@ class Loading:
             specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
-            self._record_staging(parking)
             cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking)
-            self.ledger.record(self._computing, KV_CACHE, sum(pool.nbytes for pool in cache.pools))
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
@@ -152,13 +221,23 @@ class Loading:
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
             opened.pop_all()
-        return LoadedEngine(engine, packed, self.shards, streamed, parking, self.ledger, device, offsets)
+        ledger = self._ledger(streamed, cache, parking)
+        return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets)
 
-    def _record_staging(self, parking: ParkingMemory) -> None:
-        """Records the host memory that serves a device."""
+    def _ledger(self, streamed: StreamedWeights, cache: KVCache, parking: ParkingMemory) -> MemoryLedger:
+        """The bytes that were planned, and those that were allocated for every arena."""
+        device = self.memory.device
+        ledger = MemoryLedger.of(self.plan, self.source.shape, None if device is None else lambda: device.peak)
+        computing = ledger.computing.tier
+        ledger.record(computing, WORKSPACE, self.compute.nbytes)
+        ledger.record(computing, WEIGHTS, self.memory.held_nbytes)
+        ledger.record(computing, RINGS, streamed.ring_nbytes)
+        ledger.record(computing, KV_CACHE, sum(pool.nbytes for pool in cache.pools))
         if self.plan.staging is not None:
-            self.ledger.record("host", STAGED, self.memory.slab.nbytes)
-            self.ledger.record("host", PARKED, sum(slot.numel() for group in parking.slots for slot in group))
+            # The host memory that serves a device.
+            ledger.record("host", STAGED, self.memory.slab.nbytes)
+            ledger.record("host", PARKED, sum(slot.numel() for group in parking.slots for slot in group))
+        return ledger
 
 
 def load_engine(
@@ -177,13 +256,15 @@ def load_engine(
     keep_memory() if _keeps_memory(plan) else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
-        return loading.finish(_read_checkpoint(loading), None, experts, key_offsets)
+        preparation = _read_checkpoint(loading)
+        loaded = loading.finish(preparation.layers, None, experts, key_offsets)
+        return replace(loaded, loss=preparation.loss.by_group)
     opened = Store.open(store)
     layers = loading.install_layers()
     read_resident(opened, loading.model)
     with stage("reading weights", loading.memory.nbytes_kept) as advance:
         fill_from_store(loading.memory, opened, advance)
-    return loading.finish(layers, opened, experts, key_offsets)
+    return replace(loading.finish(layers, opened, experts, key_offsets), loss=opened.manifest.extra.get("loss", {}))
 
 
 def _key_offsets(
@@ -214,17 +295,18 @@ def _cache(
     return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
 
 
-def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
+def _read_checkpoint(loading: Loading) -> Preparation:
     plan = loading.plan
     # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
     with Checkpoint(loading.source.folder) as checkpoint:
-        window = min(free // (WINDOW_COPIES + 1), WINDOW_NBYTES)
-        preparation = Preparation(loading.model, checkpoint, loading.compute, window)
+        window = min((free - widening_nbytes(loading.source.shape)) // (WINDOW_COPIES + 1), WINDOW_NBYTES)
+        tensors = read_tensors(loading.config, checkpoint)
+        preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)
         doing = "loading weights" if plan.quant == "none" else f"quantizing weights to {plan.quant}"
         with stage(doing, loading.shards.nbytes) as advance:
             preparation.run(loading.shards, MemorySink(loading.memory), advance)
-    return preparation.layers
+    return preparation
 
 
 def _keeps_memory(plan: Plan) -> bool:

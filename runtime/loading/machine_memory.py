@@ -55,10 +55,12 @@ class MachineMemory:
     budget: MemoryBudget
     device: Device | None = None
 
-    def limit_pins(self, machine: Machine | None) -> None:
-        """Limits page-locked memory to the part of what `machine` allows that leaves a fifth to others."""
-        if self.device is not None and machine is not None and machine.pin is not None:
-            self.device.pins.most = machine.pin.usable
+
+def limit_pins(device: Device | None, machine: Machine | None) -> None:
+    """Limits the memory that is page-locked for `device` to the part of what `machine` allows that leaves a fifth to
+    others."""
+    if device is not None and machine is not None and machine.pin is not None:
+        device.pins.most = machine.pin.usable
 
 
 def open_memory(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> MachineMemory:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ...offload.budget import gib
@@ -23,7 +25,8 @@ from ..settings.settings import Settings
 from ..settings.stages import stage
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
-from ..shape.shards import model_shards, weights_nbytes
+from ..shape.read import read_tensors
+from ..shape.shards import model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
@@ -35,7 +38,8 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
     """The weight format and dtype of a store; "auto" means the checkpoint's own. Raises SettingError for a store."""
     if source.store is not None:
         raise SettingError(f"{source.store} is a store already; give the checkpoint that it was made from")
-    return "none" if quant == "auto" else quant, source.shape.dtype if dtype == "auto" else dtype
+    packed = offered_formats(source.shape)[0] if quant == "auto" else settled_format(source.shape, quant)
+    return packed, source.shape.dtype if dtype == "auto" else dtype
 
 
 def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
@@ -43,19 +47,28 @@ def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -
     return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
 
 
-def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> int:
+class Written(NamedTuple):
+    """The bytes that a run wrote into a store, and what weights of a quantized checkpoint lost that it packed again, by
+    group (PackingLoss)."""
+
+    nbytes: int = 0
+    loss: Mapping[str, float] = MappingProxyType({})
+
+
+def prepare(
+    source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False
+) -> Written:
     """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
 
-    `repair` also reads a finished store and writes its damaged files again. Returns the bytes that it wrote. Raises
-    DoesNotFit if the memory is too little for the largest part that is converted whole, OutOfBudget if the store does
-    not fit on the disk.
+    `repair` also reads a finished store and writes its damaged files again. Raises DoesNotFit if the memory is too
+    little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk.
     """
     written = _pack(source, target, quant, dtype, budgets, repair)
     _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
 
 
-def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> int:
+def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> Written:
     folder, shape = source.folder, source.shape
     shards = model_shards(shape, quant, dtype)
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
@@ -63,15 +76,18 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
     disk_budget(target, nbytes, budgets.disk_nbytes())
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
-            return 0
-        model = define(ModelConfig.read(folder), TORCH_DTYPES[dtype])
+            return Written()
+        config = ModelConfig.read(folder)
+        model = define(config, TORCH_DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
-            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window)
+            tensors = read_tensors(config, checkpoint)
+            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
             with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:
                 preparation.run(shards, StoreSink(writer), advance)
         write_resident(writer, model, folder)
-        writer.finish({"shape": shape_to_json(shape), "name": source.name})
-        return writer.nbytes_written
+        loss = dict(preparation.loss.by_group)
+        writer.finish({"shape": shape_to_json(shape), "name": source.name, "loss": loss})
+        return Written(writer.nbytes_written, loss)
 
 
 def _announcement(target: Path, nbytes: int) -> str:
@@ -119,4 +135,4 @@ def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStor
     if not plan.streams:
         return None
     target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir)
-    return FinishedStore(target, prepare(source, target, plan.quant, plan.dtype, budgets))
+    return FinishedStore(target, prepare(source, target, plan.quant, plan.dtype, budgets).nbytes)

@@ -25,8 +25,8 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     """Runs one pass with as many prompt tokens and sampled rows as the plan allows; the engine is as new afterwards.
 
     Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
-    so splits its keys. `tokens` come from `prompt_tokens`. Raises DoesNotFit if the process has exceeded its budgets,
-    SettingError if values overflow in fp16.
+    so splits its keys. `tokens` come from `prompt_tokens`. Raises SettingError if values overflow in fp16. Check the
+    engine's ledger after it: the peaks of the process are those of the worst pass then.
     """
     engine = loaded.engine
     live = min(plan.max_sequences, plan.tokens_per_pass, workload.sequences)
@@ -43,9 +43,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     if plan.attention == "triton":
         _compile_attention(loaded)
     cache.sharing = True
-    engine.start_counting()
-    loaded.streamed.start_counting()
-    loaded.measure_peaks().check()
+    loaded.start_counting()
     if failed and plan.dtype == "fp16":
         raise SettingError(
             f"{failed} rehearsed rows got logits that are not finite: this model's numbers overflow in fp16, whose "

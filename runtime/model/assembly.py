@@ -76,7 +76,10 @@ class LayerAssembly:
     def tile_routers(self) -> None:
         """Makes routers compute a fixed number of rows at a time."""
         for name, module in list(self._layer.named_modules()):
-            if is_router(f"{name}.weight") and isinstance(getattr(module, "weight", None), nn.Parameter):
+            # One family's router multiplies with the weight of its classifier itself, which therefore runs as a whole.
+            weight = getattr(getattr(module, "classifier", module), "weight", None)
+            inside = name.endswith(".classifier")
+            if is_router(f"{name}.weight") and isinstance(weight, nn.Parameter) and not inside:
                 self._layer.set_submodule(name, TiledRows(module))
 
     def set_experts(self, source: ExpertSource) -> None:

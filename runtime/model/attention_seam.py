@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..engine.batch import Batch
 from ..settings.errors import UnsupportedModel
+from .latent_seam import latent_weights
 from .llama4 import RESCALE
 
 _HONOURED = {"sliding_window", "softcap", "s_aux"}
@@ -70,6 +71,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] after rotary embedding -> ([1, T, Hq, D], None).
 
+    For latent attention key and value are latents [1, 1, T, R] and rotated keys [1, 1, T, P].
     Raises UnsupportedModel for a feature that moedge does not know.
     """
     asked = {name for name, value in features.items() if value is not None}
@@ -88,12 +90,18 @@ def _attention(
         chunk=window if chunked else None,
         softcap=features.get("softcap"),
         sinks=features.get("s_aux"),
+        latent=latent_weights(module),
     )
     if rescale := getattr(module, RESCALE, None):
         query = rescale(query, packed.positions)
-    width, count = max(query.shape[-1], value.shape[-1]), packed.batch.num_tokens
-    q, k, v = (_widen(x.squeeze(0).transpose(0, 1)[:count], width) for x in (query, key, value))
-    out = packed.attention.attend(call, q, k, v, packed.batch)[..., : value.shape[-1]]
+    count = packed.batch.num_tokens
+    q, k, v = (x.squeeze(0).transpose(0, 1)[:count] for x in (query, key, value))
+    if call.latent is not None:
+        out = packed.attention.attend(call, q, k, v, packed.batch)
+    else:
+        width = max(query.shape[-1], value.shape[-1])
+        q, k, v = (_widen(x, width) for x in (q, k, v))
+        out = packed.attention.attend(call, q, k, v, packed.batch)[..., : value.shape[-1]]
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - count)).unsqueeze(0), None
 
 

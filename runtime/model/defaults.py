@@ -16,12 +16,13 @@ from ..shape.families import SUPPORTED
 # The fields of a config that runtime/shape reads.
 _FIELDS = (
     "attention_chunk_size", "attention_k_eq_v", "enable_moe_block", "first_k_dense_replace",
-    "global_attn_every_n_layers", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
-    "max_window_layers", "moe_k", "moe_num_experts", "moe_topk", "n_routed_experts", "no_rope_layer_interval",
-    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-    "num_local_experts", "num_nextn_predict_layers", "pad_token_id", "prefix_dense_sliding_window_pattern",
-    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "top_k_experts", "use_sliding_window",
-    "v_head_dim", "vocab_size",
+    "global_attn_every_n_layers", "head_dim", "hidden_size", "intermediate_size", "kv_lora_rank",
+    "max_position_embeddings", "max_window_layers", "moe_k", "moe_num_experts", "moe_topk", "n_routed_experts",
+    "no_rope_layer_interval", "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+    "num_key_value_heads", "num_layers", "num_local_experts", "num_nextn_predict_layers", "pad_token_id",
+    "prefix_dense_sliding_window_pattern", "qk_nope_head_dim", "qk_rope_head_dim", "sliding_window",
+    "sliding_window_pattern", "tie_word_embeddings", "top_k_experts", "use_sliding_window", "v_head_dim",
+    "vocab_size", "zero_expert_num",
 )  # fmt: skip
 
 
@@ -40,11 +41,16 @@ def _entry(config_class: Any) -> dict[str, Any]:
     parts = list(rope.values()) if by_kind else [rope]
     return {
         "defaults": {name: values[name] for name in _FIELDS if name in values},
-        "aliases": dict(sorted(config_class.attribute_map.items())),
+        "aliases": dict(sorted((_counted(values) | config_class.attribute_map).items())),
         "rope_by_kind": by_kind,
         "partial_rotary": any("partial_rotary_factor" in (part or {}) for part in parts) or "rotary_dim" in values,
         "transposed_experts": config_class.model_type in _TRANSPOSED,
     }
+
+
+def _counted(values: dict[str, Any]) -> dict[str, str]:
+    """One family counts its layers under another name, and derives `num_hidden_layers` from it."""
+    return {} if "num_hidden_layers" in values else {"num_hidden_layers": "num_layers"}
 
 
 # Families whose experts are [E, in, out]: a test compares this with the modules.

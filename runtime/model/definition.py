@@ -11,9 +11,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
+from . import llama4
 from .attention_seam import register_attention
-from .experts_seam import register_experts
-from .llama4 import adapt
+from .experts_seam import adapt_identity_experts, register_experts
+from .latent_seam import keep_latents
 
 SEAM = "moedge"
 
@@ -36,7 +37,9 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         # Each class checks its config in its own way, and some sizes only fail in its own code.
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
-    adapt(model)
+    llama4.adapt(model)
+    adapt_identity_experts(model)
+    keep_latents(model, config)
     return model.eval()
 
 

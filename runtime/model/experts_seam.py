@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from ...moe.expert import ExpertBody, ExpertSource, mix_experts
-from ...quant.kernels.gates import recognise
+from ...quant.kernels.operands import recognise
 from ...quant.matmul.matmul import ParallelMatmul
 
 
@@ -51,3 +52,43 @@ def _experts(module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, 
     packed: PackedExperts = module.packed  # type: ignore[assignment]
     out: torch.Tensor = packed(hidden, expert_ids, weights)
     return out
+
+
+def adapt_identity_experts(model: nn.Module) -> None:
+    """Gives mixtures some of whose experts return their input, which are outside transformers' experts interface, the
+    attributes that `expert_body` reads; names of parameters stay.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "zero_expert_num") and hasattr(module, "down_proj"):
+            _adapt(module)
+
+
+def _adapt(experts: Any) -> None:
+    count = experts.num_experts = experts.num_routed_experts
+    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = False, True, False, False
+    experts._apply_gate = partial(_activate, activation=experts.act_fn)
+    # The class allocates first matrices for all experts, second ones for those that have any.
+    up = experts.gate_up_proj
+    experts.gate_up_proj = nn.Parameter(up.new_empty(count, *up.shape[1:]), requires_grad=False)
+    experts.forward = partial(_mix, experts, count)
+
+
+def _activate(gate_up: torch.Tensor, activation: nn.Module) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    out: torch.Tensor = activation(gate) * up
+    return out
+
+
+def _mix(
+    experts: Any, count: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The routed sum: hidden [T, D], expert_ids and weights [T, A]; ids from `count` on return their input.
+
+    Such a choice becomes one of another expert of the same token, which is read anyway, with weight zero.
+    """
+    idle = expert_ids >= count
+    another = expert_ids.masked_fill(idle, count).amin(1, keepdim=True)
+    chosen = torch.where(idle, another.masked_fill(another == count, 0), expert_ids)
+    out: torch.Tensor = experts.packed(hidden, chosen, weights.masked_fill(idle, 0))
+    return out + hidden * weights.masked_fill(~idle, 0).sum(1, keepdim=True).to(hidden.dtype)

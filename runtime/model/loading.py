@@ -6,8 +6,10 @@ The only file that uses private names of transformers; tests/runtime/model/test_
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +24,32 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
+from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
-from ..shape.read import LAYER, expert_index, is_expert
+from ..shape.families import family
+from ..shape.quantized import ModelTensors, QuantizedWeight
+from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, renamed_in
+from .dequantize import dequantize
+from .kept_codes import read_rows, row_nbytes
 
 MAX_LISTED = 10
+NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 
 class CheckpointLoader:
     """Loads parts of a layer, or what is outside all layers; memory peaks at the size of one call's part."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, tensors: ModelTensors | None = None
+    ) -> None:
+        """`tensors` are the model's where the files hold some of them quantized."""
         self._model = model
         self._checkpoint = checkpoint
+        self._tensors = tensors or ModelTensors(checkpoint.entries)
+        self._dtype = dtype
+        self._renamed = family(model.config.model_type).renamed
+        # transformers' loader reads with several threads; one widens at a time, so that memory is bounded.
+        self._widening = Lock()
         # A progress bar for every layer would hide the job's.
         logging.disable_progress_bar()
         self._config = LoadStateDictConfig(
@@ -42,10 +58,13 @@ class CheckpointLoader:
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
         num_layers = len(model.get_decoder().layers)
-        for name, entry in checkpoint.entries.items():
+        identities = getattr(model.config, "zero_expert_num", None) or 0
+        for name, entry in self._tensors.entries.items():
             match = LAYER.search(name)
             index = int(match[1]) if match else None
             if index is not None and index >= num_layers:
+                continue
+            if identities and is_extra_expert(name, identities, model.config.n_routed_experts):
                 continue
             if index is not None and is_expert(name, entry):
                 self._experts[index].append(name)
@@ -55,7 +74,7 @@ class CheckpointLoader:
     def check(self) -> None:
         """Converts headers instead of tensors; raises BadCheckpoint with the first ten differences from the model."""
         names = [name for names in (*self._dense.values(), *self._experts.values()) for name in names]
-        tensors = {name: _Header(self._checkpoint.entries[name]) for name in names}
+        tensors = {name: _Header(self._tensors.entries[name]) for name in names}
         on_meta = replace(self._config, device_map={"": torch.device("meta")})
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, on_meta, None)
         self._model.tie_weights()
@@ -73,25 +92,44 @@ class CheckpointLoader:
                 f"{'; '.join(differences[:MAX_LISTED])}{more}"
             )
 
-    def load_dense(self, index: int, layer: nn.Module) -> None:
-        """Loads all of a layer except its experts' matrices."""
-        self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[index]})
+    def load_dense(self, index: int, layer: nn.Module, kept: Mapping[str, Layout] = NO_LAYOUTS) -> None:
+        """Loads all of a layer except its experts' matrices.
+
+        Linears in `kept`, by their path in the layer, get the bytes of their rows, uint8 [N, bytes], as weight.
+        """
+        for path, layout in kept.items():
+            rows = torch.empty(layout.shape[0], row_nbytes(layout), dtype=torch.uint8, device="meta")
+            layer.get_submodule(path).weight = nn.Parameter(rows, requires_grad=False)
+        self._load({name: self._stored(name, kept=self._path(name) in kept) for name in self._dense[index]})
         parameters = layer.named_parameters()
         missing = [name for name, parameter in parameters if parameter.is_meta and parameter.dim() != 3]
         if missing:
             raise BadCheckpoint(f"layer {index}: {len(missing)} parameters are not in the files, first {missing[:3]}")
 
-    def load_experts(self, index: int, experts: Any, up_name: str, window: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def _path(self, name: str) -> str:
+        """The path in its layer of the module that a tensor belongs to."""
+        found = LAYER.search(name)
+        return renamed_in(found[2], self._renamed).removesuffix(".weight") if found else name
+
+    def load_experts(
+        self, index: int, experts: Any, up_name: str, window: range, kept: Mapping[str, Layout] = NO_LAYOUTS
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The up and down matrices [len(window), N, K] of some of a layer's experts, for packing.
+
+        Those in `kept`, "up" or "down", are the bytes of their rows, uint8 [len(window), N, bytes].
 
         With the module's parameters narrowed to the window, transformers' conversion stacks the experts of the window
         alone, so that a layer that is larger than memory is loaded a few experts at a time.
         """
         whole = {name: getattr(experts, name) for name in (up_name, "down_proj")}
-        for name, parameter in whole.items():
-            narrow = torch.empty(len(window), *parameter.shape[1:], dtype=parameter.dtype, device="meta")
+        for (name, parameter), side in zip(whole.items(), ("up", "down"), strict=True):
+            sizes, dtype = parameter.shape[1:], parameter.dtype
+            if side in kept:
+                sizes = torch.Size((kept[side].shape[0], row_nbytes(kept[side])))
+                sizes, dtype = sizes[::-1] if experts.is_transposed else sizes, torch.uint8
+            narrow = torch.empty(len(window), *sizes, dtype=dtype, device="meta")
             setattr(experts, name, nn.Parameter(narrow, requires_grad=False))
-        self._load(dict(self._expert_tensors(index, window)))
+        self._load(dict(self._expert_tensors(index, window, kept)))
         up, down = (getattr(experts, name).detach() for name in whole)
         for name, parameter in whole.items():
             setattr(experts, name, parameter)
@@ -101,21 +139,27 @@ class CheckpointLoader:
 
     def load_rest(self) -> None:
         """Loads everything outside the layers: embedding, last norm, output head."""
-        self._load({name: _StoredTensor(self._checkpoint, name) for name in self._dense[None]})
+        self._load({name: self._stored(name) for name in self._dense[None]})
         self._model.tie_weights()
         meta = [name for name, parameter in self._model.named_parameters() if parameter.is_meta]
         if outside := [name for name in meta if not LAYER.search(name)]:
             raise BadCheckpoint(f"{len(outside)} parameters are not in the files, first {outside[:3]}")
 
-    def _expert_tensors(self, index: int, window: range) -> Iterator[tuple[str, _StoredTensor]]:
+    def _expert_tensors(self, index: int, window: range, kept: Mapping[str, Layout]) -> Iterator[tuple[str, _Stored]]:
         for name in self._experts[index]:
-            single = expert_index(name)
+            single, as_is = expert_index(name), ("down" if is_down(name) else "up") in kept
             if single is None:
-                yield name, _StoredTensor(self._checkpoint, name, window)
+                yield name, self._stored(name, window, as_is)
             elif single in window:
-                yield name, _StoredTensor(self._checkpoint, name)
+                yield name, self._stored(name, kept=as_is)
 
-    def _load(self, tensors: dict[str, _StoredTensor]) -> None:
+    def _stored(self, name: str, rows: range | None = None, kept: bool = False) -> _Stored:
+        weight = self._tensors.quantized.get(name)
+        if weight is None:
+            return _StoredTensor(self._checkpoint, name, rows)
+        return _QuantizedTensor(self._checkpoint, weight, None if kept else self._dtype, rows, self._widening)
+
+    def _load(self, tensors: dict[str, _Stored]) -> None:
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, self._config, None)
         if found.conversion_errors or found.error_msgs:
             raise BadCheckpoint(f"tensors could not be converted: {found.conversion_errors or found.error_msgs}"[:600])
@@ -145,6 +189,26 @@ class _StoredTensor:
             begin = entry.nbytes // max(1, entry.shape[0]) * rows.start if entry.shape else 0
             self._checkpoint.read_into(self._name, tensor.view(-1).view(torch.uint8).numpy().data, begin)
         return tensor[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedTensor:
+    """The same for a weight that the files hold quantized: widened to `dtype`, or without one the bytes of its rows."""
+
+    checkpoint: Checkpoint
+    weight: QuantizedWeight
+    dtype: torch.dtype | None
+    rows: range | None
+    widening: Lock
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with self.widening:
+            if self.dtype is None:
+                return read_rows(self.checkpoint, self.weight, self.rows)[index]
+            return dequantize(self.checkpoint, self.weight, self.dtype, self.rows)[index]
+
+
+_Stored = _StoredTensor | _QuantizedTensor
 
 
 class _Header:

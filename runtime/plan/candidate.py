@@ -14,7 +14,7 @@ from ...offload.machine.hardware import num_workers
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
-from ..attention.choice import PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
+from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, KVSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
@@ -101,7 +101,11 @@ SAMPLER_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Widest:
-    """The largest sizes that any layer has; activations are sized by them."""
+    """The largest sizes that any layer has; activations are sized by them.
+
+    `sums` is the width of attention's sums over the cache, of all heads; `expanded` that of one head's key and value
+    together where they are expanded from latents, else 0.
+    """
 
     hidden: int
     vocab: int
@@ -110,19 +114,31 @@ class Widest:
     inner: int
     per_token: int
     num_experts: int
+    sums: int
+    expanded: int
 
     @classmethod
     def of(cls, shape: ModelShape) -> Widest:
+        dense = max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0)
+        latent = [group for group in shape.kv_groups if group.is_latent]
         experts = {layer.experts for layer in shape.layers if layer.experts}
         return cls(
             shape.hidden,
             shape.vocab,
-            max(group.kv_heads * group.head_dim for group in shape.kv_groups),
-            max((matrix.rows for layer in shape.layers for matrix in layer.dense), default=0),
+            max(group.kv_heads * group.head_dim + (group.rope_dim or 0) for group in shape.kv_groups),
+            dense,
             max((each.up.rows for each in experts), default=0),
             max((each.per_token for each in experts), default=0),
             max((each.count for each in experts), default=0),
+            max([dense, *((group.query_heads or 0) * (group.head_dim + (group.rope_dim or 0)) for group in latent)]),
+            max((_head_width(shape) + (group.rope_dim or 0) for group in latent), default=0),
         )
+
+
+def _head_width(shape: ModelShape) -> int:
+    """Elements of the key and the value of one head that are made from a latent."""
+    heads = max(group.query_heads or 1 for group in shape.kv_groups)
+    return max((each.rows for layer in shape.layers for each in layer.dense if each.unpacked), default=0) // heads
 
 
 def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, longest: int) -> int:
@@ -142,8 +158,10 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
     )
     logits = num_sampled * widest.vocab * (item + 4) + SAMPLER_NBYTES
     gathered = 2 * longest * widest.kv * item
+    # Latents are restored in float32 and expanded, for at least one head at a time, with copies (attention/latent.py).
+    latents = 2 * longest * widest.kv * 4 + max(EXPANDED_NBYTES, 4 * longest * widest.expanded * item)
     # One sequence of a prompt, keys and values twice.
-    return max(layer, logits) + 2 * gathered
+    return max(layer, logits) + 2 * gathered + (latents if widest.expanded else 0)
 
 
 def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int) -> int:
@@ -154,8 +172,8 @@ def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int
     item = ITEM_NBYTES[dtype]
     pieces = num_sequences * (longest // PIECE_TOKENS + 1)
     job = min(TILE_NUMEL, pieces * PIECE_TOKENS * widest.kv) * (item + 8)
-    parts = min(PARTIALS_NBYTES, pieces * widest.dense * item)
-    return DECODING_THREADS * job + parts + 3 * num_sequences * widest.dense * 4
+    parts = min(PARTIALS_NBYTES, pieces * widest.sums * item)
+    return DECODING_THREADS * job + parts + 3 * num_sequences * widest.sums * 4
 
 
 # Bytes of one tile of rows (operands.Pages), and of a token's slot.
@@ -164,9 +182,7 @@ _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
     """Whether experts that arrive together are computed in one launch."""
-    return (
-        shape.num_experts > 0 and quant in tuning.FORMATS and tuning.supports(gpu.capability) and not gpu.lacks.experts
-    )
+    return shape.num_experts > 0 and tuning.reads(quant) and tuning.supports(gpu.capability) and not gpu.lacks.experts
 
 
 def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:

@@ -10,11 +10,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import FlopRates, Machine, Overheads
+from ...quant.formats.format import get_format
 from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
@@ -208,6 +210,7 @@ class _ModelWork:
         kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
         self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
+        self.expanding_numel = max((x.numel for kind in self.kinds for x in kind.dense if x.unpacked), default=0)
         shares = [kind.experts.per_token / kind.experts.count for kind in self.kinds if kind.experts]
         self._rarest = min(shares, default=1.0)
 
@@ -253,12 +256,16 @@ class _ComputeCosts:
         self._memory_bytes_s = rates.memory_bytes_s
         self._kinds = model.kinds
         self._width = model.attention_width
-        self._groups = [_GroupReads.of(KVSpec(group, formats.kv, formats.kv_block)) for group in model.shape.kv_groups]
+        specs = [KVSpec(group, formats.kv, formats.kv_block) for group in model.shape.kv_groups]
+        self._groups = [_GroupReads.of(spec, model.expanding_numel) for spec in specs]
         name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
         # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
         name = name if formats.dtype == "bf16" else WIDE
-        self._alone, self._together = rates.curve(name), rates.curve(TOGETHER.format(name), name)
-        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant)
+        # Formats of which nobody measured rates have those of a format that computes about as fast.
+        names = [name, *filter(None, [get_format(formats.quant).rates])]
+        self._alone = rates.curve(*names)
+        self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
+        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant, *names)
 
     def seconds(self, load: _PassLoad) -> float:
         compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
@@ -284,7 +291,10 @@ class _ComputeCosts:
         rate, seconds = self._attending.at(chunk), 0.0
         for group in self._groups:
             attended = min(back, group.window or back)
-            flop = 4 * tokens * attended * self._width
+            # Generated tokens use the absorbed form of latent attention, prompts expand what they look back at.
+            width = (group.absorbed_width if chunk <= 1 else 0) or self._width
+            expanding = 2 * tokens / chunk * attended * group.expanding_numel if chunk > 1 else 0
+            flop = 4 * tokens * attended * width + expanding
             read = tokens / max(1.0, chunk) * attended * group.token_nbytes
             seconds += group.num_layers * max(flop / rate, read / self._memory_bytes_s)
         return seconds
@@ -301,15 +311,19 @@ def _products(rate: Curve, numel: float, rows: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _GroupReads:
-    """Layers with the same window; a token's keys and values take `token_nbytes` in each."""
+    """Layers with the same window; a token's keys and values take `token_nbytes` in each, latents are expanded by a
+    matrix of `expanding_numel` elements."""
 
     num_layers: int
     window: int | None
     token_nbytes: float
+    absorbed_width: float
+    expanding_numel: int
 
     @classmethod
-    def of(cls, spec: KVSpec) -> _GroupReads:
-        return cls(len(spec.group.layers), spec.group.window, spec.record_nbytes / spec.block)
+    def of(cls, spec: KVSpec, expanding_numel: int) -> _GroupReads:
+        group, token_nbytes = spec.group, spec.record_nbytes / spec.block
+        return cls(len(group.layers), group.window, token_nbytes, group.absorbed_width, expanding_numel)
 
 
 class _Streamed:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ...offload.machine.profile import Machine
 from ..shape.model_shape import ModelShape
-from ..shape.shards import checkpoint_nbytes, resident_nbytes
+from ..shape.shards import checkpoint_nbytes, resident_nbytes, widened_nbytes
 from .candidate import WeightFootprint
 from .placement import Plan
 
@@ -21,7 +21,9 @@ LOADING = "loading"
 SLOW_READ_BYTES_S = 5e8
 SLOW_WRITE_BYTES_S = 2e8
 SLOW_CONVERT_BYTES_S = 4e8
-SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType({"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "int4": 6e6})
+SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType(
+    {"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "mxfp4": 6e7, "int4": 6e6}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class LoadingSpeeds:
     convert_bytes_s: float = SLOW_CONVERT_BYTES_S
     pack_bytes_s: Mapping[str, float] = field(default_factory=lambda: SLOW_PACK_BYTES_S)
     write_bytes_s: float = SLOW_WRITE_BYTES_S
+
+    def packing(self, quant: str) -> float:
+        """Bytes packed per second in a format; what is kept is copied, like floats."""
+        return self.pack_bytes_s.get(quant, self.pack_bytes_s["none"])
 
     @classmethod
     def of(cls, machine: Machine | None) -> LoadingSpeeds:
@@ -102,9 +108,10 @@ def loading_cost(
         quantized = "int" in plan.kv
         return LoadingCost(kept / disk_bytes_s, 0.0, 0.0, rehearsed_s + (offsets_s if quantized else 0.0), 0)
     missing = 1 - min(1.0, there / store) if streams else 1.0
-    checkpoint = missing * checkpoint_nbytes(shape)
-    read_s = checkpoint / speeds.read_bytes_s
-    quantize_s = checkpoint / speeds.convert_bytes_s + checkpoint / speeds.pack_bytes_s[plan.quant]
+    read_s = missing * checkpoint_nbytes(shape) / speeds.read_bytes_s
+    # Rates of converting and packing are of floats, also where the files hold fewer bits.
+    widened = missing * widened_nbytes(shape)
+    quantize_s = widened / speeds.convert_bytes_s + widened / speeds.packing(plan.quant)
     if not streams:
         return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
     written = round(missing * store)
@@ -120,9 +127,9 @@ def least_loading_s(
     """No plan with these weights is predicted to load faster; `streams` where some are read from disk in every pass."""
     if prepared.is_model:
         return 0.0
-    checkpoint = checkpoint_nbytes(weights.shape)
-    packed_s = checkpoint / speeds.convert_bytes_s + checkpoint / speeds.pack_bytes_s[weights.quant]
-    seconds = checkpoint / speeds.read_bytes_s + packed_s
+    widened = widened_nbytes(weights.shape)
+    packed_s = widened / speeds.convert_bytes_s + widened / speeds.packing(weights.quant)
+    seconds = checkpoint_nbytes(weights.shape) / speeds.read_bytes_s + packed_s
     if not streams:
         return seconds
     store = weights.nbytes + resident_nbytes(weights.shape, weights.dtype)

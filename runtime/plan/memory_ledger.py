@@ -6,9 +6,9 @@ rehearsal, the run's summary and the check against the budgets read it and nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from ...offload.memory import host_peak
 from ..kv.spec import KVSpec
@@ -59,12 +59,16 @@ class TierLedger:
 
 @dataclass(slots=True)
 class MemoryLedger:
-    """Every arena of every tier; the tier that computes comes first, the disk last."""
+    """Every arena of every tier; the tier that computes comes first, the disk last.
+
+    `device_peak` reads the most GPU memory that this process took; it is None where the CPU computes.
+    """
 
     tiers: dict[str, TierLedger]
+    device_peak: Callable[[], int] | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, plan: Plan, shape: ModelShape) -> MemoryLedger:
+    def of(cls, plan: Plan, shape: ModelShape, device_peak: Callable[[], int] | None = None) -> Self:
         """The planned bytes of `plan` for a model of `shape`."""
         budget = plan.budget
         disk = TierLedger("disk", budget.disk_nbytes, {"store of weights": Arena(_store_nbytes(plan, shape))})
@@ -73,7 +77,7 @@ class MemoryLedger:
         else:
             device = TierLedger("device", budget.device.nbytes, _computing(plan, "context and libraries"))
             tiers = [device, TierLedger("host", budget.host_nbytes, _staging(plan, shape)), disk]
-        return cls({tier.tier: tier for tier in tiers})
+        return cls({tier.tier: tier for tier in tiers}, device_peak)
 
     def record(self, tier: str, arena: str, nbytes: int) -> None:
         """`nbytes` were allocated for an arena. Raises KeyError for one that the plan does not list."""
@@ -90,11 +94,12 @@ class MemoryLedger:
         for tier in self.tiers.values():
             yield from ((tier.tier, name, arena) for name, arena in tier.arenas.items() if arena.actual is not None)
 
-    def measure(self, device_peak: int | None) -> None:
-        """Takes the peak of the process from the kernel; `device_peak` is None where the CPU computes."""
+    def measure(self) -> Self:
+        """Takes the peaks of this process so far, and returns the ledger."""
         self.tiers["host"].peak = host_peak()
-        if "device" in self.tiers:
-            self.tiers["device"].peak = device_peak
+        if "device" in self.tiers and self.device_peak is not None:
+            self.tiers["device"].peak = self.device_peak()
+        return self
 
     @property
     def over_budget(self) -> list[TierLedger]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
-from ..attention.choice import AttentionNeeds, choose_attention, stores_by_kernel
+from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import KVSpec
 from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import FORMATS, resident_nbytes
+from ..shape.shards import SMALLEST_FORMATS, offered_formats, resident_nbytes, settled_format
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
@@ -91,7 +91,7 @@ class SearchSpace:
         self.request = request
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
-        self.quants = _quants(settings)
+        self.quants = _quants(settings, shape)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
@@ -164,7 +164,7 @@ class SearchSpace:
         on_device = self.request.budget.device is not None
         tier, cpu = ("device", "; --gpu-mem 0 computes on the CPU") if on_device else ("host", "")
         smaller = "Shorter prompts or a smaller --tokens-per-pass need"
-        if candidate.weights.quant != "nf4":
+        if candidate.weights.quant not in SMALLEST_FORMATS:
             smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
             f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "
@@ -203,10 +203,10 @@ def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...
     return ()
 
 
-def _quants(settings: Settings) -> tuple[str, ...]:
+def _quants(settings: Settings, shape: ModelShape) -> tuple[str, ...]:
     """The weight formats that the settings leave open, from exact to smallest."""
     if settings.compute == "auto":
-        return FORMATS if settings.quant == "auto" else (settings.quant,)
+        return offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
     if settings.quant not in ("auto", settings.compute):
         raise SettingError(
             f"--compute {settings.compute} multiplies weights in {settings.compute}, and --quant {settings.quant} was "
@@ -405,7 +405,9 @@ class _Search:
         assert placement is not None, "a candidate leaves the fewest bytes that weights need"
         weights, specs, blocks = candidate.weights, candidate.cache.specs, candidate.cache.blocks(cached)
         shape, settings = weights.shape, self._request.settings
-        needs = AttentionNeeds(frozenset(group.head_dim for group in shape.kv_groups), weights.gpu, interpreted())
+        latent = any(group.is_latent for group in shape.kv_groups)
+        heads = frozenset(group.head_dim for group in shape.kv_groups)
+        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent)
         attention = choose_attention(settings.attention, needs)
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(
@@ -446,4 +448,7 @@ def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:
     unwanted = {"attention", "cache"} if settings.attention == "torch" else set()
     if weights.shape.num_experts == 0:
         unwanted.add("experts")
-    return {family: reason for family, reason in weights.gpu.lacks.reasons.items() if family not in unwanted}
+    lacks = dict(weights.gpu.lacks.reasons)
+    if any(group.is_latent for group in weights.shape.kv_groups):
+        lacks |= {"attention": NO_LATENTS, "cache": NO_LATENTS}
+    return {family: reason for family, reason in lacks.items() if family not in unwanted}

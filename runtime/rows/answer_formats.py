@@ -25,9 +25,8 @@ TokenText = Callable[[int], tuple[str, bytes | None]]
 class Completion:
     """`token_ids` are the generated ones; `num_prompt_tokens` belongs to the prompt that was continued.
 
-    `cut`: the text is the beginning of a JSON value, which `max_tokens` ended before it was whole. Of a chat answer
-    whose parts are known, `reasoning` is what came before the text, and `reasoning_tokens` counts it with its marks;
-    `answered` is False where the text never began. `calls` are functions that the model calls.
+    Of a chat answer whose parts are known, `reasoning` is what came before the text, and `reasoning_tokens` counts it
+    with its marks; `answered` is False where the text never began. `calls` are functions that the model calls.
     """
 
     text: str
@@ -35,7 +34,6 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
-    cut: bool = False
     reasoning: str | None = None
     reasoning_tokens: int | None = None
     answered: bool = True
@@ -44,7 +42,7 @@ class Completion:
     @property
     def content(self) -> str | None:
         """The text where it is an answer, or the answer is nothing else."""
-        missing = self.cut or not self.answered or (self.calls and not self.text)
+        missing = not self.answered or (self.calls and not self.text)
         return None if missing else self.text
 
     @property
@@ -93,8 +91,8 @@ def openai_answer(
 def openai_failure(failure: RowFailure) -> dict[str, Any]:
     """OpenAI reports a row's error in the response's body and leaves the line's own `error` null."""
     status_code, kind = (500, "server_error") if failure.code in _NOT_THE_ROWS else (400, "invalid_request_error")
-    content = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
-    return with_own(_line(failure.id, status_code, {"error": content}), failure.own)
+    content: dict[str, Any] = {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code}
+    return with_own(_line(failure.id, status_code, {"error": content | _partial(failure)}), failure.own)
 
 
 # What answers say themselves, in either form: a field of the user's with such a name gets a prefix in every answer.
@@ -134,9 +132,7 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
         if completion.calls:
             choice["message"]["tool_calls"] = _calls(row, index, completion.calls)
     else:
-        choice["text"] = "" if completion.cut else completion.text
-    if completion.cut:
-        choice["partial"] = completion.text
+        choice["text"] = completion.text
     shape = _chat_logprobs if chat else _completion_logprobs
     choice["logprobs"] = None if completion.logprobs is None else shape(completion.logprobs, token_text)
     choice["finish_reason"] = completion.finish_reason
@@ -195,16 +191,20 @@ def short_answer(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def short_failure(failure: RowFailure) -> dict[str, Any]:
-    error = {"code": failure.code, "message": failure.message, "param": failure.param}
-    return with_own({"id": failure.id, "error": error}, failure.own)
+    error: dict[str, Any] = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return with_own({"id": failure.id, "error": error | _partial(failure)}, failure.own)
+
+
+def _partial(failure: RowFailure) -> dict[str, str | list[str]]:
+    """The text so far; a list of texts for a row of several choices."""
+    texts = failure.partial
+    return {"partial": texts[0] if len(texts) == 1 else list(texts)} if texts else {}
 
 
 def _short_choice(row: Row, index: int, completion: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {"text": completion.content, **completion.beside}
     if completion.calls:
         choice["tool_calls"] = _calls(row, index, completion.calls)
-    if completion.cut:
-        choice["partial"] = completion.text
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)

@@ -47,8 +47,14 @@ class ErrorCode(StrEnum):
     INVALID_JSON_SCHEMA = "invalid_json_schema"
     INVALID_GRAMMAR = "invalid_grammar"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INCOMPLETE_OUTPUT = "incomplete_output"
     NUMERICAL_ERROR = "numerical_error"
     WORKER_CRASHED = "worker_crashed"
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a run of the same row on this or another machine may answer it."""
+        return self in _MAY_CHANGE
 
     @property
     def severity(self) -> Severity:
@@ -73,9 +79,12 @@ _ROW = {
     ErrorCode.INVALID_JSON_SCHEMA,
     ErrorCode.INVALID_GRAMMAR,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    ErrorCode.INCOMPLETE_OUTPUT,
     ErrorCode.NUMERICAL_ERROR,
     ErrorCode.WORKER_CRASHED,
 }
+# The context length is also bounded by the memory that the KV cache gets.
+_MAY_CHANGE = {ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ class RowFailure:
 
     `param` is the field at fault, in the words of the row. `index` counts rows from 0, `line` counts the lines of the
     file from 1; line 0 is the whole file. `short` says in which form the error is answered; `own` are the fields of the
-    user that the answer repeats.
+    user that the answer repeats. `partial` is the text that was generated until then, by choice.
     """
 
     code: ErrorCode
@@ -95,10 +104,21 @@ class RowFailure:
     id: str = ""
     short: bool = False
     own: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    partial: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"line {self.line}" if self.line else "file"
         return f"{where}: {self.code}: {self.message}"
+
+
+# Of all rows, that have the same error: from here on the job is refused.
+MOST_ROWS = 0.5
+
+
+def common_error(codes: Mapping[ErrorCode, int], num_rows: int) -> ErrorCode | None:
+    """The error that most rows have, which is a slip of whoever wrote the file, and not of a row."""
+    code, count = max(codes.items(), key=lambda item: item[1], default=(None, 0))
+    return code if count > num_rows * MOST_ROWS else None
 
 
 class InvalidRow(Exception):

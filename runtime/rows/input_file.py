@@ -57,7 +57,7 @@ class ZstdReader(RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise MissingExtra("zstd needs zstandard: pip install 'moedge[zst]', or unpack the file first") from None
+            raise MissingExtra("zstd needs zstandard", "zst", "; or unpack the file first") from None
         self._raw = raw
         self._zstd = zstandard
         self._frame: Any = None
@@ -95,6 +95,11 @@ class ZstdReader(RawIOBase):
             self._frame = None
 
 
+def packed(raw: BufferedReader) -> bool:
+    """Whether gzip or zstd is around the file."""
+    return raw.peek(4)[:4].startswith((_GZIP_MAGIC, _ZSTD_MAGIC))
+
+
 def _layer(raw: BufferedReader) -> Stream:
     head = raw.peek(4)[:4]
     if head.startswith(_GZIP_MAGIC):
@@ -130,6 +135,15 @@ class Fingerprint:
 
     def same_content(self, other: Fingerprint) -> bool:
         return (self.nbytes, self.sha256) == (other.nbytes, other.sha256)
+
+
+def prefix_digest(file: BinaryIO, nbytes: int) -> str:
+    """sha256 (hex) of the first `nbytes` of a file, from where it is."""
+    digest = sha256()
+    while nbytes and (data := file.read(min(nbytes, _CHUNK_NBYTES))):
+        digest.update(data)
+        nbytes -= len(data)
+    return digest.hexdigest()
 
 
 class HashingReader(RawIOBase):

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 
 from ..settings.errors import counted
-from .failure import ErrorCode, RowFailure, Severity
+from .failure import ErrorCode, RowFailure, Severity, common_error
 from .input_file import Fingerprint, HashingReader, open_regular
 from .reader import RowIndex, rows_from
 from .row import Defaults, Endpoint, Row
 
 MAX_LISTED = 20
-# Of all rows, that have the same error: from here on the job is refused.
-MOST_ROWS = 0.5
+_FEW = 3
 # Read at once; each time costs two calls of Python.
 _BUFFER_NBYTES = 1 << 18
 
@@ -77,29 +76,36 @@ class Preflight:
 
     @property
     def common_error(self) -> ErrorCode | None:
-        """The error that most rows have, which is a slip of whoever wrote the file, and not of a row."""
-        code, count = max(self.codes.items(), key=lambda item: item[1], default=(None, 0))
-        return code if count > self.num_rows * MOST_ROWS else None
+        """The error that most rows have."""
+        return common_error(self.codes, self.num_rows)
 
     def report(self, lenient: bool = False) -> str:
         """A report for the user: the counts, then the errors that refuse the input, then the others."""
         text = [f"{self.path}: {counted(self.num_rows, 'row')}: {self._counts()}", *self.file_problems.lines(self.unit)]
         marked = not lenient and self.line_problems.total > 0
-        for failure in sorted((*self.line_problems.first, *self.row_problems.first), key=lambda each: each.line):
+        listed = self._listed(lenient)
+        for failure in listed:
             stops = failure.code.severity is Severity.LINE
             mark = f" ({'stops the job' if stops else 'this row only'})" if marked and self.row_problems.total else ""
             text.append(located(failure, self.unit) + mark)
-        if more := self.line_problems.more + self.row_problems.more:
+        if more := self.line_problems.total + self.row_problems.total - len(listed):
             text.append(f"... and {more:,} more")
         if self.refused(lenient) and not self.file_problems.total:
             text.append(self._advice())
         return "\n".join(text)
 
+    def _listed(self, lenient: bool) -> list[RowFailure]:
+        """The first errors; of one that most rows have, a few are enough."""
+        found = sorted((*self.line_problems.first, *self.row_problems.first), key=lambda each: each.line)
+        common = None if lenient or self.line_problems.total else self.common_error
+        same = [each for each in found if each.code == common]
+        return [each for each in found if each.code != common or each in same[:_FEW]]
+
     def _counts(self) -> str:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items() if count)
         invalid = self.num_rows - sum(self.rows.values())
         if not invalid:
-            return f"all valid ({kinds})" if kinds else "none"
+            return f"all valid ({kinds})" if kinds else "nothing to run"
         return f"{sum(self.rows.values()):,} valid{f' ({kinds})' if kinds else ''}, {invalid:,} invalid"
 
     def _advice(self) -> str:

@@ -355,7 +355,7 @@ def import_parquet() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtra("Parquet needs pyarrow: pip install 'moedge[parquet]'") from None
+        raise MissingExtra("Parquet needs pyarrow", "parquet") from None
     return pyarrow.parquet, pyarrow
 
 

@@ -78,9 +78,7 @@ def compile_schema(schema: AnswerForm) -> str:
     Raises SchemaError, and MissingExtra without llguidance.
     """
     if find_spec("llguidance") is None:
-        raise MissingExtra(
-            "response_format and structured_outputs need llguidance, which is not installed: pip install 'moedge[json]'"
-        )
+        raise MissingExtra("response_format and structured_outputs need llguidance", "json")
     from llguidance import LLMatcher
 
     text, most = (schema.text, MAX_GRAMMAR_LENGTH) if isinstance(schema, Lark) else (schema, MAX_SCHEMA_NBYTES)

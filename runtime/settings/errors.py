@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from importlib.metadata import requires
+from importlib.util import find_spec
 from typing import Any
 
 from ...offload.errors import ExitCode, MoedgeError
@@ -63,6 +67,25 @@ class MissingExtra(MoedgeError):
     """A package of an optional extra is needed and not installed."""
 
     exit_code = ExitCode.ENVIRONMENT
+
+    def __init__(self, needs: str, extra: str, otherwise: str = "") -> None:
+        """`needs` is half a sentence ("zstd needs zstandard"), `extra` a name of pyproject.toml's."""
+        super().__init__(f"{needs}, which is not installed: {install_line(extra)}{otherwise}")
+
+
+def install_line(extra: str) -> str:
+    """The command that installs what an extra needs, wherever moedge itself was installed from."""
+    # Every command imports this file.
+    from packaging.requirements import Requirement
+
+    # What `uv tool install` makes has no pip.
+    command = ["pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", sys.executable]
+    needed = map(Requirement, requires("moedge") or ())
+    return shlex.join(command + [f"{each.name}{each.specifier}" for each in needed if _is_of(extra, each.marker)])
+
+
+def _is_of(extra: str, marker: Any) -> bool:
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 class TokenizerError(MoedgeError, ValueError):

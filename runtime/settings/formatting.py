@@ -1,4 +1,4 @@
-"""Formats numbers for people, and escapes untrusted text for the terminal."""
+"""Formats numbers for people (bytes: `gib` in offload/budget.py), and escapes untrusted text for the terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-
-
-def gib(nbytes: float) -> str:
-    """`12.34 GiB`; `5 MiB` below 0.1 GiB, `1.50 TiB` from 1 TiB."""
-    if nbytes >= 2**40:
-        return f"{nbytes / 2**40:.2f} TiB"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
@@ -77,3 +70,9 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def escape_controls(text: str) -> str:
     r"""`text` with every character that could control a terminal escaped (`\x1b`, `\u202e`); \n and \t stay."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+
+
+def loss_line(loss: Mapping[str, float]) -> str:
+    """The relative errors, by group of tensors, of quantized weights that were packed again; empty where none were."""
+    parts = [f"{group} {100 * each:.2g} %" for group, each in loss.items()]
+    return f"weights were packed again; relative L2 error against the checkpoint: {', '.join(parts)}" if parts else ""

@@ -6,15 +6,17 @@ code before, whatever the trust flag said (CVE-2026-4372, CVE-2026-22807).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.json_object import described, load_object
+from ...quant.formats.dtypes import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
-from .families import Family, family
+from .families import LATENT, Family, family
+from .quantization import parse_quantization
 
 CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
@@ -29,8 +31,12 @@ class ModelConfig:
     def __init__(self, values: dict[str, Any]) -> None:
         self.family: Family = family(values.get("model_type"))
         _refuse_code(values, CONFIG)
-        _refuse_quantized(values)
+        self.quantization = parse_quantization(values)
+        self.dtype = _dtype(values)
         self.values = checked_fields({key: value for key, value in values.items() if key in _KNOWN})
+        if self.family.model_type in TWO_ATTENTIONS:
+            # Older releases of transformers write the number of attention modules under this name.
+            self.values.pop("num_hidden_layers", None)
         check_rope(self.values, self.family.rope_by_kind, self.family.partial_rotary)
         self._check_heads()
         self._check_layer_types()
@@ -64,6 +70,11 @@ class ModelConfig:
         return value
 
     @property
+    def is_latent(self) -> bool:
+        """Whether layers cache latents (MLA)."""
+        return self.family.model_type in LATENT
+
+    @property
     def num_experts(self) -> int | None:
         """Experts of a layer, under whichever name; None for a dense family."""
         return self._first(_COUNTS)
@@ -81,6 +92,23 @@ class ModelConfig:
         return found[0] if found else None
 
     def _check_heads(self) -> None:
+        self._check_latents() if self.is_latent else self._check_kv_heads()
+        if (pad := self.get("pad_token_id")) is not None and pad >= self.size("vocab_size"):
+            raise out_of_range("pad_token_id", pad, f"less than vocab_size {self.size('vocab_size')}")
+
+    def _check_latents(self) -> None:
+        for name in ("kv_lora_rank", "qk_rope_head_dim"):
+            if self.size(name) % 2:
+                raise out_of_range(name, self.size(name), "an even number")
+
+        heads = {"qk_head_dim": self.size("qk_nope_head_dim") + self.size("qk_rope_head_dim")}
+        if self.family.model_type in TWO_ATTENTIONS:
+            heads["head_dim"] = self.size("qk_rope_head_dim")
+        for name, wanted in heads.items():
+            if (given := self.values.get(name)) not in (None, wanted):
+                raise out_of_range(name, given, f"{wanted}, as other fields say")
+
+    def _check_kv_heads(self) -> None:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         kv_heads = self.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -89,8 +117,6 @@ class ModelConfig:
             raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
         if (self.get("head_dim") or hidden // heads) % 2:
             raise out_of_range("head_dim", self.get("head_dim") or hidden // heads, "an even number")
-        if (pad := self.get("pad_token_id")) is not None and pad >= self.size("vocab_size"):
-            raise out_of_range("pad_token_id", pad, f"less than vocab_size {self.size('vocab_size')}")
 
     def _check_layer_types(self) -> None:
         num_layers = self.size("num_hidden_layers")
@@ -145,13 +171,10 @@ def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
         _refuse_code(item, f"{where}.{key if key.isidentifier() and key.isascii() else ascii(key)}"[:200], depth + 1)
 
 
-def _refuse_quantized(values: dict[str, Any]) -> None:
-    quantization = values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(
-            f"config.json: the checkpoint is already quantized ({described(method)}); use its bf16 or fp16 original"
-        )
+def _dtype(values: Mapping[str, Any]) -> str | None:
+    """The dtype that the file names, as torch does; None where it names none that weights are computed in."""
+    name = values.get("dtype") or values.get("torch_dtype")
+    return name if isinstance(name, str) and name in WEIGHT_DTYPES else None
 
 
 Kind = Literal["full_attention", "sliding_attention", "chunked_attention"]
@@ -283,7 +306,9 @@ SLIDING: dict[str, Rule] = {
 
 
 def kv_heads(config: ModelConfig, layer: int) -> int:
-    """Key and value heads of a layer."""
+    """Key and value heads of a layer; one where all heads share a latent."""
+    if config.is_latent:
+        return 1
     heads: int = config.get("num_key_value_heads") or config.size("num_attention_heads")
     sliding = kind(config, layer) == "sliding_attention"
     if config.family.model_type == "mimo_v2_flash" and sliding:
@@ -294,12 +319,29 @@ def kv_heads(config: ModelConfig, layer: int) -> int:
     return heads
 
 
+# Families whose layers have two attention modules each; their modules are counted on.
+TWO_ATTENTIONS = {"longcat_flash"}
+
+
+def attention_modules(config: ModelConfig, layer: int) -> range:
+    """The indices of a layer's attention modules, each of which has a cache of its own."""
+    count = 2 if config.family.model_type in TWO_ATTENTIONS else 1
+    return range(layer * count, (layer + 1) * count)
+
+
 def head_dim(config: ModelConfig, layer: int) -> int:
-    """Elements of a layer's keys, or of its values where those are longer; the shorter are padded."""
+    """Elements of a layer's keys, or of its values where those are longer; the shorter are padded. Or of a latent."""
+    if config.is_latent:
+        return config.size("kv_lora_rank")
     size: int = config.get("head_dim") or config.size("hidden_size") // config.size("num_attention_heads")
     if config.family.model_type in _GLOBAL_HEADS and kind(config, layer) != "sliding_attention":
         return _own(config, layer, "head_dim") or config.get("global_head_dim") or 512
     return max(size, config.get("v_head_dim") or 0)
+
+
+def rope_dim(config: ModelConfig) -> int | None:
+    """Elements of the rotated key that is cached beside a latent; None where keys and values are cached."""
+    return config.size("qk_rope_head_dim") if config.is_latent else None
 
 
 # Layers without a window have heads of their own; transformers' class knows the default of 512.

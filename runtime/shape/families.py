@@ -16,24 +16,29 @@ from typing import Any
 from ..settings.errors import UnsupportedModel
 
 MOE = (
-    "afmoe", "aria_text", "beam", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
-    "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "kolibri1", "laguna", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe",
-    "qwen2_moe", "qwen3_moe", "solar_open",
+    "afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+    "solar_open",
 )  # fmt: skip
 DENSE = (
     "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
     "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
-    "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "olmo",
+    "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral", "nanochat", "olmo",
     "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
-    "vaultgemma",
+    "vaultgemma", "youtu",
 )  # fmt: skip
 SUPPORTED = tuple(sorted(MOE + DENSE))
+# Those with latent attention (MLA): every layer caches a latent and a rotated key for all its heads.
+LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"}
+# Model types that checkpoints name and transformers does not, and the family whose model they are.
+SAME_AS = {"kimi_k2": "deepseek_v3"}
 WANTING = {
-    "latent attention: its cache holds latents, which the paged cache cannot store": (
-        "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa",
-        "hy_v4", "kimi_k2", "longcat_flash", "minicpm3", "youtu",
+    "sparse attention: its indexer chooses tokens by keys of its own, which the paged cache does not store": (
+        "axk2", "deepseek_v32", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text",
     ),
+    "no class for text alone in transformers": ("mistral4",),
     "recurrent layers: they need a state per sequence": (
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text",
         "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
@@ -73,6 +78,7 @@ class Family:
 
 def family(model_type: object) -> Family:
     """The family of a `model_type`; raises UnsupportedModel, naming what is missing where that is known."""
+    model_type = SAME_AS.get(model_type, model_type) if isinstance(model_type, str) else model_type
     if not isinstance(model_type, str) or model_type not in SUPPORTED:
         raise UnsupportedModel(refusal(model_type))
     return Family(model_type, **_generated()[model_type], renamed=_RENAMED.get(model_type, {}))

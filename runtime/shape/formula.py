@@ -27,6 +27,11 @@ def shape_of_config(config: ModelConfig, dtype: str | None = None) -> ModelShape
 
     Raises UnsupportedModel for families whose tensors are not worked out here.
     """
+    if config.quantization is not None:
+        raise UnsupportedModel(
+            f"a plan without weights is not made for a quantized checkpoint ({config.quantization.method}); give the "
+            "folder of the checkpoint, whose headers say what its tensors are"
+        )
     option = _DTYPES.get(dtype or "", _USUAL_DTYPE)
     stored = OPTION_DTYPES[option]
     entries = {
@@ -55,6 +60,8 @@ def tensor_shapes(config: ModelConfig) -> _Shapes:
 
 
 def _attention(config: ModelConfig, layer: int) -> _Shapes:
+    if config.is_latent:
+        return _latent_attention(config)
     family, hidden, dim = config.family.model_type, config.size("hidden_size"), head_dim(config, layer)
     queries, keys = config.size("num_attention_heads") * dim, kv_heads(config, layer) * dim
     sides = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
@@ -68,6 +75,25 @@ def _attention(config: ModelConfig, layer: int) -> _Shapes:
         found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     if family == "olmoe":
         found |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+    return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _latent_attention(config: ModelConfig) -> _Shapes:
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    latent, rotated = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
+    keys, values = config.size("qk_nope_head_dim"), config.size("v_head_dim")
+    outputs = {
+        "kv_a_proj_with_mqa": (latent + rotated, hidden),
+        "kv_b_proj": (heads * (keys + values), latent),
+        "o_proj": (hidden, heads * values),
+    }
+    found: _Shapes = {"self_attn.kv_a_layernorm.weight": (latent,)}
+    if (rank := config.get("q_lora_rank")) is None:
+        outputs["q_proj"] = (heads * (keys + rotated), hidden)
+    else:
+        outputs |= {"q_a_proj": (rank, hidden), "q_b_proj": (heads * (keys + rotated), rank)}
+        found["self_attn.q_a_layernorm.weight"] = (rank,)
+    found |= {f"self_attn.{name}.weight": shape for name, shape in outputs.items()}
     return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
@@ -105,6 +131,28 @@ def _routed(config: ModelConfig, prefix: str, inner: int) -> _Shapes:
     return found
 
 
+def _deepseek_experts(config: ModelConfig, layer: int) -> _Shapes:
+    """The first layers are dense; the others have shared experts as one network."""
+    dense = layer < (config.get("first_k_dense_replace") or 0)
+    return _dense(config, layer) if dense else _shared_and_routed(config)
+
+
+def _glm_lite_experts(config: ModelConfig, layer: int) -> _Shapes:
+    kinds = config.get("mlp_layer_types")
+    dense = layer == 0 if kinds is None else kinds[layer] == "dense"
+    return _dense(config, layer) if dense else _shared_and_routed(config)
+
+
+def _shared_and_routed(config: ModelConfig) -> _Shapes:
+    inner = config.size("moe_intermediate_size")
+    found = _routed(config, "mlp", inner)
+    if shared := config.get("n_shared_experts"):
+        found |= _gated("mlp.shared_experts", config.size("hidden_size"), shared * inner)
+    if config.family.model_type != "deepseek_v2":
+        found["mlp.gate.e_score_correction_bias"] = (config.num_experts or 0,)
+    return found
+
+
 def _mixtral_experts(config: ModelConfig, layer: int) -> _Shapes:
     hidden, inner, count = config.size("hidden_size"), config.size("intermediate_size"), config.num_experts or 0
     found: _Shapes = {"block_sparse_moe.gate.weight": (count, hidden)}
@@ -127,6 +175,9 @@ def _gpt_oss_experts(config: ModelConfig, layer: int) -> _Shapes:
 
 
 _FEED_FORWARD: Mapping[str, Callable[[ModelConfig, int], _Shapes]] = {
+    "deepseek_v2": _deepseek_experts,
+    "deepseek_v3": _deepseek_experts,
+    "glm4_moe_lite": _glm_lite_experts,
     "gpt_oss": _gpt_oss_experts,
     "llama": _dense,
     "mistral": _dense,

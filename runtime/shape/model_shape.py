@@ -8,11 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs."""
+    """A weight that computes `x @ W.T`: `rows` outputs by `cols` inputs.
+
+    Of a quantized checkpoint: `kept` is the weight format that has its codes and scales as they are, empty where none
+    has, and `bits` those of a code; 0 for floats.
+    `unpacked`: it keeps the model's dtype in every weight format, because parts of it are multiplied with.
+    """
 
     name: str
     rows: int
     cols: int
+    kept: str = ""
+    bits: int = 0
+    unpacked: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,12 +59,27 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention."""
+    """Layers whose cached keys and values have the same shape; `window` is in tokens, None for full attention.
+
+    Layers with latent attention have a `rope_dim`: they cache one latent of `head_dim` elements, and one rotated key of
+    `rope_dim` elements, for all `query_heads`.
+    """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     window: int | None
+    rope_dim: int | None = None
+    query_heads: int | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        return self.rope_dim is not None
+
+    @property
+    def absorbed_width(self) -> float:
+        """Elements that one token's queries and sums over latents have, on average of both; 0 without latents."""
+        return (self.query_heads or 0) * (self.head_dim + (self.rope_dim or 0) / 2)
 
     def first_visible(self, position: int) -> int:
         """The first position whose key the token at `position` attends to."""
@@ -64,8 +87,38 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """Tensors of a group, such as experts, that lie in the checkpoint in one format: their elements and their bytes.
+
+    `kept` is the weight format that has their codes as they are; None for floats, empty for what must be widened.
+    """
+
+    group: str
+    format: str
+    numel: int
+    nbytes: int
+    kept: str | None = None
+
+    @property
+    def bits(self) -> float:
+        """Bits of the files for each element, scales included."""
+        return 8 * self.nbytes / self.numel
+
+    @property
+    def becomes(self) -> str:
+        """What happens to them where the model is loaded as it is stored."""
+        if self.kept is None:
+            return "read as they are"
+        return f"kept as {self.kept}" if self.kept else "widened, and packed again"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding."""
+    """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding.
+
+    `stored` says what lies in its files. `widened_nbytes` are the bytes there of the largest quantized matrix, which
+    are read as one; 0 where none is quantized.
+    """
 
     model_type: str
     dtype: str
@@ -76,6 +129,8 @@ class ModelShape:
     kv_groups: tuple[KVGroup, ...]
     head: Matrix | None
     resident_numel: int
+    stored: tuple[StoredFormat, ...] = ()
+    widened_nbytes: int = 0
 
     @property
     def embedding_numel(self) -> int:
@@ -115,6 +170,7 @@ def shape_from_json(values: dict[str, Any]) -> ModelShape:
             "layers": tuple(_layer(layer) for layer in values["layers"]),
             "kv_groups": tuple(KVGroup(**{**group, "layers": tuple(group["layers"])}) for group in values["kv_groups"]),
             "head": Matrix(**values["head"]) if values["head"] else None,
+            "stored": tuple(StoredFormat(**each) for each in values.get("stored", ())),
         }
     )
 

@@ -1,18 +1,23 @@
-"""Reads a ModelShape from config.json and safetensors headers, by the names of the tensors."""
+"""Reads a ModelShape from config.json and safetensors headers, by the names of the tensors; refuses contradictions."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
+from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
-from ...quant.formats.dtypes import OPTION_DTYPES
+from ...offload.checkpoint.json_object import described, gc_paused
+from ...offload.errors import BadCheckpoint
+from ...quant.formats.dtypes import DTYPES, OPTION_DTYPES
 from ..settings.errors import UnsupportedModel
-from .config import ModelConfig, head_dim, kv_heads, window
-from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
+from .config import ModelConfig, attention_modules, head_dim, kv_heads, rope_dim, window
+from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StoredFormat
+from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
@@ -39,6 +44,11 @@ def expert_index(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_down(name: str) -> bool:
+    """Whether a tensor of experts holds their last matrix."""
+    return _DOWN.search(name) is not None
+
+
 def is_expert(name: str, entry: TensorEntry) -> bool:
     """Whether a tensor of a layer holds matrices of one expert, or of all experts stacked."""
     return expert_index(name) is not None or len(entry.shape) == 3
@@ -57,14 +67,16 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
     layers: dict[int, dict[str, TensorEntry]] = defaultdict(dict)
     outside: dict[str, TensorEntry] = {}
     num_layers, renamed = config.size("num_hidden_layers"), config.family.renamed
+    identities = config.get("zero_expert_num") or 0
     for name, entry in entries.items():
         match = LAYER.search(name)
         if match is None:
             outside[name] = entry
             continue
         index = int(match[1])
-        if index < num_layers or not is_extra_layer(config, index):
-            layers[index][_renamed(match[2], renamed) if renamed else match[2]] = entry
+        kept = index < num_layers or not is_extra_layer(config, index)
+        if kept and not is_extra_expert(name, identities, config.num_experts or 0):
+            layers[index][renamed_in(match[2], renamed) if renamed else match[2]] = entry
     return Tensors(layers, outside)
 
 
@@ -74,17 +86,32 @@ def is_extra_layer(config: ModelConfig, index: int) -> bool:
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+def is_extra_expert(name: str, identities: int, num_experts: int) -> bool:
+    """Whether a tensor is a matrix of one of the last experts, which return their input: transformers writes some."""
+    return identities > 0 and (expert_index(name) or 0) >= num_experts
+
+
+def renamed_in(name: str, renamed: Mapping[str, str]) -> str:
+    """The name in transformers' module of a tensor that a family's checkpoints name otherwise."""
     for found, wanted in renamed.items():
         name = name.replace(found, wanted)
     return name
 
 
-def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors: Tensors | None = None) -> ModelShape:
-    """`tensors` are `entries` by layer, where that is known.
+def tensors_of(config: ModelConfig, entries: Mapping[str, TensorEntry], read: ReadSmall | None = None) -> ModelTensors:
+    """The tensors that a model has of those in its files. Raises BadCheckpoint, UnsupportedModel."""
+    return model_tensors(config.quantization, entries, config.dtype, config.family.transposed_experts, read)
+
+
+def model_shape(
+    config: ModelConfig, found: ModelTensors | Mapping[str, TensorEntry], tensors: Tensors | None = None
+) -> ModelShape:
+    """`found` are a model's tensors or those of its files, `tensors` the same by layer, where that is known.
 
     Raises UnsupportedModel where names or shapes are not those of the config's family.
     """
+    found = found if isinstance(found, ModelTensors) else tensors_of(config, found)
+    entries = found.entries
     tensors = tensors or by_layer(config, entries)
     layers, outside = tensors.layers, tensors.outside
     num_layers = config.size("num_hidden_layers")
@@ -102,34 +129,94 @@ def model_shape(config: ModelConfig, entries: Mapping[str, TensorEntry], tensors
         hidden=hidden,
         vocab=vocab,
         context=config.size("max_position_embeddings"),
-        layers=tuple(_layer(index, layers[index], config) for index in range(num_layers)),
+        layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
         kv_groups=kv_groups(config),
-        head=None if tied or head is None else Matrix("lm_head", *head.shape),
+        head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
+        stored=stored_formats(found, tensors),
+        widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
     )
+
+
+def _matrix_nbytes(weight: QuantizedWeight) -> int:
+    """Bytes of a matrix in the files: of one expert's, where experts are stacked."""
+    shape = weight.entry.shape
+    return weight.nbytes // (shape[0] if len(shape) == 3 else 1)
+
+
+def stored_formats(found: ModelTensors, tensors: Tensors) -> tuple[StoredFormat, ...]:
+    """What lies in the files: elements and bytes by group of tensors and format, the largest first."""
+    sums: dict[tuple[str, str, str | None], list[int]] = defaultdict(lambda: [0, 0])
+    groups = [(entry, _group(name, entry)) for layer in tensors.layers.values() for name, entry in layer.items()]
+    groups += [(entry, OUTER if len(entry.shape) == 2 else SMALL) for entry in tensors.outside.values()]
+    for entry, group in groups:
+        weight = found.quantized.get(entry.name)
+        label = _OPTION_OF.get(entry.dtype, entry.dtype) if weight is None else weight.label
+        total = sums[group, label, None if weight is None else weight.kept]
+        total[0] += entry.numel
+        total[1] += entry.nbytes if weight is None else weight.nbytes
+    stored = [StoredFormat(group, label, numel, nbytes, kept) for (group, label, kept), (numel, nbytes) in sums.items()]
+    return tuple(sorted(stored, key=lambda each: (GROUPS.index(each.group), -each.nbytes)))
+
+
+EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL = (
+    "experts", "attention", "feed-forward", "embedding and head", "norms, routers, biases",
+)  # fmt: skip
+GROUPS = (EXPERTS, ATTENTION, FEED_FORWARD, OUTER, SMALL)
+
+
+def _group(name: str, entry: TensorEntry) -> str:
+    if is_expert(name, entry):
+        return EXPERTS
+    if len(entry.shape) != 2 or not is_matrix(name):
+        return SMALL
+    return group_of(name)
+
+
+def group_of(name: str) -> str:
+    """Attention or feed-forward, for a matrix of a layer that is no expert's."""
+    return ATTENTION if "attn" in name or "attention" in name else FEED_FORWARD
 
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """Layers grouped by what their cache must hold, in the order of their first layer."""
     groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")):
-        groups[kv_heads(config, layer), head_dim(config, layer), window(config, layer)].append(layer)
-    return tuple(KVGroup(tuple(layers), *key) for key, layers in groups.items())
+        key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
+        groups[key].extend(attention_modules(config, layer))
+    latent = (rope_dim(config), config.size("num_attention_heads")) if config.is_latent else ()
+    return tuple(KVGroup(tuple(layers), *key, *latent) for key, layers in groups.items())
 
 
-def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig) -> LayerShape:
-    experts, expert_names = _experts(tensors, config)
+def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors) -> LayerShape:
+    experts, expert_names = _experts(tensors, config, found)
     dense = {
         name: entry
         for name, entry in tensors.items()
         if name not in expert_names and len(entry.shape) == 2 and is_matrix(name)
     }
     resident = [entry for name, entry in tensors.items() if name not in dense and name not in expert_names]
-    matrices = tuple(Matrix(name.removesuffix(".weight"), *entry.shape) for name, entry in sorted(dense.items()))
+    matrices = tuple(
+        Matrix(
+            name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found),
+            # Attention multiplies queries and sums of latents with parts of this one.
+            unpacked=config.is_latent and name.endswith("kv_b_proj.weight"),
+        )
+        for name, entry in sorted(dense.items())
+    )  # fmt: skip
     return LayerShape(index, matrices, experts, sum(entry.numel for entry in resident))
 
 
-def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[ExpertsShape | None, set[str]]:
+def _stored_as(entries: Iterable[TensorEntry], found: ModelTensors) -> tuple[str, int]:
+    """`kept` and `bits` of a matrix that is made of these tensors, or of a layer's experts of which each is."""
+    weights = [found.quantized.get(entry.name) for entry in entries]
+    kept = {"" if weight is None else weight.kept for weight in weights}
+    return kept.pop() if len(kept) == 1 else "", max((weight.bits if weight else 0 for weight in weights), default=0)
+
+
+def _experts(
+    tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors
+) -> tuple[ExpertsShape | None, set[str]]:
     """The layer's experts and the names of the tensors that they consist of."""
     fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
     indices = {name: index for name in tensors if (index := expert_index(name)) is not None}
@@ -142,11 +229,17 @@ def _experts(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> tuple[E
     else:
         first, count = min(indices.values()), {len(set(indices.values()))}
         shapes = [(name, tensors[name].shape) for name in indices if f"experts.{first}." in name]
+    names = fused.keys() | indices.keys()
     up = [shape for name, shape in shapes if not _DOWN.search(name)]
     down = [shape for name, shape in shapes if _DOWN.search(name)]
     if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
-    matrices = Matrix("up", sum(rows for rows, _ in up), up[0][1]), Matrix("down", *down[0])
+    of_down = [entry for name, entry in tensors.items() if name in names and _DOWN.search(name)]
+    of_up = [entry for name, entry in tensors.items() if name in names and not _DOWN.search(name)]
+    matrices = (
+        Matrix("up", sum(rows for rows, _ in up), up[0][1], *_stored_as(of_up, found)),
+        Matrix("down", down[0][0], down[0][1], *_stored_as(of_down, found)),
+    )
     return ExpertsShape(count.pop(), config.experts_per_token, *matrices), set(fused) | set(indices)
 
 
@@ -169,3 +262,110 @@ def _dtype(entries: Iterable[TensorEntry]) -> str:
 def _ranges(layers: Iterable[int]) -> str:
     found = sorted(layers)
     return f"{len(found)} ({found[0]} to {found[-1]})" if found else "none"
+
+
+_FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
+# Buffers that old checkpoints carry and models make themselves.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+_MOST_SHOWN = 10
+
+
+def check_tensors(
+    config: ModelConfig, checkpoint: Checkpoint, tensors: Tensors, entries: Mapping[str, TensorEntry] | None = None
+) -> None:
+    """`tensors` are the checkpoint's, by layer, and `entries` all of them, if they are not those of the files.
+
+    Raises BadCheckpoint, with the first ten differences, unless the tensors can be those of the config's model.
+    """
+    layers = tensors.layers
+    num_layers = config.size("num_hidden_layers")
+    if sorted(layers) != list(range(num_layers)):
+        raise BadCheckpoint(
+            f"{checkpoint.folder}: the files hold layers {_span(layers)}, "
+            f"config.json wants num_hidden_layers {num_layers}"
+        )
+    differences = [*_unusable(checkpoint, entries or checkpoint.entries), *_outer_differences(config, tensors.outside)]
+    for index, layer in sorted(layers.items()):
+        differences += [
+            f"layer {index}: {text}"
+            for text in (*_attention_differences(config, index, layer), *_expert_differences(config, layer))
+        ]
+    if differences:
+        more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
+        raise BadCheckpoint(
+            f"{checkpoint.folder}: config.json and the tensors disagree: {'; '.join(differences[:_MOST_SHOWN])}{more}"
+        )
+
+
+def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+    for name, entry in entries.items():
+        if entry.dtype not in _FLOATS and not _COMPUTED.search(name):
+            yield f"{checkpoint.file_of(name)}: {described(name)} is {entry.dtype}, wanted one of {sorted(_FLOATS)}"
+
+
+def _outer_differences(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    wanted = (config.size("vocab_size"), config.size("hidden_size"))
+    by_suffix = {name.removeprefix("model."): entry for name, entry in tensors.items()}
+    names = ["embed_tokens.weight"] if config.get("tie_word_embeddings") else ["embed_tokens.weight", "lm_head.weight"]
+    for name in names:
+        if name not in by_suffix:
+            yield f"{name} {list(wanted)} is missing"
+        else:
+            yield from _compare(by_suffix[name], wanted)
+
+
+def _attention_differences(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """The cache is sized by the config: its keys must be as wide as the files make them."""
+    for name, entry in tensors.items():
+        if config.is_latent and name.endswith("kv_a_proj_with_mqa.weight"):
+            width = head_dim(config, layer) + config.size("qk_rope_head_dim")
+            yield from _compare(entry, (width, config.size("hidden_size")))
+    key = tensors.get("self_attn.k_proj.weight")
+    if key is not None:
+        # Values may be longer than keys, and decide the cache then; the keys' own width is what the file shows.
+        size = config.get("head_dim") if config.get("v_head_dim") else head_dim(config, layer)
+        yield from _compare(key, (kv_heads(config, layer) * size, config.size("hidden_size")))
+
+
+def _expert_differences(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    single = {index for name in tensors if (index := expert_index(name)) is not None}
+    stacked = {entry.shape[0] for entry in tensors.values() if len(entry.shape) == 3}
+    found = stacked or ({len(single)} if single else set())
+    if found and found != {config.num_experts}:
+        yield f"the files hold {sorted(found)} experts, wanted {config.num_experts}"
+
+
+def _compare(entry: TensorEntry, wanted: tuple[int, ...]) -> Iterator[str]:
+    if entry.shape != wanted:
+        yield f"{entry.name} is {list(entry.shape)}, wanted {list(wanted)}"
+
+
+def _span(layers: Mapping[int, object]) -> str:
+    return f"{min(layers)} to {max(layers)}, {len(layers)} of them" if layers else "none"
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of a checkpoint from its config and headers, if they agree; reads no weight.
+
+    Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
+    """
+    config = ModelConfig.read(folder)
+    with gc_paused(), Checkpoint(folder) as checkpoint:
+        found = read_tensors(config, checkpoint)
+        tensors = by_layer(config, found.entries)
+        check_tensors(config, checkpoint, tensors, found.entries)
+        return model_shape(config, found, tensors)
+
+
+def read_tensors(config: ModelConfig, checkpoint: Checkpoint) -> ModelTensors:
+    """A checkpoint's tensors as a model has them, quantized or not. Raises BadCheckpoint, UnsupportedModel."""
+
+    def read(name: str) -> bytes:
+        data = bytearray(checkpoint.entries[name].nbytes)
+        checkpoint.read_into(name, memoryview(data))
+        return bytes(data)
+
+    try:
+        return tensors_of(config, checkpoint.entries, read)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{checkpoint.folder}: {error}") from None

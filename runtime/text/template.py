@@ -19,8 +19,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self
 
 from ..settings.errors import PromptError, TemplateError
-from .control_tokens import ControlTokens, Marks, Piece, Span
-from .limits import check_text, output_limit
+from .control_tokens import ControlTokens, Marks, Piece, Span, check_text, output_limit
 from .messages import TEXT_FIELDS, Message, has_parts, joined_parts, read_messages, texts, with_texts
 
 HEADER_NBYTES = 4
@@ -218,9 +217,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, Any], controls: ControlTokens, now: datetime) -> None:
         self._source = source
+        self._special_tokens = special_tokens
         self._controls = controls
         self._renderer = TemplateRenderer(source, special_tokens, now)
         self._takes_parts: bool | None = None
+
+    def dated(self, now: datetime) -> Self:
+        """The same with another date, rendered in a process of its own."""
+        return type(self)(self._source, self._special_tokens, self._controls, now)
 
     def pieces(
         self,

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from .limits import output_limit
+from .control_tokens import output_limit
 from .template import pack, read_body, unpack
 
 

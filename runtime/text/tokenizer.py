@@ -4,6 +4,7 @@ In every prompt, control tokens come from the model's own template and never fro
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -14,10 +15,9 @@ from tokenizers import Tokenizer as Backend
 
 from ..settings.errors import PromptError, TokenizerError
 from .chat_stream import ChatStream, Harmony, StreamOptions, find_format, open_stream
-from .control_tokens import ControlTokens, Marks, Piece, PlainText
+from .control_tokens import ControlTokens, Marks, Piece, PlainText, bounded_encoding, check_text
 from .detokenizer import decoding
 from .folder import TokenizerFolder, read_folder
-from .limits import bounded_encoding, check_text
 from .messages import Message
 from .stream import TextStream
 from .template import ChatTemplate
@@ -49,6 +49,13 @@ class Tokenizer:
     def load(cls, folder: Path, now: datetime | None = None) -> Self:
         """The tokenizer in a model folder; raises `TokenizerError`. Without `now` it is the time of this call."""
         return cls(read_folder(folder), now or datetime.now())
+
+    def dated(self, now: datetime) -> Self:
+        """The same with another date for templates, in a process of its own; both share the vocabulary."""
+        other = copy(self)
+        if self._chat is not None:
+            other._chat = self._chat.dated(now)
+        return other
 
     @property
     def num_tokens(self) -> int:

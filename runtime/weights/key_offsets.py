@@ -2,7 +2,7 @@
 
 It is measured once for a model and kept with its weights, never from a job's rows: blocks that rows share must not
 depend on which rows came first. Any text will do, because quantization suffers from what all tokens have in common
-(quant/kv/key_transform.py).
+(quant/kv/codec.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from typing import Protocol
 
 import torch
@@ -15,17 +17,24 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
-from ...quant.formats.format import FormatError
+from ...quant.formats.chunks import row_chunks
+from ...quant.formats.format import FormatError, Layout
 from ...quant.matmul.matmul import ParallelMatmul
-from ...quant.tensor import pack_into
+from ...quant.planes import fill
+from ...quant.scratch import wide_columns
+from ...quant.tensor import CODECS, PackedTensor, pack_into
 from ..model.assembly import LayerAssembly
+from ..model.dequantize import WIDENING_NBYTES
+from ..model.kept_codes import planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, PROCESS_NBYTES
 from ..settings.errors import DoesNotFit
 from ..settings.stages import Advance
 from ..shape.model_shape import LayerShape, ModelShape
-from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, resident_nbytes
+from ..shape.quantized import ModelTensors
+from ..shape.read import EXPERTS, group_of
+from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, ShardMatrix, resident_nbytes
 from .memory import WeightMemory
 
 
@@ -114,7 +123,7 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
     """
     item = ITEM_NBYTES[dtype]
     embedding = shape.embedding_numel * item
-    stays = PROCESS_NBYTES + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding
+    stays = PROCESS_NBYTES + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding + widening_nbytes(shape)
     layers = max(_layer_nbytes(*pair, item) for pair in zip(shape.layers, shards.layers, strict=True))
     head = shape.head.numel * item + shards.head.nbytes if shape.head and shards.head else 0
     smallest = stays + max(layers, embedding + head)
@@ -127,6 +136,12 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
     return min(WINDOW_NBYTES, one_expert + (budget - stays - layers) // WINDOW_COPIES)
 
 
+def widening_nbytes(shape: ModelShape) -> int:
+    """The most bytes while a quantized matrix is widened, beside the result: as in the files, its scales and zero
+    points in float32, and the rows that are computed together."""
+    return 2 * shape.widened_nbytes + WIDENING_NBYTES if shape.widened_nbytes else 0
+
+
 def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
     """The most bytes while a layer is packed: its unpacked linears, and packed ones or an expert with its copies."""
     dense = sum(matrix.numel for matrix in layer.dense) * item
@@ -136,19 +151,62 @@ def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
     return dense + max(packed.dense.nbytes, experts)
 
 
-def pack_shard(where: str, layout: ShardLayout, weights: list[torch.Tensor], shard: torch.Tensor) -> None:
+class PackingLoss:
+    """What weights of a quantized checkpoint lose where they are packed again.
+
+    Sums squares of weights and of their errors by group of tensors, such as experts.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, group: str, weight: torch.Tensor, packed: PackedTensor) -> None:
+        """`weight` [N, K] is what the checkpoint means and `packed` what was made of it."""
+        layout, sums = packed.layout, self._sums[group]
+        for rows in row_chunks(layout.shape, layout.row_block):
+            exact = weight[rows].float()
+            planes, made = packed.rows(rows), torch.empty_like(exact, memory_format=torch.contiguous_format)
+            lines = -(-len(exact) // layout.row_block) * layout.row_block
+            CODECS[layout.codes, layout.order].unpack(planes, made, exact.new_empty(lines, wide_columns(layout)))
+            sums[0] += float(made.sub_(exact).square_().sum(dtype=torch.float64))
+            sums[1] += float(exact.square_().sum(dtype=torch.float64))
+
+    @property
+    def by_group(self) -> Mapping[str, float]:
+        """|packed - weight| / |weight|, in the L2 norm over all weights of a group; 0 for weights of 0."""
+        return {group: sqrt(error / whole) if whole else 0.0 for group, (error, whole) in self._sums.items()}
+
+
+Added = Callable[[ShardMatrix, torch.Tensor, PackedTensor], None]
+
+
+def pack_shard(
+    where: str, layout: ShardLayout, weights: list[torch.Tensor], shard: torch.Tensor, packed: Added | None = None
+) -> None:
     """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K].
 
-    Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
+    `packed` is called with each matrix. Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
     """
     for matrix, weight in zip(layout.matrices, weights, strict=True):
         try:
-            pack_into(weight.detach(), matrix.layout, shard[matrix.offset : matrix.end])
+            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end])
         except FormatError as error:
             raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
+        if packed is not None and not matrix.kept:
+            packed(matrix, weight.detach(), made)
     if layout.matrices:
         # The bytes after the last plane are also written to disk and included in the checksum.
         shard[layout.matrices[-1].end :].zero_()
+
+
+def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor) -> PackedTensor:
+    if matrix.kept:
+        return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
+    return pack_into(weight, matrix.layout, buffer)
+
+
+def _kept(layout: ShardLayout) -> dict[str, Layout]:
+    return {matrix.name: matrix.layout for matrix in layout.matrices if matrix.kept}
 
 
 class LayerSink(Protocol):
@@ -178,21 +236,27 @@ class Preparation:
         checkpoint: Checkpoint,
         compute: ParallelMatmul,
         window_nbytes: int = WINDOW_NBYTES,
+        tensors: ModelTensors | None = None,
     ) -> None:
-        """`window_nbytes` of experts, as in the checkpoint, are converted together; their copies take more."""
+        """`window_nbytes` of experts, in the model's dtype, are converted together; their copies take more.
+
+        `tensors` are the model's where the checkpoint holds some of them quantized.
+        """
         self.layers: list[LayerAssembly] = []
         self._model = model
         self._checkpoint = checkpoint
-        self._loader = CheckpointLoader(model, checkpoint, model.dtype)
+        self._loader = CheckpointLoader(model, checkpoint, model.dtype, tensors)
         self._compute = compute
         self._window_nbytes = window_nbytes
+        self.loss = PackingLoss()
+        self._quantized = bool(tensors and tensors.quantized)
 
     def run(self, shards: ModelShards, sink: ShardSink, advance: Advance = lambda nbytes: None) -> None:
         """Packs all layers and the head into `sink`; `advance` is called with the bytes of each shard."""
         self._loader.check()
         for index, layer in enumerate(self._model.get_decoder().layers):
             assembly = LayerAssembly(layer, shards.layers[index], self._compute)
-            self._loader.load_dense(index, layer)
+            self._loader.load_dense(index, layer, _kept(shards.layers[index].dense))
             if not sink.has_layer(index):
                 with sink.layer(index, assembly.shards) as layer_sink:
                     self._pack_dense(index, assembly, layer_sink)
@@ -214,7 +278,7 @@ class Preparation:
         layout = assembly.shards.dense
         weights = [assembly.linears[matrix.name].weight for matrix in layout.matrices]
         with sink.dense() as shard:
-            pack_shard(f"layer {index}", layout, weights, shard)
+            pack_shard(f"layer {index}", layout, weights, shard, self._measure)
 
     def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink, advance: Advance) -> None:
         layout, count = assembly.shards.expert, assembly.shards.num_experts
@@ -224,12 +288,20 @@ class Preparation:
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
         for begin in range(0, count, window):
             experts = range(begin, min(begin + window, count))
-            up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts)
+            up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts, _kept(layout))
             for expert in experts:
                 weights = [up[expert - begin], down[expert - begin]]
                 with sink.expert(expert) as shard:
-                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard)
+                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard, self._measure_expert)
                 advance(layout.nbytes)
+
+    def _measure_expert(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
+        if self._quantized and matrix.layout.format != "none":
+            self.loss.add(EXPERTS, weight, packed)
+
+    def _measure(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
+        if self._quantized and matrix.layout.format != "none":
+            self.loss.add(group_of(matrix.name), weight, packed)
 
     def _pack_head(self, layout: ShardLayout, sink: ShardSink) -> None:
         head = self._model.get_output_embeddings()

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 
 from moedge.runtime.jobs.summary import json_schema
+from support.quantized_checkpoints import write_quantized
 
 Rows = list[dict[str, Any]]
 CODE = "import sys; from moedge.cli.main import main; main()"
@@ -72,14 +73,17 @@ def test_a_batch_answers_rows_of_every_form(
     assert len(answered[3]["choices"]) == 2
     numbers = json.loads(summary.read_text())
     jsonschema.validate(numbers, json_schema())
-    assert numbers["rows"] == {"total": 6, "ok": 4, "failed": 2}
+    assert numbers["rows"] == {
+        "total": 6, "ok": 4, "failed": 2, "cut": 4, "finish_reasons": {"length": 6},
+        "errors": {"unsupported_parameter": 1, "context_length_exceeded": 1},
+    }  # fmt: skip
     assert numbers["tokens"]["generated"] == 4 + 5 + 6 + 6
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "1 row is longer than the context" in printed.err
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "nf4"])
+@pytest.mark.parametrize("quant", ["none", "int8", "nf4", "mxfp4"])
 def test_packed_bytes_are_reported_beside_those_asked_for(
     quant: str, checkpoint: Callable[[str], Path], cli: Callable[..., int], good: Path, tmp_path: Path
 ) -> None:
@@ -92,7 +96,7 @@ def test_packed_bytes_are_reported_beside_those_asked_for(
     assert list(weights["requested"]) == [quant]
     assert list(weights["packed"]) == [quant]
     share = weights["packed"][quant] / weights["requested"][quant]
-    assert share == pytest.approx({"none": 1.0, "int8": 0.25, "nf4": 4.25 / 32}[quant], rel=0.08)
+    assert share == pytest.approx({"none": 1.0, "int8": 0.25, "nf4": 4.25 / 32, "mxfp4": 4.25 / 32}[quant], rel=0.08)
     assert numbers["plan"]["quant"] == quant
 
 
@@ -161,7 +165,9 @@ def test_lenient_turns_bad_lines_into_error_rows(
     assert rows_of(tmp_path / "out.errors.jsonl")[0]["response"]["body"]["error"]["code"] == "invalid_json_line"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_cleanly_with_what_is_finished(
     number: signal.Signals,
     code: int,
@@ -171,7 +177,7 @@ def test_a_signal_stops_cleanly_with_what_is_finished(
 ) -> None:
     rows = [{"id": str(i), "prompt": "x", "max_tokens": 20 + 10 * i, "ignore_eos": True} for i in range(22)]
     source, out = rows_file(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "moedge.cli", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
+    command = [sys.executable, "-m", "moedge", "batch", str(checkpoint("llama")), str(source), "-o", str(out)]
     limits = ["--max-sequences", "4"]
     with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -220,6 +226,19 @@ def test_models_shows_a_shape(
     assert "gpt_oss" in capsys.readouterr().out.split()
 
 
+def test_models_shows_what_lies_in_a_quantized_checkpoint(
+    tmp_path: Path, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_quantized("awq", tmp_path / "quantized", tmp_path / "wide")
+    assert cli("models", "show", tmp_path / "quantized", "--json") == 0
+    stored = {each["group"]: each for each in json.loads(capsys.readouterr().out)["stored"]}
+    assert stored["experts"]["becomes"] == "kept as int4-g32-f16-zp"
+    assert stored["experts"]["bits"] == 4.625
+    assert stored["embedding and head"]["becomes"] == "read as they are"
+    assert cli("models", "show", tmp_path / "quantized") == 0
+    assert "awq int4 g32, 4.62 bits per weight" in capsys.readouterr().out
+
+
 def test_a_prepared_store_answers_without_its_checkpoint(
     checkpoint: Callable[[str], Path],
     cli: Callable[..., int],
@@ -263,7 +282,7 @@ def test_a_budget_too_small_names_the_one_that_works(
     assert cli("batch", checkpoint("mixtral"), good, "-o", tmp_path / "o2.jsonl", "--ram", "three", *stores) == 2
     # In a process of its own: the peak that is held against the budget is a whole process's.
     command = ["batch", checkpoint("mixtral"), good, "-o", tmp_path / "out.jsonl", "--ram", named, *stores]
-    command = [sys.executable, "-m", "moedge.cli", *map(str, command), "--summary", str(tmp_path / "summary.json")]
+    command = [sys.executable, "-m", "moedge", *map(str, command), "--summary", str(tmp_path / "summary.json")]
     with subprocess.Popen(command) as process:
         seen = list(taken(process.pid))
     assert process.returncode == 0

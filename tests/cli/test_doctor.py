@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.machine import measure
 from moedge.offload.machine.disk import measure_disk
 from moedge.offload.machine.profile import Overheads, read_machine
-from moedge.runtime.calibration import overheads, pass_rates
-from moedge.runtime.calibration import pass_rates as weight_rates
+from moedge.runtime.calibration import machine_profile, pass_rates
 from moedge.runtime.calibration.machine_profile import saved_profile
 from moedge.runtime.doctor import examination, host
 from moedge.runtime.plan.history import RunRecord, keep
@@ -23,11 +21,13 @@ MIB = 1 << 20
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measurements of a moment, kept for this test alone."""
-    monkeypatch.setattr(measure, "measure_disk", lambda folder: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,)))
-    monkeypatch.setattr(measure, "measure_memory", lambda nbytes: 1e10)
-    monkeypatch.setattr(weight_rates, "weight_rates", lambda device: {"nf4": {1: 1e9, 1024: 1e12}})
+    monkeypatch.setattr(
+        machine_profile, "measure_disk", lambda folder: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,))
+    )
+    monkeypatch.setattr(machine_profile, "measure_memory", lambda nbytes: 1e10)
+    monkeypatch.setattr(pass_rates, "weight_rates", lambda device: {"nf4": {1: 1e9, 1024: 1e12}})
     monkeypatch.setattr(pass_rates, "pass_rates", dict)
-    monkeypatch.setattr(overheads, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4))
+    monkeypatch.setattr(pass_rates, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -78,7 +78,7 @@ def test_a_disk_that_fails_while_it_is_measured_is_a_finding(
     def broken(folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(measure, "measure_disk", broken)
+    monkeypatch.setattr(machine_profile, "measure_disk", broken)
     assert cli("doctor") == 6
     assert "Input/output error" in capsys.readouterr().out
 

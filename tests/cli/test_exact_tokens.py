@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from moedge.quant.matmul.thread_pool import torch_threads
+from moedge.runtime.shape.families import LATENT
 
 # Each costs seconds; tests/matrix/families.py runs every family.
-FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "llama", "llama4_text", "mimo_v2_flash")
+FAMILIES = (
+    "qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "llama", "llama4_text", "mimo_v2_flash", *sorted(LATENT),
+)  # fmt: skip
 # Those that tests/isa.py runs under other instruction sets, where every second counts several times.
 ISA_FAMILIES = ("qwen3_moe", "gemma3_text")
 EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--deterministic", "-q")
@@ -86,7 +89,7 @@ def answer(
     return run
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", [under_every_isa(name) if name in ISA_FAMILIES else name for name in FAMILIES])
 def test_tokens_are_those_of_transformers_in_any_batch(
     family: str,
@@ -142,7 +145,7 @@ def test_low_precision_is_exact_across_batches_too(
 @pytest.mark.parametrize(
     ("family", "kv"),
     [("qwen3_moe", kv) for kv in ("int8", "int8/int4", "int4")]
-    + [under_every_isa("gpt_oss", "int4"), ("gemma3_text", "int8")],
+    + [under_every_isa("gpt_oss", "int4"), ("gemma3_text", "int8"), ("deepseek_v3", "int4")],
 )
 def test_quantized_caches_are_exact_across_batches(
     family: str, kv: str, checkpoint: Callable[[str], Path], answer: Answer

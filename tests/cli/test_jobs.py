@@ -14,7 +14,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from moedge.cli.views.jobs_view import print_jobs
+from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal.state import read_state
+from moedge.runtime.jobs.status import JobStatus
 
 Rows = list[dict[str, Any]]
 Cli = Callable[..., int]
@@ -50,8 +53,17 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert cli("jobs", "ls") == 0
     listed = capsys.readouterr().out
     assert "stopped" in listed
-    assert "4/12 rows" in listed
-    job_id = listed.split()[0]
+    header, line = listed.splitlines()
+    assert header.split() == ["ID", "STATUS", "DONE", "FAILED", "STARTED", "MODEL", "OUTPUT"]
+    assert "4/12" in line
+    job_id = line.split()[0]
+    for width in (40, 60, 80, 200):
+        print_jobs([JobStatus.read(JobFolder(tmp_path / "out.job"))] * 2, width)
+        shown = capsys.readouterr().out.splitlines()
+        assert len(shown) == 3
+        assert all(len(each) <= width for each in shown)
+        assert shown[1].split()[:3] == [job_id, "stopped", "4/12"]
+        assert shown[1].rstrip().endswith(".jsonl")
     assert cli("jobs", "show", job_id) == 0
     assert "4 answered, 0 failed, 8 to do" in capsys.readouterr().out
     assert cli("jobs", "export", job_id[:5], "-o", tmp_path / "now.jsonl") == 0
@@ -68,6 +80,17 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert "11 answers in" in capsys.readouterr().err
     assert cli(*batch, "--max-tokens", 9) == 2
     assert "max_tokens 256 -> 9" in capsys.readouterr().err
+    assert cli(*batch, "--max-tokens", 9, "--temperature", 1) == 2
+    refused = capsys.readouterr().err
+    assert "max_tokens 256 -> 9, temperature 0.0 -> 1.0" in refused
+    assert "--overwrite" in refused
+    assert cli("jobs", "export", job_id) == 0
+    assert "the job is finished" in capsys.readouterr().out
+    assert not (tmp_path / "out.partial.jsonl").exists()
+    assert cli("jobs", "show", job_id) == 0
+    shown = capsys.readouterr().out
+    assert f"model                  {batch[1]}" in shown
+    assert "1 unsupported_parameter" in shown
     assert cli("jobs", "show", tmp_path / "out.jsonl", "--json") == 0
     assert json.loads(capsys.readouterr().out)["status"] == "completed"
     assert cli("jobs", "repair", job_id) == 0
@@ -100,7 +123,7 @@ def test_events_fit_their_schema_and_the_page_names_every_key(
 
 
 def start(batch: list[object], *options: object, **keywords: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moedge.cli", *map(str, batch), *map(str, options)]
+    command = [sys.executable, "-m", "moedge", *map(str, batch), *map(str, options)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **keywords)
 
 
@@ -201,7 +224,7 @@ main()
 @pytest.mark.parametrize(
     ("spoil", "code", "cause", "where"),
     [
-        ("broken", 8, "Input/output error", "StreamBroken"),
+        pytest.param("broken", 8, "Input/output error", "StreamBroken", marks=pytest.mark.slow),
         ("stuck", 75, "nothing was computed and no byte moved", "reader_lane.py"),
     ],
 )
@@ -221,3 +244,90 @@ def test_a_disk_that_dies_stops_the_job_resumable_with_its_cause(
     assert state.stopped is not None, "the stop was recorded, so no row is suspected"
     assert cli(*batch, "-q") == 3
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 11
+
+
+@pytest.fixture
+def prose(rows_file: Callable[[Path, Rows], Path], tmp_path: Path) -> Path:
+    rows: Rows = [{"id": str(i), "prompt": f"row {i}", "max_tokens": 3, "ignore_eos": True} for i in range(3)]
+    return rows_file(tmp_path / "prose.jsonl", rows)
+
+
+def test_the_last_line_names_the_command_that_continues_cut_rows(
+    checkpoint: Callable[[str], Path], prose: Path, cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    batch = ["batch", checkpoint("llama"), prose, "-o", tmp_path / "out.jsonl"]
+    assert cli(*batch, "--partial", "--summary", tmp_path / "s.json") == 0, "a cut row is no failed row"
+    said = capsys.readouterr().err.splitlines()
+    labels = [line.split()[0] for line in said if line.split()[0] in ("rows", "speed", "time", "memory", "tokens")]
+    assert labels == ["rows", "speed", "time", "memory"]
+    assert any("3 answered (3 length), 0 failed" in line for line in said)
+    command = said[-1].partition("moedge ")[2].split()
+    assert command[-3:] == ["--cut", "--max-tokens", "12"]
+    assert json.loads((tmp_path / "s.json").read_text())["rows"]["finish_reasons"] == {"length": 3}
+    assert cli("jobs", "resume", command[2], "--cut") == 2, "it needs --max-tokens"
+    capsys.readouterr()
+    assert cli(*command, "-v") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("KV cache") for line in said)
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [12, 12, 12]
+    assert cli(*batch) == 0
+    assert "is already finished" in capsys.readouterr().err
+    assert cli(*batch, "--max-tokens", 999) == 2
+    refused = capsys.readouterr().err
+    assert "--cut --max-tokens 999" in refused
+    assert "--accept-drift" not in refused, "a finished job has nothing to continue"
+
+
+def test_rows_that_are_appended_to_the_input_are_added_and_edits_are_refused(
+    checkpoint: Callable[[str], Path], prose: Path, cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = ["batch", checkpoint("llama"), prose, "-o", tmp_path / "out.jsonl"]
+    assert cli(*batch, "--max-rows", 1) == 75
+    text = prose.read_text()
+    prose.write_text(text + '{"id": "new", "prompt": "x", "max_tokens": 2}\n')
+    capsys.readouterr()
+    assert cli(*batch) == 0
+    assert "1 row done, 3 to do (1 of them new)" in capsys.readouterr().err
+    prose.write_text(prose.read_text() + '{"id": "newer", "prompt": "x", "max_tokens": 2}\n')
+    assert cli(*batch, "-q") == 0, "also of a finished job"
+    answers = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert answers == ["0", "1", "2", "new", "newer"]
+    grown = prose.read_text()
+    for changed in (grown.replace("row 1", "row 9"), text, grown.rstrip("\n")[:-1] + ', "x-a": 1}\n{"prompt": "y"}\n'):
+        prose.write_text(changed)
+        assert cli(*batch) == 7
+    prose.write_text(text)
+    assert cli(*batch, "--overwrite", "-q") == 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
+
+
+def test_overwrite_and_rm_remove_only_what_a_job_wrote(
+    checkpoint: Callable[[str], Path], prose: Path, cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = ["batch", checkpoint("llama"), prose, "-o", tmp_path / "out.jsonl", "-q"]
+    (tmp_path / "out.jsonl").write_text("mine")
+    assert cli(*batch, "--overwrite") == 2
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+    (tmp_path / "out.jsonl").unlink()
+    assert cli(*batch, "--max-rows", 1) == 75
+    assert cli("jobs", "rm", tmp_path / "out.job") == 2
+    assert "would be lost" in capsys.readouterr().err
+    assert cli(*batch) == 0
+    answers = (tmp_path / "out.jsonl").read_text()
+    (tmp_path / "out.jsonl").write_text(answers + "edited by hand\n")
+    assert cli(*batch, "--overwrite", "--max-tokens", 2) == 2
+    assert (tmp_path / "out.job" / "journal").exists()
+    (tmp_path / "out.jsonl").unlink()
+    assert cli("jobs", "rm", tmp_path / "out.job") == 2, "the journal has the only copy"
+    (tmp_path / "out.jsonl").write_text(answers)
+    assert cli("jobs", "rm", tmp_path / "out.job") == 0
+    assert not (tmp_path / "out.job").exists()
+    assert (tmp_path / "out.jsonl").read_text() == answers
+    (tmp_path / "old.job").mkdir()
+    (tmp_path / "old.job" / "journal").write_text("of another version")
+    assert cli("jobs", "rm", tmp_path / "old.job") != 0
+    assert cli("jobs", "rm", tmp_path / "old.job", "--force") == 0
+    assert not (tmp_path / "old.job").exists()

@@ -20,7 +20,7 @@ from support.row_files import write_rows
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
-MOEDGE = [sys.executable, "-m", "moedge.cli"]
+MOEDGE = [sys.executable, "-m", "moedge"]
 
 
 @pytest.fixture
@@ -74,8 +74,9 @@ def test_m4_a_limit_that_is_too_small_is_a_refusal_and_not_a_kill(
 HOST = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError(HOST), torch.OutOfMemoryError("CUDA out of memory")], ids=repr
+    "error", [RuntimeError(HOST), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=repr
 )
 def test_m5_m6_memory_that_gives_out_in_a_pass_costs_no_row_and_changes_no_token(
     error: Exception, checkpoint: Callable[[str], Path], cli: Callable[..., int], rows: Path, tmp_path: Path,
@@ -188,6 +189,10 @@ def odd(locale: str, home: bool, umask: int, files: int, folder: Path) -> dict[s
     return {"env": kept, "preexec_fn": enter, "capture_output": True, "timeout": 120}
 
 
+@pytest.mark.sample(
+    "C-True-0-64", "C-False-63-1024", "tr_TR.UTF-8-True-0-1024", "tr_TR.UTF-8-False-63-64", "POSIX-True-63-64",
+    "POSIX-False-0-1024",
+)  # fmt: skip
 @pytest.mark.parametrize("surroundings", SURROUNDINGS, ids=lambda case: "-".join(map(str, case)))
 def test_k5_commands_work_in_odd_surroundings(surroundings: tuple[str, bool, int, int], tmp_path: Path) -> None:
     done = subprocess.run([*MOEDGE, "config", "show"], check=False, **odd(*surroundings, tmp_path))

@@ -26,10 +26,17 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
     return ran
 
 
-@pytest.mark.sample("minimum-qwen3_moe-nf4", "half-gpt_oss-int8", "all-llama-none")
+@pytest.mark.sample("minimum-qwen3_moe-nf4", "all-llama-none")
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("qwen3_moe", "nf4"), ("mixtral", "none"), ("gpt_oss", "int8"), ("granitemoe", "none"), ("llama", "none")],
+    [
+        ("qwen3_moe", "nf4"),
+        ("mixtral", "none"),
+        ("gpt_oss", "int8"),
+        ("granitemoe", "none"),
+        ("llama", "none"),
+        ("deepseek_v3", "int8"),
+    ],
 )
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0], ids=["all", "half", "minimum"])
 def test_tokens_are_those_of_the_processor(family: str, quant: str, share: float, case: Any, fakes: ModuleType) -> None:
@@ -56,6 +63,7 @@ def test_disk_host_and_device_work_as_three_tiers(
     assert (sum(plan.staging.placement.held_experts) > 0) == (ring_experts == 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("limit", [0, 16 << 20])
 def test_what_cannot_be_pinned_goes_through_a_ring(limit: int, case: Any, fakes: ModuleType) -> None:
     """Case M7 of the failure table: nothing may be pinned, or the rings and the beginning of the slab."""

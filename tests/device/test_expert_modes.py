@@ -29,7 +29,7 @@ SOME = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "tiers", "share", "mode", "hold"), SOME)
 def test_no_way_shows_in_the_tokens(
     family: str,

@@ -20,7 +20,7 @@ from moedge.runtime.kv.parking import ParkingMemory
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets, MemoryBudget
+from moedge.runtime.settings.budgets import LIBRARIES_NBYTES, Budgets
 from moedge.runtime.shape.model_shape import KVGroup
 from moedge.runtime.weights import streaming as lanes
 
@@ -33,6 +33,7 @@ def engine(case: Any, fake: Any) -> Any:
     return closing(load_engine(case.source, case.plan(fake.device, 0.0), None, fake.device))
 
 
+@pytest.mark.sample("pinned in part")
 @pytest.mark.parametrize("limit", [float("inf"), RING_NBYTES + (1 << 19)], ids=["all pinned", "pinned in part"])
 def test_swaps_never_cross_the_border_of_a_registration(
     limit: float, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +60,7 @@ def test_no_more_is_page_locked_than_the_machine_s_limit_allows(case: Any, fakes
     """The machine would give more; slab, rings and the ring for uploads share four fifths of what was measured."""
     tiny, fake = case("mixtral"), fakes.FakeDevice()
     found = Machine(Hardware("", 1, 1, (), ""), 1.0, pin=PinLimit(RING_NBYTES * 5 // 4 + 5 * MIB // 4, True))
-    tiers.MachineMemory(MemoryBudget(0), fake.device).limit_pins(found)
+    tiers.limit_pins(fake.device, found)
     with fake, engine(tiny, fake):
         assert 0 < fake.cuda.nbytes_pinned <= found.pin.usable
         assert fake.device.pins.taken == fake.cuda.nbytes_pinned

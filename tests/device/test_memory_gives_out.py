@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moedge.moe.streaming_mode import ExpertOptions, Mode
-from moedge.runtime.engine import oom_retry as replay
+from moedge.runtime.engine import engine as engine_module
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
 from moedge.runtime.plan.cost_model import CostModel
@@ -139,8 +139,8 @@ def test_m6_a_replay_that_loses_the_first_half_is_caught(
     case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests above."""
-    halves = replay.halves
-    monkeypatch.setattr(replay, "halves", lambda batch: halves(batch)[::-1])
+    halves = engine_module.halves
+    monkeypatch.setattr(engine_module, "halves", lambda batch: halves(batch)[::-1])
     tiny, fake = case("qwen3_moe"), fakes.FakeDevice()
     ended = run(tiny, fake, tiny.plan(fake.device, 0.8), refused=lambda number: number == 9)
     assert ended.tokens != tiny.run(tiny.plan(None)).tokens

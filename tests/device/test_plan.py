@@ -12,6 +12,7 @@ from moedge.runtime.settings.budgets import WITHOUT_KERNELS, DeviceBudget, Memor
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards, resident_nbytes
+from support.known_shapes import known_shape
 
 JOB = Workload(64, 200)
 ROOM = DeviceBudget(0, 100 << 20, 300 << 20)
@@ -111,3 +112,12 @@ def test_preempted_sequences_are_parked_in_what_host_memory_has_left(case: Any) 
     room = make_plan(shape, settings, MemoryBudget(staged + plan.kv_nbytes // 2, tight), job)
     assert 0 < sum(room.parked_blocks) <= sum(plan.kv_blocks) // 2
     assert sum(make_plan(shape, settings, MemoryBudget(staged, tight), job).parked_blocks) == 0
+
+
+def test_a_plan_for_a_gpu_says_that_torch_computes_latent_attention() -> None:
+    budget = MemoryBudget(64 << 30, replace(ROOM, nbytes=16 << 30, gpu=Gpu((8, 6), 28)))
+    plan = make_plan(known_shape("GLM-4.7-Flash"), Settings(quant="int4", kv="bf16"), budget, Workload(100, 600))
+    reason = "Triton's kernels do not compute latent attention"
+    assert (plan.attention, plan.stores_by_kernel) == ("torch", False)
+    assert plan.lacks == {"attention": reason, "cache": reason}
+    assert plan.kv_nbytes == sum(plan.kv_blocks) * plan.kv_block * 47 * 1152

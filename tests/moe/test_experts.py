@@ -13,8 +13,8 @@ from moedge.moe.expected_rows import padded_rows
 from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, ResidentExpert, mix_experts
 from moedge.moe.groups import ExpertGroups, combine, group_by_expert
 from moedge.moe.routing_stats import RoutingStats
-from moedge.quant.kernels.gates import recognise
 from moedge.quant.kernels.launch import Launch
+from moedge.quant.kernels.operands import recognise
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads

@@ -17,7 +17,7 @@ MIB = 1 << 20
 # Blocks of 64 KiB lie on the heap proper; every second one stays, so that its end cannot shrink.
 HOLES = """
 import sys
-from moedge.offload.heap import Heap
+from moedge.offload.memory import Heap
 from moedge.offload.memory import host_resident
 heap = Heap()
 before = host_resident()
@@ -33,7 +33,7 @@ PASSES = """
 import resource
 import sys
 import torch
-from moedge.offload.heap import Heap, keep_memory, return_memory
+from moedge.offload.memory import Heap, keep_memory, return_memory
 keep_memory() if sys.argv[1] == "keep" else return_memory()
 def work():
     for _ in range(8):

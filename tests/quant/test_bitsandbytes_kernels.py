@@ -59,6 +59,7 @@ def test_a_kernels_module_imported_before_is_hidden_and_then_there_again(monkeyp
     assert import_module("kernels") is present
 
 
+@pytest.mark.slow
 def test_without_our_loading_the_attempt_is_made(tmp_path: Path) -> None:
     calls, _, has_avx512bf16, _, _ = run("import bitsandbytes", tmp_path)
     if has_avx512bf16 == "False":

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from moedge.quant.kernels.gates import ACTIVATIONS, recognise
-from moedge.quant.kernels.operands import Gate
+from moedge.quant.kernels.operands import ACTIVATIONS, Gate, recognise
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

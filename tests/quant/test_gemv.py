@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moedge.quant.formats import int4
-from moedge.quant.matmul import gemv as gemv_max_rows
-from moedge.quant.matmul.gemv import MOST_ROWS, measure_gemv_max_rows
+from moedge.quant.matmul import matmul as gemv_max_rows
+from moedge.quant.matmul.matmul import MOST_GEMV_ROWS, measure_gemv_max_rows
 
 pytestmark = pytest.mark.numerics
 
@@ -21,7 +21,7 @@ def test_the_meeting_point_follows_the_times(name: str, monkeypatch: pytest.Monk
         assert measure_gemv_max_rows(name) == {}
         return
     threads = torch.get_num_threads()
-    for seconds, rows in (((2.0, 1.0), 8), ((1.0, 2.0), 32), ((1.0, 99.0), MOST_ROWS), ((99.0, 1.0), 1)):
+    for seconds, rows in (((2.0, 1.0), 8), ((1.0, 2.0), 32), ((1.0, 99.0), MOST_GEMV_ROWS), ((99.0, 1.0), 1)):
         times = iter(seconds)
         monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
         assert measure_gemv_max_rows(name) == {name: rows}

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant import tensor as chunks
-from moedge.quant.formats import int8
+from moedge.quant.formats import chunks, int8
 from moedge.quant.formats.format import FormatError
 from moedge.quant.tensor import pack
 

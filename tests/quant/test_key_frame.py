@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from moedge.quant.kv.codec import decode, encode
+from moedge.quant.kv.codec import KeyTransform, decode, encode, rotation
 from moedge.quant.kv.format import VECTOR_FORMATS
-from moedge.quant.kv.key_transform import KeyTransform, rotation
 
 pytestmark = pytest.mark.numerics
 

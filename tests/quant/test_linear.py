@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moedge.quant import scratch
 from moedge.quant.formats import int8
-from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError
+from moedge.quant.formats.format import ALIGNMENT, QUANT_FORMATS, FormatError
 from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.scratch import TILE, scratch_nbytes
@@ -15,7 +15,7 @@ from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
 pytestmark = pytest.mark.numerics
 
-NAMES = sorted(FORMATS)
+NAMES = sorted(QUANT_FORMATS)
 # Relative L2 error of a product against float64 over the same packed matrix: a few roundings of the dtype.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCES)

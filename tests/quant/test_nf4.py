@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant import tensor as chunks
-from moedge.quant.formats import bitsandbytes_kernels, nf4
+from moedge.quant.formats import bitsandbytes_kernels, chunks, nf4
 from moedge.quant.formats.format import FormatError
 from moedge.quant.tensor import PackedTensor, pack
 

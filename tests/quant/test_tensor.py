@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moedge.quant.formats.format import ALIGNMENT, FORMATS, FormatError, get_format
+from moedge.quant.formats.format import ALIGNMENT, QUANT_FORMATS, FormatError, get_format
 from moedge.quant.tensor import PackedTensor, pack, pack_into
 from support.packing_error import relative_error
 
-NAMES = sorted(FORMATS)
+NAMES = sorted(QUANT_FORMATS)
 
 
 def gaussian(num_rows: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -38,7 +38,13 @@ def check(source: ModelSource, plan: Plan, store: Path | None) -> dict[str, int]
 
 
 @pytest.mark.parametrize(
-    ("family", "quant", "kv"), [("qwen3_moe", "none", "fp32"), ("gpt_oss", "nf4", "int8"), ("llama", "int8", "bf16")]
+    ("family", "quant", "kv"),
+    [
+        ("qwen3_moe", "none", "fp32"),
+        ("gpt_oss", "nf4", "int8"),
+        ("llama", "int8", "bf16"),
+        ("glm4_moe_lite", "int8", "int4"),
+    ],
 )
 def test_arenas_take_what_the_plan_says(
     family: str, quant: str, kv: str, checkpoint: Callable[[str], Path], tmp_path: Path

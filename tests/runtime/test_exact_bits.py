@@ -77,6 +77,9 @@ def in_many_ways(
     [
         # The gate of its shared expert is one number a token.
         ("qwen2_moe", {}, ("fp32", "none", "fp32")),
+        ("deepseek_v3", UNEVEN, ("bf16", "int4", "int4")),
+        pytest.param("deepseek_v3", {}, ("fp32", "none", "fp32"), marks=pytest.mark.slow),
+        pytest.param("longcat_flash", {}, ("bf16", "none", "bf16"), marks=pytest.mark.slow),
         ("qwen2_moe", UNEVEN, ("fp32", "none", "fp32")),
         ("qwen3_moe", {}, ("bf16", "nf4", "int8")),
         ("gpt_oss", UNEVEN, ("fp32", "int8", "int4")),

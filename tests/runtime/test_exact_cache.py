@@ -22,6 +22,7 @@ from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.families import LATENT
 from moedge.runtime.source.model_source import ModelSource, open_source
 
 SHARED, NEW_TOKENS, SAMPLES = 70, 12, 2
@@ -133,7 +134,14 @@ CODED_VARIANTS = ("small passes", "tight, blocks of 16", "tight, no sharing", "t
 
 
 @pytest.mark.sample("qwen3_moe-fp32")
-@pytest.mark.parametrize(("family", "kv"), [("qwen3_moe", "fp32"), *(("gpt_oss", kv) for kv in ("fp32", *CODED))])
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        ("qwen3_moe", "fp32"),
+        *((family, kv) for family in ("gpt_oss", "deepseek_v3") for kv in ("fp32", *CODED)),
+        *((family, "fp32") for family in sorted(LATENT - {"deepseek_v3"})),
+    ],
+)
 def test_tokens_do_not_depend_on_the_cache(
     family: str, kv: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
 ) -> None:

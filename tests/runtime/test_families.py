@@ -11,18 +11,20 @@ from support.tiny_families import FEATURES
 
 
 # `make matrix ARGS=--quick` runs qwen3_moe and gpt_oss.
-@pytest.mark.sample("gemma3_text", "llama4_text")
+@pytest.mark.sample("llama4_text")
 @pytest.mark.parametrize("family", FEATURES)
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert run_family(family, tmp_path).failure == ""
 
 
+@pytest.mark.slow
 def test_without_its_own_lines_llama4_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: queries scaled by their place in the pass, as the stock module does it."""
     monkeypatch.setattr(attention_seam, "RESCALE", "no such attribute")
     assert "differ" in run_family("llama4_text", tmp_path).failure
 
 
+@pytest.mark.slow
 def test_a_chunk_taken_for_a_window_is_refused_or_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_seam, "_is_chunked", lambda module: False)
     assert "differ" in run_family("llama4_text", tmp_path).failure

@@ -7,8 +7,8 @@ import pytest
 
 from moedge.moe.expected_rows import expected_union
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.calibration.overheads import KINDS as MEASURED
-from moedge.runtime.calibration.overheads import LEAST_S, Timed, solve, streaming, timed_passes
+from moedge.runtime.calibration.pass_rates import LEAST_S, Timed, solve_overheads, streaming, timed_passes
+from moedge.runtime.calibration.pass_rates import PASS_KINDS as MEASURED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import MemoryBudget
@@ -32,19 +32,19 @@ def timed(tokens: int, sequences: int, streamed: bool, true: Overheads = TRUE) -
 
 def test_costs_are_recovered_and_arrivals_kept_apart() -> None:
     passes = [timed(*kind, streamed) for kind in KINDS for streamed in (False, True)]
-    assert astuple(solve(SHAPE, passes)) == pytest.approx(astuple(TRUE), rel=1e-4)
+    assert astuple(solve_overheads(SHAPE, passes)) == pytest.approx(astuple(TRUE), rel=1e-4)
 
 
 def test_what_streaming_costs_does_not_change_what_other_passes_cost() -> None:
     dear = replace(TRUE, arrival_s=1e-2)
-    found = solve(SHAPE, [timed(*kind, streamed, dear) for kind in KINDS for streamed in (False, True)])
+    found = solve_overheads(SHAPE, [timed(*kind, streamed, dear) for kind in KINDS for streamed in (False, True)])
     assert found.layer_s == pytest.approx(TRUE.layer_s, rel=1e-4)
 
 
 def test_a_cost_that_noise_made_negative_is_none() -> None:
     passes = [timed(*kind, streamed) for kind in KINDS for streamed in (False, True)]
     faster = [replace(one, seconds=one.seconds / 100) if one.streamed else one for one in passes]
-    assert solve(SHAPE, faster).arrival_s == LEAST_S
+    assert solve_overheads(SHAPE, faster).arrival_s == LEAST_S
 
 
 def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moedge.runtime.engine.metrics import Metrics
+from moedge.runtime.engine.engine import Metrics
 from moedge.runtime.jobs.eta import Eta, Work
 
 

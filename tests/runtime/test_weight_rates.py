@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moedge.quant.formats.format import FORMATS
+from moedge.quant.formats.format import QUANT_FORMATS
 from moedge.quant.matmul.matmul import ParallelMatmul
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.calibration import pass_rates as measuring
@@ -25,7 +25,7 @@ def test_every_format_and_row_count_has_a_rate_and_matrices_take_turns(monkeypat
 
     monkeypatch.setattr(ParallelMatmul, "linear", linear)
     rates = measuring.weight_rates()
-    assert set(rates) == {*FORMATS, measuring.INTEGER}
+    assert set(rates) == {*QUANT_FORMATS, measuring.INTEGER}
     assert {tuple(by_rows) for by_rows in rates.values()} == {(1, 8)}
     assert all(rate > 1e6 for by_rows in rates.values() for rate in by_rows.values())
     for before, after in pairwise(multiplied):

@@ -52,6 +52,20 @@ MIXTRAL = {
     "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336,
     "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": False, "sliding_window": None,
 }  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "intermediate_size": 18432, "vocab_size": 129280,
+    "max_position_embeddings": 163840, "tie_word_embeddings": False,
+}  # fmt: skip
+GLM_4_7_FLASH = {
+    "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1,
+    "moe_intermediate_size": 1536, "intermediate_size": 10240, "vocab_size": 154880,
+    "max_position_embeddings": 202752, "tie_word_embeddings": False,
+}  # fmt: skip
 GPT_OSS_20B = {
     "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
@@ -67,10 +81,11 @@ CONFIGS = {
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
 }
+LATENT_CONFIGS = {"DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
 
 
 def known_shape(name: str) -> ModelShape:
     """As it is worked out from the config, in bfloat16."""
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIGS[name]))
+        Path(folder, "config.json").write_text(json.dumps((CONFIGS | LATENT_CONFIGS)[name]))
         return shape_of_config(ModelConfig.read(Path(folder)))

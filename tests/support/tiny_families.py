@@ -14,16 +14,20 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None, "pad_token_id": None, "sliding_window": 16, "moe_intermediate_size": 64,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8,
     "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "shared_expert_intermediate_size": 64, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 48, "q_lora_rank": 40, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16, "v_head_dim": 20,
 }  # fmt: skip
 # What makes a family's features occur. None takes a size away, so that the family's own default holds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},
+    "axk1": {"num_key_value_heads": 4},
     "bitnet": {"hidden_act": "relu2"},
     "cohere": {"use_qk_norm": True, "logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0},
     "cohere2_moe": {"num_shared_experts": 1, "logit_scale": 2.0, "prefix_dense_intermediate_size": 64},
     "cwm": {"bos_token_id": 1},
+    "deepseek_v2": {"num_key_value_heads": 4, "q_lora_rank": None},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
     "dots1": {"n_shared_experts": 1, "max_window_layers": 2},
     "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_end_index": 3, "use_bias": True},
     "exaone4": {"sliding_window_pattern": 2},
@@ -39,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"num_hidden_layers": 7, "global_head_dim": 64, "pad_token_id": 0},
     "glm": {"pad_token_id": 0},
     "glm4": {"pad_token_id": 0},
+    "glm4_moe_lite": {"num_key_value_heads": 4, "v_head_dim": 48},
     "granite": {
         "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
     },
@@ -59,8 +64,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 16, "no_rope_layer_interval": 2, "floor_scale": 8, "attn_scale": 0.5,
         "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64,
     },
+    "longcat_flash": {
+        "num_key_value_heads": 4, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 64,
+        "zero_expert_num": 4, "head_dim": 16,
+    },
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
+    "minicpm3": {"num_key_value_heads": 4, "scale_depth": 1.4, "dim_model_base": 32},
     "olmoe": {"num_key_value_heads": 4, "clip_qkv": 2.0},
     "phi": {"qk_layernorm": True},
     "phi3": {"pad_token_id": 0},
@@ -69,10 +79,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen3_moe": {"norm_topk_prob": True},
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "youtu": {"num_key_value_heads": 4},
 }  # fmt: skip
 
 # One family for each thing that the seams meet; tests that cost more than a moment run these.
 FEATURES = (
+    "deepseek_v3",  # latents instead of keys and values, a matrix that is never quantized
     "gemma2",  # bounded scores
     "gemma3_text",  # windows in five of six layers, rotary settings by kind of layer
     "gemma4_text",  # heads of other sizes in some layers, an input of its own for every layer
@@ -81,6 +93,7 @@ FEATURES = (
     "laguna",  # another number of heads by layer, a gate on attention, renamed matrices
     "llama",  # nothing of all that
     "llama4_text",  # chunks, experts outside the interface, queries scaled by position
+    "longcat_flash",  # two attentions in a layer, experts that return their input
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
@@ -100,10 +113,15 @@ def tiny_config(family: str, **sizes: Any) -> Any:
 
 
 def stored_numel(model: Any) -> int:
-    """Elements of a model's checkpoint: parameters, tied ones once, and buffers that are kept."""
+    """Elements of a model's checkpoint: parameters, tied ones once, and buffers that are kept.
+
+    Without first matrices of experts that return their input, which no pass multiplies with.
+    """
+    idle = [one for one in model.modules() if hasattr(one, "zero_expert_num") and hasattr(one, "down_proj")]
+    unused = sum(one.gate_up_proj[one.num_routed_experts :].numel() for one in idle)
     kept = model.state_dict().keys()
     tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name in kept)]
-    return sum(tensor.numel() for tensor in tensors)
+    return sum(tensor.numel() for tensor in tensors) - unused
 
 
 def build_model(family: str, **sizes: Any) -> Any:

@@ -31,11 +31,15 @@ LINGER_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The end of a record in the journal: the byte after it, and how many rows had answers and errors by then."""
+    """The end of a record in the journal: the byte after it, and how many rows had answers and errors by then.
+
+    `continued` counts answers of cut rows that were replaced by then.
+    """
 
     end: int = 0
     ok: int = 0
     failed: int = 0
+    continued: int = 0
 
 
 class Committer:
@@ -267,6 +271,10 @@ class Journal:
     def retry(self, rows: Iterable[int]) -> None:
         self._append(Kind.RETRY, rows=list(rows))
 
+    def extend(self, **facts: Any) -> None:
+        """The input has grown at its end: `num_rows`, `input` and `endpoints` as in the first record."""
+        self._append_settled(Kind.EXTEND, **facts)
+
     def exported(self, **facts: Any) -> None:
         self._append_settled(Kind.EXPORT, **facts)
 
@@ -312,7 +320,7 @@ class Journal:
         self._records.raise_full()
 
     def _mark(self) -> Mark:
-        return Mark(self._records.end, self.state.counts.ok, self.state.counts.failed)
+        return Mark(self._records.end, self.state.counts.ok, self.state.counts.failed, self.state.num_continued)
 
 
 def _recover(path: Path, descriptor: int) -> tuple[JobState, JournalScan]:

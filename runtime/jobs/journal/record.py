@@ -10,18 +10,23 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
-VERSION = 1
+VERSION = 2
+# The reason in the stop record of a job whose every row has its answer.
+FINISHED = "finished"
 # What precedes a record's JSON: eight hex digits and a blank.
 HEAD_NBYTES = 9
 _DONE = re.compile(
     rb'\{"kind":"done","synced":\d+,"row":(\d+),"failed":(true|false),"tokens":\[(\d+),(\d+)\],'
-    rb'"input":"([0-9a-f]{16})","answer":'
+    rb'"input":"([0-9a-f]{16})","outcome":(\{[a-z0-9_":,]*\}),"cut":(\d+),"nbytes":(\d+),"answer":'
 )
+_CHOICES = b',"choices":'
 
 
 class Kind(StrEnum):
@@ -35,11 +40,28 @@ class Kind(StrEnum):
     RETRY = "retry"
     EXPORT = "export"
     CANCEL = "cancel"
+    EXTEND = "extend"
+
+
+@dataclass(frozen=True, slots=True)
+class CutChoice:
+    """What one choice of a cut row generated so far: enough to continue it as if it had never been cut.
+
+    `logprobs` is [token id, logprob, rank, [[token id, logprob], ...]] for each token, where the row asks for them.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One row's answer: `line` is what the output file gets, `input` the digest of the row's line."""
+    """One row's answer: `line` is what the output file gets, `input` the digest of the row's line.
+
+    `outcome` counts the finish reasons of an answer's choices; of an error it is the code, once. `cut` is the number of
+    tokens of the shortest choice that max_tokens ended, 0 for none. `choices` are those of a cut row, all of them; they
+    are empty for every other row, and in a record that was read without its line.
+    """
 
     row: int
     failed: bool
@@ -47,6 +69,9 @@ class Done:
     generated_tokens: int
     input: str
     line: str
+    outcome: Mapping[str, int] = field(default_factory=dict)
+    cut: int = 0
+    choices: tuple[CutChoice, ...] = ()
 
 
 def encode(kind: Kind, synced: int, content: Mapping[str, Any]) -> bytes:
@@ -57,11 +82,20 @@ def encode(kind: Kind, synced: int, content: Mapping[str, Any]) -> bytes:
 
 def encode_done(done: Done, synced: int) -> bytes:
     """Like `encode`, for an answer that is already encoded: its bytes are copied, not parsed."""
-    failed = "true" if done.failed else "false"
+    failed, outcome = "true" if done.failed else "false", json.dumps(dict(done.outcome), separators=(",", ":"))
     return (
         f'{{"kind":"done","synced":{synced},"row":{done.row},"failed":{failed},'
-        f'"tokens":[{done.prompt_tokens},{done.generated_tokens}],"input":"{done.input}","answer":{done.line}}}'
+        f'"tokens":[{done.prompt_tokens},{done.generated_tokens}],"input":"{done.input}","outcome":{outcome},'
+        f'"cut":{done.cut},"nbytes":{len(done.line)},"answer":{done.line}{_encode_choices(done.choices)}}}'
     ).encode("ascii")
+
+
+def _encode_choices(choices: tuple[CutChoice, ...]) -> str:
+    if not choices:
+        return ""
+    found = [{"token_ids": list(each.token_ids), "logprobs": list(each.logprobs)} for each in choices]
+    # Not JSON by the letter: the logprob of an impossible token is -Infinity.
+    return f"{_CHOICES.decode()}{json.dumps(found, separators=(',', ':'))}"
 
 
 def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
@@ -69,9 +103,33 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
     match = _DONE.match(payload)
     if match is None:
         return None
-    row, failed, prompt, generated, digest = match.groups()
-    line = payload[match.end() : -1].decode("ascii") if with_line else ""
-    return Done(int(row), failed == b"true", int(prompt), int(generated), digest.decode(), line)
+    row, failed, prompt, generated, digest, outcome, cut, nbytes = match.groups()
+    line, choices = "", tuple[CutChoice, ...]()
+    if with_line:
+        end = match.end() + int(nbytes)
+        line, choices = payload[match.end() : end].decode("ascii"), _decode_choices(payload[end:-1])
+    return Done(
+        int(row),
+        failed == b"true",
+        int(prompt),
+        int(generated),
+        digest.decode(),
+        line,
+        _outcome(outcome),
+        int(cut),
+        choices,
+    )
+
+
+def _decode_choices(rest: bytes) -> tuple[CutChoice, ...]:
+    found = json.loads(rest[len(_CHOICES) :]) if rest else ()
+    return tuple(CutChoice(each["token_ids"], each["logprobs"]) for each in found)
+
+
+@lru_cache(maxsize=256)
+def _outcome(text: bytes) -> Mapping[str, int]:
+    """Shared between records: most rows of a job have the same one."""
+    return MappingProxyType(json.loads(text))
 
 
 def chained(payload: bytes, previous: int) -> int:

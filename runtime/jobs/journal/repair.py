@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import BinaryIO
 from ....offload.atomic_file import AtomicFile, rename
 from ...settings.errors import BadJournal
 from .record import decode_done, frame, printed_crc, salvage
+
+_EXTENDS = re.compile(rb'\{"kind":"extend"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,8 @@ class Repaired:
 def repair(path: Path) -> Repaired:
     """Rewrites the journal from its intact records; the caller holds the lock of the job.
 
-    Only the first record and each row's last answer are kept: what processes did to each other is over. Raises
-    BadJournal if the first record is damaged, because it holds the request.
+    Only the first record, those that extend it, and each row's last answer are kept: what processes did to each other
+    is over. Raises BadJournal if the first record is damaged, because it holds the request.
     """
     with path.open("rb") as file:
         lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
@@ -58,7 +61,7 @@ def _last_answers(file: BinaryIO) -> dict[int, int]:
 def _kept(file: BinaryIO, last: dict[int, int]) -> Iterator[bytes]:
     for number, payload in enumerate(salvage(file)):
         done = decode_done(payload, with_line=False)
-        if number == 0 or (done is not None and last[done.row] == number):
+        if number == 0 or _EXTENDS.match(payload) or (done is not None and last[done.row] == number):
             yield payload
 
 

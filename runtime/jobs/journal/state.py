@@ -6,9 +6,11 @@ Applies records one by one, read or just written: both ways give the same state.
 from __future__ import annotations
 
 import json
+import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,12 +60,19 @@ class Suspicion:
 
 @dataclass(slots=True)
 class Counts:
-    """Rows that have answers and rows that have errors, and the tokens that both took."""
+    """Rows that have answers and rows that have errors, and the tokens that both took.
+
+    `cut` rows are answers or errors that max_tokens ended. `finish_reasons` counts the choices of answers by finish
+    reason, `codes` counts errors by code.
+    """
 
     ok: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cut: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
 
     @property
     def rows(self) -> int:
@@ -74,6 +83,12 @@ class Counts:
         self.failed += times * done.failed
         self.prompt_tokens += times * done.prompt_tokens
         self.generated_tokens += times * done.generated_tokens
+        self.cut += times * bool(done.cut)
+        outcomes = self.codes if done.failed else self.finish_reasons
+        for name, count in done.outcome.items():
+            outcomes[name] += times * count
+            if not outcomes[name]:
+                del outcomes[name]
 
 
 def replay(file: BinaryIO) -> tuple[JobState, JournalScan]:
@@ -111,7 +126,10 @@ class JobState:
         self.key_offsets: str | None = None
         self._started: set[int] = set()
         self._offsets = array("Q")
-        self._failed: set[int] = set()
+        # Codes are shared strings; of a cut row all but its line and its tokens is kept, because it can be replaced.
+        self._failed: dict[int, str] = {}
+        self._cut: dict[int, Done] = {}
+        self._num_continued = 0
 
     @property
     def num_rows(self) -> int:
@@ -128,7 +146,26 @@ class JobState:
 
     @property
     def failed_rows(self) -> list[int]:
-        return sorted(self._failed)
+        """Rows with an error that another run may answer; cut rows are continued instead."""
+        return sorted(self._failed.keys() - self._cut.keys())
+
+    @property
+    def num_continued(self) -> int:
+        """Answers of cut rows that were replaced by their continuation."""
+        return self._num_continued
+
+    def cut_rows(self, max_tokens: int) -> list[int]:
+        """Cut rows that have a cut choice with fewer than `max_tokens` tokens."""
+        return sorted(row for row, done in self._cut.items() if done.cut < max_tokens)
+
+    @property
+    def longest_cut(self) -> int:
+        """The most tokens after which a row was cut; 0 for none."""
+        return max((done.cut for done in self._cut.values()), default=0)
+
+    def cut_offset(self, row: int) -> int | None:
+        """Where the record of a cut row begins; None for every other row."""
+        return self._offsets[row] if row in self._cut else None
 
     def pending(self) -> Iterator[int]:
         """Rows without an answer, in the order of the input."""
@@ -162,6 +199,8 @@ class JobState:
             self.exported, self.export_is_current = record, True
         elif kind == Kind.CANCEL:
             self.cancelled = record
+        elif kind == Kind.EXTEND:
+            self._extend(record)
         else:
             raise OtherVersion(f"the journal has a record of kind {kind!r}, which this version does not know")
 
@@ -186,12 +225,15 @@ class JobState:
 
     def done(self, offset: int, done: Done) -> None:
         """Applies the record of an answer."""
-        if done.row >= len(self._offsets) or self._offsets[done.row]:
+        if done.row >= len(self._offsets) or (self._offsets[done.row] and done.row not in self._cut):
             raise BadJournal(f"row {done.row} has a second answer at byte {offset} of the journal")
+        self._forget_cut(done.row)
         self._offsets[done.row] = offset
         self.export_is_current = False
         if done.failed:
-            self._failed.add(done.row)
+            self._failed[done.row] = sys.intern(next(iter(done.outcome), ""))
+        if done.cut:
+            self._cut[done.row] = replace(done, line="", choices=())
         self.counts.add(done)
         self._started.discard(done.row)
         self.suspects.pop(done.row, None)
@@ -202,5 +244,21 @@ class JobState:
             if row not in self._failed:
                 raise BadJournal(f"row {row} is retried although it has not failed")
             self._offsets[row] = 0
-            self._failed.discard(row)
+            self.counts.codes[self._failed.pop(row)] -= 1
+        self.counts.codes += Counter()
         self.counts.failed -= len(rows)
+
+    def _forget_cut(self, row: int) -> None:
+        """Its answer is replaced by the continued one."""
+        if (before := self._cut.pop(row, None)) is not None:
+            self.counts.add(before, times=-1)
+            self._failed.pop(row, None)
+            self._num_continued += 1
+
+    def _extend(self, record: Mapping[str, Any]) -> None:
+        """The input has grown at its end: from here on it is the one that the record describes."""
+        more = record["num_rows"] - len(self._offsets)
+        if more < 0:
+            raise BadJournal(f"the input shrinks to {record['num_rows']} rows in the journal")
+        self._offsets.extend(array("Q", bytes(8 * more)))
+        self.opened = {**self.opened, **{name: record[name] for name in ("num_rows", "input", "endpoints")}}

@@ -19,7 +19,7 @@ from matrix.compiling import facts, rules, subjects, tritons
 
 # All that becomes code on the device, and what reads it.
 SOURCES = (
-    "quant/kernels/activation.py", "quant/kernels/grouped.py", "runtime/attention/kernels/paged.py",
+    "quant/kernels/grouped.py", "runtime/attention/kernels/paged.py",
     "runtime/attention/kernels/paged.py", "runtime/attention/kernels/paged.py", "runtime/attention/kernels/storing.py",
     "tests/matrix/compiling/facts.py",
 )  # fmt: skip

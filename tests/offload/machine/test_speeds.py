@@ -12,9 +12,7 @@ import torch
 
 from moedge.offload.machine import disk
 from moedge.offload.machine import link as link_module
-from moedge.offload.machine import measure as measuring
 from moedge.offload.machine.disk import measure_disk
-from moedge.offload.machine.hardware import find_hardware
 from moedge.offload.machine.link import FINEST_NBYTES, probe_pin_limit
 from moedge.offload.machine.profile import Disk, Link, PinLimit
 from moedge.offload.machine.timing import best_seconds, measure_memory, measure_rates
@@ -172,19 +170,6 @@ def test_a_probe_that_breaks_gives_back_what_it_held() -> None:
     with pytest.raises(RuntimeError, match="device lost"):
         probe_pin_limit(breaks, pins.unregister, 2 << 30)
     assert pins.held == {}
-
-
-def test_a_whole_machine_is_measured_within_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "measure_disk", lambda folder: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,)))
-    sizes: list[int] = []
-    monkeypatch.setattr(measuring, "measure_memory", lambda nbytes: sizes.append(nbytes) or 1e9)
-    hardware = find_hardware(tmp_path)
-    rates = {"none": {1: 1e9}}
-    machine = measuring.measure_machine(tmp_path / "new", hardware, lambda device: rates, most_nbytes=100 * MIB)
-    assert (machine.hardware, machine.flop_s, sizes) == (hardware, rates, [100 * MIB])
-    assert machine.torch == torch.__version__
-    assert machine.disk is not None
-    assert not (tmp_path / "new").exists()
 
 
 class Cuda:

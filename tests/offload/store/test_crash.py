@@ -247,6 +247,7 @@ def power_losses(
         yield folder, earlier
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", BEFORE)
 def test_losing_power_at_any_call_leaves_nothing_wrong(
     tmp_path: Path, reference: dict[str, bytes], before: Callable[[Path], None]
@@ -273,6 +274,7 @@ def test_without_synchronised_data_power_loss_would_leave_a_wrong_store(
     assert wrong > 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("before", BEFORE)
 def test_any_call_may_fail(

@@ -23,7 +23,7 @@ from moedge.runtime.jobs.job import Running
 from moedge.runtime.settings.errors import BadArgument, JobMismatch, OverBudget
 
 # What a command prints, and where; a caller has the objects themselves.
-PRESENTATION = {"summary", "progress", "output_format", "quiet", "explain", "as_json", "save", "job_dir"}
+PRESENTATION = {"summary", "progress", "output_format", "quiet", "explain", "as_json", "save", "job_dir", "verbose"}
 POSITIONAL = {"model", "input_file", "output"}
 
 
@@ -42,9 +42,10 @@ def test_the_arguments_are_the_options_of_the_commands() -> None:
     assert set(PlanOptions.__annotations__) == parameters(plan) | {"attention"}
     assert set(LLMOptions.__annotations__) >= parameters(batch) & set(BatchOptions.__annotations__) - {
         "max_tokens", "temperature", "plan", "lenient", "until", "max_rows", "max_failures", "accept_drift",
-        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs", *RowOptions.__annotations__,
+        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs", "overwrite", "partial",
+        *RowOptions.__annotations__,
     }  # fmt: skip
-    assert parameters(jobs.resume) - {"job", "failed"} <= set(BatchOptions.__annotations__)
+    assert parameters(jobs.resume) - {"job", "failed", "cut"} <= set(BatchOptions.__annotations__)
 
 
 def test_a_request_has_what_the_arguments_say() -> None:
@@ -52,7 +53,7 @@ def test_a_request_has_what_the_arguments_say() -> None:
         "m", "in", "out", ram=3 << 30, gpu_mem=0, disk="5GiB", disk_dir="/d", quant="int4", hold="lru", stream="all",
         max_tokens=7, temperature=0.5, seed=3, plan="p", lenient=True, until="07:00", max_rows=9, max_failures=4,
         accept_drift="kv", deterministic=True, reasoning_effort="low", max_thinking_tokens=8,
-        chat_template_kwargs={"enable_thinking": False},
+        chat_template_kwargs={"enable_thinking": False}, overwrite=True, partial=True,
     )  # fmt: skip
     assert (request.budgets.ram, request.budgets.gpu_mem, request.budgets.host_nbytes()) == (
         "3221225472B",
@@ -71,6 +72,7 @@ def test_a_request_has_what_the_arguments_say() -> None:
     assert "temperature" not in request.unset, "a temperature that is given is not the model's to set"
     assert "temperature" in batch_request("m", "in", "out").unset
     assert (request.limits.until, request.limits.max_rows, request.limits.max_failures) == ("07:00", 9, "4")
+    assert (request.resume.overwrite, request.follow) == (True, True)
     assert (request.plan, request.lenient, request.resume.drift) == (Path("p"), True, ("kv",))
     with pytest.raises(BadArgument, match="temperature must be at least 0; found -1"):
         batch_request("m", "in", "out", temperature=-1)
@@ -94,8 +96,10 @@ def test_a_job_stops_is_resumed_and_done_once(
         run_batch(model, rows, out, ram="3GiB", max_tokens=9, progress=False)
     done = run_batch(model, rows, out, ram="3GiB", progress=False)
     assert (done.rows.ok, done.rows.failed, done.tokens.generated) == (6, 0, 24)
+    assert (done.rows.cut, done.rows.finish_reasons, done.rows.errors) == (6, {"length": 6}, {})
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [str(index) for index in range(6)]
     assert run_batch(model, rows, out, ram="3GiB").rows.ok == 6, "a finished job is not run again"
+    assert run_batch(model, rows, out, ram="3GiB", max_tokens=9, overwrite=True, progress=False).rows.ok == 6
 
 
 def test_ctrl_c_keeps_what_was_answered(
@@ -152,12 +156,20 @@ def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(model), str(rows), str(out)], stderr=subprocess.DEVNULL
     )
-    journal = tmp_path / "out.job" / "journal"
+    kill_in_work(process, out)
+    assert_the_command_resumes(model, rows, out)
+
+
+def kill_in_work(process: subprocess.Popen[Any], out: Path) -> None:
+    journal = out.with_suffix(".job") / "journal"
     while process.poll() is None and not (journal.exists() and journal.stat().st_size > 8_000):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not out.exists()
+
+
+def assert_the_command_resumes(model: Path, rows: Path, out: Path) -> None:
     command = [sys.executable, "-m", "moedge", "batch", str(model), str(rows), "-o", str(out), "--ram", "3GiB"]
     resumed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr
@@ -166,3 +178,42 @@ def test_a_job_of_run_batch_is_killed_and_the_command_resumes_it(
     assert 0 < done < ROWS
     ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
     assert ids == [str(index) for index in range(ROWS)]
+
+
+ON_AN_LLM = """
+import sys
+from pathlib import Path
+from moedge.runtime.api import model
+from moedge import LLM
+
+model_folder, rows, first, second, loaded = sys.argv[1:]
+load = model.load_engine
+
+def counted(*given, **named):
+    with open(loaded, "a") as file:
+        file.write("loaded\\n")
+    return load(*given, **named)
+
+model.load_engine = counted
+with LLM(model_folder, ram="3GiB", max_sequences=8, max_model_len=128) as llm:
+    print(llm.run_batch(rows, first, max_rows=20, progress=False).rows.ok, flush=True)
+    llm.run_batch(rows, second, progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_on_an_llm_is_killed_and_the_command_resumes_it_and_weights_were_loaded_once(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, loaded = checkpoint("llama"), tmp_path / "loads"
+    first, out = tmp_path / "first.jsonl", tmp_path / "out.jsonl"
+    rows = write_rows(tmp_path / "in.jsonl", ROWS, max_tokens=20)
+    arguments = [sys.executable, "-c", ON_AN_LLM, *map(str, (model, rows, first, out, loaded))]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "20\n"
+    kill_in_work(process, out)
+    process.stdout.close()
+    assert loaded.read_text() == "loaded\n", "once for both jobs"
+    assert len((tmp_path / "first.partial.jsonl").read_text().splitlines()) == 20
+    assert_the_command_resumes(model, rows, out)

@@ -6,6 +6,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from moedge import LLM, MoedgeError, RequestOutput, SamplingParams, run_batch
 from moedge.runtime.api.options import LLMOptions
+from moedge.runtime.jobs.job import Running
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.settings.errors import BadArgument, DoesNotFit, EngineUnavailable, PromptError, SettingError
 
@@ -73,6 +75,56 @@ def test_a_list_and_a_file_of_the_same_prompts_get_the_same_samples(model: Path,
     assert [[each.token_ids for each in output.outputs] for output in outputs] == [
         [choice["token_ids"] for choice in choices] for choices in answers
     ]
+
+
+def test_files_are_answered_on_the_engine_that_is_loaded(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for caller in ("moedge.runtime.api.model", "moedge.runtime.jobs.job"):
+        for name in ("load_engine", "open_memory", "store_for"):
+            monkeypatch.setattr(f"{caller}.{name}", lambda *_, **__: pytest.fail("something is loaded again"))
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    common = {"max_tokens": 12, "return_token_ids": True}
+    lines = [{"prompt": ids, **common} for ids in token_prompts()] + [{"prompt": "Hello", "max_tokens": 300}]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stopped = llm.run_batch(rows, out, max_rows=3, progress=False)
+    assert (stopped.rows.total, out.exists()) == (3, False)
+    expected = tokens(llm.generate(token_prompts(), GREEDY, progress=False))
+    summary = llm.run_batch(rows, out, progress=False)
+    assert (summary.rows.ok, summary.rows.failed) == (len(LENGTHS), 1)
+    assert summary.tokens.generated == sum(map(len, expected))
+    assert (summary.seconds.load, summary.predicted.sequences is not None) == (0.0, True)
+    assert summary.memory.host is not None
+    assert 0 < (summary.memory.host.peak or 0) <= 3 << 30 == summary.memory.host.budget
+    assert [json.loads(line)["token_ids"] for line in out.read_text().splitlines()] == expected
+    [error] = map(json.loads, (tmp_path / "out.errors.jsonl").read_text().splitlines())
+    assert "to generate are more than the KV cache holds (200); give the job more memory (an LLM: a larger" in str(
+        error
+    )
+    assert llm.run_batch(rows, out, progress=False).rows.ok == len(LENGTHS), "a finished job is not run again"
+    assert tokens(llm.generate(token_prompts(), GREEDY, progress=False)) == expected
+    with pytest.raises(BadArgument, match="quant is not an option"):
+        llm.run_batch(rows, out, quant="int8")  # type: ignore[call-arg]
+
+
+def test_ctrl_c_in_a_job_leaves_the_llm_ready(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, out, why = tmp_path / "in.jsonl", tmp_path / "out.jsonl", Running._why_stop
+    rows.write_text("".join(json.dumps({"prompt": ids, "max_tokens": 4}) + "\n" for ids in token_prompts()))
+
+    def press(running: Running) -> str | None:
+        os.kill(os.getpid(), signal.SIGINT)
+        return why(running)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "_why_stop", press)
+        with pytest.raises(KeyboardInterrupt):
+            llm.run_batch(rows, out, progress=False)
+    assert not out.exists()
+    assert llm.run_batch(rows, out, progress=False).rows.ok == len(LENGTHS)
+    with closing(llm.stream("Hello there", GREEDY)) as pieces:
+        next(pieces)
+        with pytest.raises(EngineUnavailable, match="another call uses this LLM"):
+            llm.run_batch(rows, tmp_path / "other.jsonl")
 
 
 def test_n_answers_differ_and_are_counted(llm: LLM) -> None:
@@ -169,7 +221,7 @@ def test_other_arguments_that_make_no_sense_are_refused(model: Path, llm: LLM) -
         llm.chat([{"role": "robot", "content": "x"}])
     with pytest.raises(BadArgument, match="did you mean ram"):
         LLM(model, rams="1GiB")  # type: ignore[call-arg]
-    with pytest.raises(BadArgument, match="quant must be one of auto, none, int8, int4, nf4; found 'int3'"):
+    with pytest.raises(BadArgument, match="quant must be one of auto, none, int8, int4, nf4, mxfp4; found 'int3'"):
         LLM(model, quant="int3")  # type: ignore[arg-type]
     with pytest.raises(BadArgument, match="ram must be a number of bytes"):
         LLM(model, ram=1.5)  # type: ignore[arg-type]
@@ -255,18 +307,18 @@ def test_a_stream_ends_with_its_llm(model: Path) -> None:
 
 def interrupting(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """The third pass gets Ctrl-C this many times; returns the list that counts the passes that were completed."""
-    engine, passes = llm._engine.engine.engine, []
-    step = engine.step
+    retry, passes = llm._engine.engine.engine.split_retry, []
+    run = retry.run
 
-    def interrupted() -> Any:
+    def interrupted(batch: Any) -> Any:
         if len(passes) == 2:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-        finished = step()
+        samples = run(batch)
         passes.append(1)
-        return finished
+        return samples
 
-    monkeypatch.setattr(engine, "step", interrupted)
+    monkeypatch.setattr(retry, "run", interrupted)
     return passes
 
 

@@ -113,11 +113,12 @@ def blocks(page: str) -> list[str]:
 def test_every_example_of_a_page_runs(page: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     examples = blocks(page)
-    assert len(examples) == {"README.md": 1, "docs/python.md": 6}[page]
+    assert len(examples) == {"README.md": 1, "docs/python.md": 7}[page]
     shown = python("\n".join(examples), tmp_path)
     assert "In the beginning" in shown
     if page == "docs/python.md":
         assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+        assert all((tmp_path / f"{name}.answers.jsonl").exists() for name in ("one", "two"))
         assert "too little for this model" in shown
 
 

@@ -15,6 +15,7 @@ def test_auto_takes_the_best_that_can() -> None:
     assert choose_attention("auto", AttentionNeeds(SMALL, AMPERE)) == "triton"
     assert choose_attention("auto", AttentionNeeds(SMALL, BROKEN)) == "torch"
     assert choose_attention("auto", AttentionNeeds(LARGE, AMPERE)) == "torch"
+    assert choose_attention("auto", AttentionNeeds(SMALL, AMPERE, latent=True)) == "torch"
 
 
 def test_the_interpreter_is_for_who_asks_for_it() -> None:
@@ -29,6 +30,7 @@ def test_the_interpreter_is_for_who_asks_for_it() -> None:
         (AttentionNeeds(SMALL), "runs on NVIDIA GPUs, and this run computes on the CPU"),
         (AttentionNeeds(SMALL, BROKEN), "Triton is not installed"),
         (AttentionNeeds(LARGE, AMPERE), "at most 256 elements, this model's have 320"),
+        (AttentionNeeds(SMALL, AMPERE, latent=True), "Triton's kernels do not compute latent attention"),
     ],
 )
 def test_a_backend_that_is_asked_for_says_what_it_cannot_do(needs: AttentionNeeds, reason: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from moedge.offload.device import find_device
 from moedge.quant.formats import bitsandbytes_kernels
-from moedge.quant.formats.format import FORMATS
+from moedge.quant.formats.format import QUANT_FORMATS
 from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.matmul.matmul import ParallelMatmul
@@ -16,7 +16,7 @@ from moedge.runtime.doctor import kernels
 from moedge.runtime.doctor.finding import Verdict
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_every_format_s_product_is_right_here(name: str) -> None:
     assert kernels.product_error(name, "cpu") < kernels._TOLERANCE / 2
 

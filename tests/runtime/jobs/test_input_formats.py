@@ -5,10 +5,12 @@ import gzip
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 
 from moedge.offload.atomic_file import AtomicFile
 from moedge.runtime.jobs.folder import JobFolder, json_lines
@@ -28,7 +31,8 @@ from moedge.runtime.rows.reader import read_rows
 from moedge.runtime.rows.row import Defaults
 from moedge.runtime.rows.tables import InputFormat, convert, input_format
 from moedge.runtime.sampling.params import FinishReason
-from moedge.runtime.settings.errors import InputRefused, MissingExtra
+from moedge.runtime.settings import errors
+from moedge.runtime.settings.errors import InputRefused, MissingExtra, install_line
 
 ANSWERS = Answers("m", 0, lambda token_id: ("", None))
 # Where the process of a job finds tests/support.
@@ -235,10 +239,21 @@ def test_a_table_under_another_name_is_recognized(tmp_path: Path, text: str, kin
 def test_packages_of_extras_are_named_where_they_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(MissingExtra, match=r"moedge\[parquet\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*'pyarrow>=\d+'$"):
         converted(tmp_path, "parquet", b"PAR1")
-    with pytest.raises(MissingExtra, match=r"moedge\[zst\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*'zstandard>=[\d.]+'; or unpack"):
         converted(tmp_path, "csv", zstandard.compress(b"a"))
+
+
+def test_the_line_that_installs_an_extra_needs_no_index_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not there is installed by its own name, as pyproject.toml requires it, from a clone as from a wheel."""
+    declared = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    for extra in ("json", "parquet", "zst"):
+        (package,) = map(Requirement, declared["optional-dependencies"][extra])
+        monkeypatch.setattr(errors, "find_spec", lambda name: name)
+        assert shlex.split(install_line(extra)) == ["pip", "install", f"{package.name}{package.specifier}"]
+        monkeypatch.setattr(errors, "find_spec", lambda name: None)
+        assert install_line(extra).startswith(f"uv pip install --python {sys.executable} ")
 
 
 def test_a_table_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:

@@ -3,17 +3,15 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai.types import Completion as OpenAICompletion
-from openai.types.chat import ChatCompletion
 
-from moedge.runtime.rows.answer_formats import Answers, Completion
+from moedge.runtime.rows.answer_formats import Answers
 from moedge.runtime.rows.failure import ErrorCode, RowFailure, Severity
 from moedge.runtime.rows.row import Row
 from moedge.runtime.sampling.grammar import ANY_OBJECT
-from moedge.runtime.sampling.params import FinishReason
 from moedge.runtime.settings.errors import MissingExtra
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -84,17 +82,12 @@ def test_without_llguidance_the_job_does_not_start(chat: Make, monkeypatch: pyte
     assert isinstance(chat(response_format={"type": "text"}), Row)
 
 
-def test_json_that_was_cut_is_never_content(chat: Make, complete: Make, short: Make) -> None:
-    cut = Completion('{"a": 1', (1, 2), FinishReason.LENGTH, 3, cut=True)
-    form = {"type": "json_object"}
-    rows = chat(response_format=form), complete(response_format=form), short(prompt="a", response_format=form)
-    chatted, completed, brief = (
-        json.loads(Answers("m", 0, lambda token_id: ("", None)).answer(row, [cut])) for row in rows
-    )
-    choice = ChatCompletion.model_validate(chatted["response"]["body"]).choices[0]
-    assert (choice.message.content, choice.finish_reason) == (None, "length")
-    text = OpenAICompletion.model_validate(completed["response"]["body"]).choices[0]
-    assert (text.text, text.finish_reason) == ("", "length")
-    assert (brief["text"], brief["finish_reason"]) == (None, "length")
-    for answer in (chatted["response"]["body"]["choices"][0], completed["response"]["body"]["choices"][0], brief):
-        assert answer["partial"] == '{"a": 1'
+def test_an_error_carries_the_text_so_far_in_every_form(chat: Make, short: Make) -> None:
+    answers = Answers("m", 0, lambda token_id: ("", None))
+    failures = [row.failure(ErrorCode.INCOMPLETE_OUTPUT, "cut") for row in (chat(), short(prompt="a"))]
+    chatted, brief = (json.loads(answers.failure(replace(each, partial=('{"a": 1',)))) for each in failures)
+    assert chatted["response"]["status_code"] == 400
+    assert chatted["response"]["body"]["error"]["partial"] == '{"a": 1'
+    assert brief["error"] == {"code": "incomplete_output", "message": "cut", "param": None, "partial": '{"a": 1'}
+    assert json.loads(answers.failure(replace(failures[1], partial=("a", "b"))))["error"]["partial"] == ["a", "b"]
+    assert "partial" not in json.loads(answers.failure(failures[1]))["error"]

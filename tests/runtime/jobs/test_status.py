@@ -33,15 +33,15 @@ def status(folder: JobFolder) -> JobStatus:
 
 
 def test_the_batch_object_is_one_to_openais_own_types(folder: JobFolder, job: Job) -> None:
-    for state in ("in_progress", "completed"):
+    for state in ("expired", "completed"):
         found = json.loads(json.dumps(status(folder).batch_object()))
         batch = Batch.model_validate(found, strict=True)
         assert batch.status == state
         assert batch.request_counts is not None
-        assert batch.request_counts.completed + batch.request_counts.failed == (3 if state == "in_progress" else 10)
+        assert batch.request_counts.completed + batch.request_counts.failed == (3 if state == "expired" else 10)
         assert batch.usage is not None
         assert batch.usage.output_tokens > 0
-        assert batch.endpoint == "short"
+        assert batch.endpoint == "/v1/completions"
         job()
     assert found["output_file_id"].endswith("out.jsonl")
     assert found["error_file_id"].endswith("out.errors.jsonl")

@@ -33,7 +33,7 @@ from moedge.runtime.jobs.summary import (
 )
 
 SCHEMA = json_schema()
-FREE = ("model", "plan", "experts.modes", "weights.requested", "weights.packed")
+FREE = ("model", "plan", "rows.finish_reasons", "rows.errors", "experts.modes", "weights.requested", "weights.packed")
 
 
 def bare() -> RunSummary:

@@ -21,9 +21,8 @@ LINES = [
      "list": [1, "ä"]},
     {"id": "b", "error": {"code": "invalid_value", "message": "m", "param": "n"}, "label": None},
     {"id": "c", "choices": [{"text": t, "finish_reason": "stop"} for t in "de"], "usage": USAGE, "flag": True},
-    {"id": "x", "custom_id": "f", "response": {"body": {"choices": [
-        {"message": {"content": None}, "partial": "{", "finish_reason": "length"}],
-        "usage": USAGE, "metadata": {"k": 1}}}},
+    {"id": "x", "custom_id": "f", "response": {"body": {
+        "error": {"code": "incomplete_output", "message": "m", "partial": "{"}, "metadata": {"k": 1}}}},
 ]  # fmt: skip
 COLUMNS = ["id", "choice", "text", "partial", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
 OWN = ["label", "big", "list", "flag", "metadata"]
@@ -43,7 +42,7 @@ def test_a_csv_table_has_a_row_for_every_answer_and_error() -> None:
         ["b", "", "", "", "", "", "", "invalid_value: m", "", "", "", "", ""],
         ["c", "0", "d", "", "stop", "3", "4", "", "", "", "", "true", ""],
         ["c", "1", "e", "", "stop", "3", "4", "", "", "", "", "true", ""],
-        ["f", "", "", "{", "length", "3", "4", "", "", "", "", "", '{"k": 1}'],
+        ["f", "", "", "{", "", "", "", "incomplete_output: m", "", "", "", "", '{"k": 1}'],
     ]
 
 

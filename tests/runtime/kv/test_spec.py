@@ -4,6 +4,7 @@ import pytest
 
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.shape.model_shape import KVGroup
+from support.known_shapes import known_shape
 
 KIB = 1024
 # Layers, KV heads, head size; KiB per token over all layers with scales: two groups of a head in int4.
@@ -21,6 +22,21 @@ def test_bytes_per_token(name: str, block: int) -> None:
     group = KVGroup(tuple(range(layers)), heads, head_dim, None)
     for kv, kib in wanted.items():
         assert KVSpec(group, kv, block).token_nbytes / KIB == pytest.approx(kib, rel=0.01)
+
+
+# Elements per token and layer that DeepSeek-V2 (arXiv 2405.04434, table 1) gives for latent attention: the latent's and
+# the rotated key's. Bytes per token in 8 bits with two scales of 16 bits, in 4 bits with two groups of the latent.
+LATENT = {"bf16": (512 + 64) * 2, "int8": 512 + 2 + 64 + 2, "int4": 256 + 8 + 64 + 2}
+
+
+@pytest.mark.parametrize(("name", "layers", "parameters"), [("DeepSeek-V3", 61, 671e9), ("GLM-4.7-Flash", 47, 30e9)])
+def test_bytes_per_token_of_latents(name: str, layers: int, parameters: float) -> None:
+    shape = known_shape(name)
+    assert shape.parameters == pytest.approx(parameters, rel=0.01)
+    (group,) = shape.kv_groups
+    for kv, nbytes in LATENT.items():
+        assert KVSpec(group, kv).token_nbytes == layers * nbytes
+    assert KVSpec(group, "bf16").record_nbytes == 32 * 1152
 
 
 @pytest.mark.parametrize(("kv", "share"), [("bf16", 0), ("int8", 2 / 130), ("int4", 8 / 72)])

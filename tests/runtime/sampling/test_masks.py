@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.sampling.adjust import TokenMasks, forbid
 from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sampling.sampler import Sampler
+from moedge.runtime.sampling.sampler import Sampler, TokenMasks, forbid
 
 VOCAB = 300
 

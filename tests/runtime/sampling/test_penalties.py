@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from moedge.runtime.sampling.adjust import penalise
 from moedge.runtime.sampling.draw import Draw, TokenHistory
 from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.sampling.sampler import penalise
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=25)

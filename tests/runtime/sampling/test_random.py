@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedge.runtime.sampling.random import philox, uniform
+from moedge.runtime.sampling.draw import philox, uniform
 
 WORDS = st.integers(0, 2**32 - 1)
 INT64 = st.integers(0, 2**64 - 1)

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory
+from moedge.runtime.sampling.draw import NO_TOKEN, Draw, TokenHistory, uniform
 from moedge.runtime.sampling.params import SamplingParams
-from moedge.runtime.sampling.random import uniform
 from moedge.runtime.sampling.sampler import BYTES_PER_LOGIT, Sampler
 
 pytestmark = pytest.mark.numerics
@@ -230,6 +229,6 @@ def test_temporaries_stay_within_the_scratch(filters):
 
 
 def test_settings_limits_history_and_random_numbers_need_no_torch():
-    modules = ", ".join(f"moedge.runtime.sampling.{name}" for name in ("params", "random", "draw"))
+    modules = ", ".join(f"moedge.runtime.sampling.{name}" for name in ("params", "draw"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -35,7 +35,7 @@ INERT = {
     "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "transformers_version", "use_cache", "embd_pdrop",
     "embedding_dropout", "hidden_dropout", "input_jitter_noise", "mtp_layer_types", "mtp_mlp_layer_types",
-    "resid_pdrop", "residual_dropout",
+    "resid_pdrop", "residual_dropout", "embedding_initializer_range",
 }  # fmt: skip
 
 

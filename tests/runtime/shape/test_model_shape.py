@@ -20,6 +20,7 @@ from moedge.runtime.model.definition import define
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import MOE, SUPPORTED
+from moedge.runtime.shape.formula import shape_of_config
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
@@ -56,8 +57,48 @@ def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     check_heads(shape, layers)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_moe"])
+def test_shapes_worked_out_from_a_config_are_those_of_the_files(family: str, checkpoint: Callable[[str], Path]) -> None:
+    found, wanted = shape_of_config(ModelConfig.read(checkpoint(family)), "float32"), read(checkpoint(family))
+    assert found == wanted
+    unpacked = [matrix.name for layer in wanted.layers for matrix in layer.dense if matrix.unpacked]
+    assert unpacked == (["self_attn.kv_b_proj"] * len(wanted.layers) if wanted.kv_groups[0].is_latent else [])
+
+
+def test_a_checkpoint_that_calls_itself_kimi_k2_is_deepseek_v3(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("deepseek_v3"), tmp_path / "kimi")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "kimi_k2"}))
+    assert read(folder) == read(checkpoint("deepseek_v3"))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"])
+def test_sparse_indexers_are_refused_by_name(family: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"model type '{family}' has sparse attention: its indexer chooses"):
+        ModelConfig({"model_type": family})
+
+
+def test_a_transformers_that_expands_before_it_caches_is_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
+    with pytest.raises(UnsupportedModel, match="caches what it expands from the latents of deepseek_v3"):
+        define(ModelConfig.read(checkpoint("deepseek_v3")), torch.float32)
+
+
 def check_heads(shape: ModelShape, layers: Any) -> None:
+    modules = [one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv")]
     for group in shape.kv_groups:
+        if group.is_latent:
+            assert [modules[index].layer_idx for index in group.layers] == list(group.layers)
+            assert len(modules) == len(group.layers)
+            sizes = {(one.kv_lora_rank, one.qk_rope_head_dim, one.num_heads) for one in modules}
+            assert sizes == {(group.head_dim, group.rope_dim, group.query_heads)}
+            continue
         for index in group.layers:
             attention = layers[index].self_attn
             assert group.head_dim == max(attention.head_dim, getattr(attention, "v_head_dim", 0))
@@ -108,7 +149,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "deepseek_v32"}, "sparse attention"),
         ({"model_type": "qwen3_next"}, "recurrent"),
         ({"model_type": "no_such_model"}, "not supported"),
         ({"model_type": 7}, "not supported"),
@@ -118,7 +159,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"hidden_size": -4}, "hidden_size"),
         ({"num_local_experts": "8"}, "num_local_experts"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "already quantized"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "'aqlm', which is not read"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"num_hidden_layers": 5}, "5 layers"),
     ],

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.runtime.engine.engine import Engine
-from moedge.runtime.engine.mask_thread import MaskThread
+from moedge.runtime.engine.engine import Engine, MaskThread
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.sampling.grammar import ANY_OBJECT, Grammars, GrammarState
 from moedge.runtime.sampling.params import SamplingParams

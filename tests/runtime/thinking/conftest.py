@@ -1,7 +1,8 @@
 """Small tokenizers with the marks and templates of thinking models, and engines whose answers are written here."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.engine import Engine
 from moedge.runtime.engine.scheduler import PassLimits, Scheduler
 from moedge.runtime.jobs.encode import RowEncoder
-from moedge.runtime.jobs.journal.record import Done
+from moedge.runtime.jobs.journal.record import CutChoice, Done
 from moedge.runtime.jobs.run import RowRunner
 from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
@@ -115,10 +116,10 @@ class ScriptedModel:
 
 
 class Rows:
-    """A source of rows, and a journal of their answers."""
+    """A source of rows, and a journal of their answers; `before` has those of cut rows, which are continued."""
 
-    def __init__(self, rows: list[Row]) -> None:
-        self.waiting, self.lines = list(rows), dict[int, dict[str, Any]]()
+    def __init__(self, rows: list[Row], before: Mapping[int, Done]) -> None:
+        self.waiting, self.found, self.before = list(rows), dict[int, Done](), before
 
     @property
     def exhausted(self) -> bool:
@@ -128,6 +129,9 @@ class Rows:
         taken, self.waiting = self.waiting[:most], self.waiting[most:]
         return taken
 
+    def partial(self, row: int) -> tuple[CutChoice, ...]:
+        return self.before[row].choices if row in self.before else ()
+
     def digest(self, row: int) -> str:
         return ""
 
@@ -135,7 +139,7 @@ class Rows:
         pass
 
     def done(self, *done: Done) -> None:
-        self.lines.update((each.row, json.loads(each.line)) for each in done)
+        self.found.update((each.row, each) for each in done)
 
 
 Load = Callable[[str], Tokenizer]
@@ -147,9 +151,12 @@ def answer(load: Load) -> Answer:
     """`answer(name, [(row, script), ...])` is a job of these rows, with the model that wants these scripts.
 
     A row is the body of a chat line; its script is text, marks included, and a model without one answers with noise.
+    With `cut`, every answer is cut after so many tokens at first, and then continued.
     """
 
-    def run(name: str, asked: list[tuple[dict[str, Any], str]], blocks: int = 400, sequences: int = 16) -> Any:
+    def run(
+        name: str, asked: list[tuple[dict[str, Any], str]], blocks: int = 400, sequences: int = 16, cut: int = 0
+    ) -> Any:
         tokenizer, lines = load(name), []
         for index, (body, _) in enumerate(asked):
             url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -164,13 +171,21 @@ def answer(load: Load) -> Answer:
             choices = encoder.encode(row)  # type: ignore[arg-type]
             if not isinstance(choices, RowFailure):
                 scripts[tuple(choices[0][0])] = backend.encode(script, add_special_tokens=False).ids
-        source = Rows(rows)  # type: ignore[arg-type]
-        cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", 16), blocks)])
-        engine = Engine(ScriptedModel(vocab, scripts), Scheduler(PassLimits(64, sequences), cache), Sampler())
-        runner = RowRunner(engine, encoder, Answers("m", 0, tokenizer.token_text), source, source)  # type: ignore[arg-type]
-        for _ in runner.passes():
-            pass
-        engine.close()
-        return [source.lines[index]["response"]["body"] for index in range(len(asked))]
+
+        def passed(rows: list[Any], before: Mapping[int, Done]) -> dict[int, Done]:
+            source = Rows(rows, before)
+            cache = KVCache([KVPool(KVSpec(KVGroup((0,), 1, 2, None), "fp32", 16), blocks)])
+            engine = Engine(ScriptedModel(vocab, scripts), Scheduler(PassLimits(64, sequences), cache), Sampler())
+            runner = RowRunner(engine, encoder, Answers("m", 0, tokenizer.token_text), source, source)  # type: ignore[arg-type]
+            for _ in runner.passes():
+                pass
+            engine.close()
+            return source.found
+
+        found: dict[int, Done] = {}
+        if cut:
+            found = passed([replace(row, params=replace(row.params, max_tokens=cut)) for row in rows], {})  # type: ignore[type-var, union-attr]
+        found |= passed([row for row in rows if not found or found[row.index].cut], found)
+        return [json.loads(found[index].line)["response"]["body"] for index in range(len(asked))]
 
     return run

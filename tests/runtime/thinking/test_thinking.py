@@ -133,6 +133,7 @@ def test_an_answer_does_not_depend_on_its_batch(answer: Answer, template: str, r
     # With few blocks sequences wait or are preempted, with one at a time most of them wait.
     tight, alone = answer(template, asked, blocks=60), answer(template, asked, sequences=1)
     assert together == tight == alone
+    assert answer(template, asked, cut=7) == together, "cut in the reasoning or behind it, and continued"
     limited = [body for row, body in zip(rows, together, strict=True) if row.get("max_thinking_tokens") == 3]
     assert all(parts(body)[0] is not None for body in limited)
 

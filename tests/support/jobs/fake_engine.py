@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moedge.runtime.engine.metrics import Metrics
+from moedge.runtime.engine.engine import Metrics
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import request as requests
@@ -22,6 +22,7 @@ from moedge.runtime.jobs.job import Measured
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked, Ended
 from moedge.runtime.jobs.summary import summarise_rows
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import KVGroup
 
 CONTEXT, LIVE = 4096, 32
@@ -50,6 +51,9 @@ class FakeTokenizer:
     @contextmanager
     def load(cls, folder: Path, now: Any) -> Iterator[FakeTokenizer]:
         yield cls()
+
+    def dated(self, now: Any) -> Any:
+        return self.load(Path(), now)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -120,32 +124,62 @@ def next_token(sequence: Sequence) -> int:
     return (sum(sequence.prompt_ids) + 31 * len(sequence.output_ids) + sequence.params.seed) % 251
 
 
+def fake_source(name: str) -> Any:
+    shape = SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),))
+    return SimpleNamespace(
+        name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
+    )
+
+
+def fake_plan(settings: Settings) -> Any:
+    chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
+    chosen["deterministic"] = settings.deterministic
+    plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
+    told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
+    request = SimpleNamespace(profile=None, costs=SimpleNamespace(rates=SimpleNamespace(measured=False)))
+    return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
+
+
+def fake_loaded(engine: FakeEngine, key_offsets: Any = None, close: Callable[[], None] = lambda: None) -> Any:
+    ledger = SimpleNamespace(over_budget=[], check=lambda: None)
+    ledger.measure = lambda: ledger
+    return SimpleNamespace(
+        engine=engine,
+        streamed=None,
+        start_counting=engine.start_counting,
+        close=close,
+        key_offsets=key_offsets,
+        ledger=ledger,
+    )
+
+
+def given_model(engine: FakeEngine, close: Callable[[], None]) -> Any:
+    """A model that a job is given, ready for its first pass; `close` is called by whoever closes its engine."""
+    chosen = fake_plan(Settings())
+    return SimpleNamespace(
+        source=fake_source("fake"),
+        tokenizer=FakeTokenizer(),
+        memory=None,
+        chosen=chosen,
+        policy=SimpleNamespace(plan=chosen.plan, applied=[]),
+        engine=fake_loaded(engine, close=close),
+        longest=CONTEXT,
+    )
+
+
 def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, object], None] = setattr) -> None:
     """Puts the fakes where a batch job looks for a model; `setattr` may be one that is undone later."""
 
     @contextmanager
     def open_source(name: str) -> Iterator[SimpleNamespace]:
-        shape = SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),))
-        yield SimpleNamespace(
-            name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
-        )
+        yield fake_source(name)
 
-    def plan_job(source: Any, settings: Any, *_: Any) -> SimpleNamespace:
-        chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
-        chosen["deterministic"] = settings.deterministic
-        plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
-        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
-        request = SimpleNamespace(profile=None, costs=SimpleNamespace(rates=SimpleNamespace(measured=False)))
-        return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
-
-    def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
-        ledger = SimpleNamespace(over_budget=[])
-        return SimpleNamespace(
-            engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
-        )
+    def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> Any:
+        return fake_loaded(engine(), key_offsets)
 
     setattr(sessions, "open_source", open_source)
-    setattr(states, "plan_job", plan_job)
+    setattr(states, "plan_job", lambda source, settings, *_: fake_plan(settings))
+    setattr(states, "with_workload", lambda chosen, plan, workload: chosen)
     setattr(states, "load_engine", load_engine)
     setattr(states, "load_with_fallback", lambda load, policy: load(policy.plan))
     setattr(states, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, applied=[]))

@@ -21,8 +21,7 @@ from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
-from moedge.quant.kernels.product import GroupedProduct
-from moedge.quant.kernels.warm_up import warm_up_launches
+from moedge.quant.kernels.product import GroupedProduct, warm_up_launches
 from moedge.quant.tensor import PackedTensor
 from moedge.runtime.attention.triton_backend import TritonAttention
 from moedge.runtime.engine.batch import pack

@@ -128,12 +128,13 @@ def test_j4_without_the_repair_the_next_record_would_be_lost(tmp_path: Path, mon
     assert 30 not in answers(path)
 
 
-def test_j5_damage_in_the_middle_is_refused_and_no_wrong_answer_ever_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", [500, pytest.param(4000, marks=pytest.mark.slow)])
+def test_j5_damage_in_the_middle_is_refused_and_no_wrong_answer_ever_accepted(trials: int, tmp_path: Path) -> None:
     whole = write(tmp_path / "whole").read_bytes()
     right = answers(tmp_path / "whole")
     path, generator = tmp_path / "journal", random.Random(5)
     refused = repaired = 0
-    for trial in range(2000):
+    for trial in range(trials):
         damaged = bytearray(whole)
         damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
@@ -152,8 +153,8 @@ def test_j5_damage_in_the_middle_is_refused_and_no_wrong_answer_ever_accepted(tm
         # Only the tail may be given up: nobody was told yet that it is on disk.
         assert scan.torn_nbytes < 600
         assert answers(path).items() <= right.items()
-    assert refused > 1800
-    assert repaired > 150
+    assert refused > 0.9 * trials
+    assert repaired > 0.075 * trials
 
 
 def repair_keeps_only_right(path: Path, right: dict[int, Done]) -> bool:
@@ -254,11 +255,11 @@ def test_j15_a_slow_disk_delays_what_counts_and_nothing_else(tmp_path: Path, mon
 
 def test_j17_a_journal_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": 2, "num_rows": 1}), 0))
-    with pytest.raises(OtherVersion, match="version 2, this moedge writes 1"):
+    path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": 3, "num_rows": 1}), 0))
+    with pytest.raises(OtherVersion, match="version 3, this moedge writes 2"):
         Journal(path)
     state = JobState()
-    state.apply(0, encode(Kind.OPEN, 0, {"version": 1, "num_rows": 1}))
+    state.apply(0, encode(Kind.OPEN, 0, {"version": 2, "num_rows": 1}))
     with pytest.raises(OtherVersion, match="'dance'"):
         state.apply(1, b'{"kind":"dance","synced":0}')
 

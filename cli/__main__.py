@@ -1,5 +1,0 @@
-"""`python -m moedge.cli` is the command `moedge`."""
-
-from .main import main
-
-main()

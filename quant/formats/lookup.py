@@ -1,0 +1,43 @@
+"""4-bit codes, row after row, as indices into 16 values: both codes of a byte are looked up at once."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunks import chunks_of
+
+
+class Values(NamedTuple):
+    """The 16 values of codes, and whether the first of two codes is in the high bits of its byte."""
+
+    numbers: tuple[float, ...]
+    high_first: bool = False
+
+
+def unpack(codes: Tensor, values: Values, scale: Tensor, out: Tensor, zero: Tensor | None = None) -> None:
+    """Writes value(code) * scale + zero, computed in float32, into `out` [n, K].
+
+    `codes` are uint8 [n, K/2], scale and zero float32 [n, K/group].
+    """
+    table = _pairs(values, out.device)
+    for rows in chunks_of(out):
+        levels = table.index_select(0, codes[rows].int().view(-1)).view(torch.float32)
+        groups = levels.view(*scale[rows].shape, -1)
+        # A number for each weight: multiplying by one number a group would start a loop for every group.
+        groups.mul_(scale[rows].unsqueeze(2).expand_as(groups).contiguous())
+        if zero is not None:
+            groups.add_(zero[rows].unsqueeze(2).expand_as(groups).contiguous())
+        out[rows].copy_(levels.view(-1, out.shape[1]))
+
+
+@cache
+def _pairs(values: Values, device: torch.device) -> Tensor:
+    """For every byte of codes both values, float32, as the bits of one int64 [256]."""
+    numbers = torch.tensor(values.numbers, device=device)
+    high, low = torch.cartesian_prod(numbers, numbers).unbind(1)
+    both = (high, low) if values.high_first else (low, high)
+    return torch.stack(both, 1).view(torch.int64).view(-1)

@@ -1,0 +1,159 @@
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) over a cache of latents and rotated keys.
+
+Prompts expand the latents that they attend to, some heads at a time. Decode uses the absorbed form: queries and sums of
+latents are multiplied with the two parts of the matrix that makes keys and values, so that all heads read one latent
+per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from ...offload.machine.hardware import num_workers
+from ...quant.matmul.thread_pool import WorkerPool
+from ..engine.batch import Batch, Chunk
+from ..kv.cache import KVCache, LayerIndex
+from ..kv.pool import KVPool
+from ..settings.errors import UnsupportedModel
+from .choice import EXPANDED_NBYTES
+from .decode import Decoder, Query, Stored
+from .decode_plan import DecodePlan, DecodePlanCache
+from .dense import attend_fresh, attend_rows, visibility
+from .pass_pages import PassSlots
+from .protocol import AttentionCall, LatentWeights, check_reach, is_causal_prefill
+from .torch_backend import CacheReader, key_range, row_tiles
+
+
+class LatentAttention:
+    """The backend of models whose layers all cache latents, in torch on any device.
+
+    `tiled` computes every row in the absorbed form, in tiles aligned to positions in the sequence: the bits of a
+    token's result then depend neither on its chunk nor on the batch, and a generated token expands nothing.
+    """
+
+    def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu") -> None:
+        self.cache = cache
+        self.tiled = tiled
+        # The chunks of prompts that expanded latents so far, and the tokens that used the absorbed form.
+        self.num_expanded = 0
+        self.num_absorbed = 0
+        self._reader = CacheReader(cache, dtype, device)
+        self._slots = PassSlots(cache, device)
+        # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
+        workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
+        self._plans = DecodePlanCache(cache, workers.size, dtype.itemsize, device)
+        self._decoder = Decoder(workers, dtype, device)
+
+    def attend(
+        self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Stores latents k [T, 1, R] and rotated keys v [T, 1, P]; q [T, Hq, N + P] -> [T, Hq, V]."""
+        layer_index, weights = self.cache.layer_indices[call.layer], _weights(call)
+        pool, slots = self.cache.pools[layer_index.group], self._slots.of(batch, layer_index.group)
+        check_reach(call, pool.spec.group)
+        pool.write(layer_index.index, slots.block_ids, slots.offsets, k, v)
+        out = q.new_empty(*q.shape[:2], weights.value_rows)
+        for chunk in batch.chunks:
+            rows = slice(chunk.begin, chunk.end)
+            if self.tiled:
+                self._absorbed_rows(call, layer_index, chunk, q[rows], out[rows])
+            elif is_causal_prefill(call, chunk):
+                stored = pool.as_stored(layer_index.index, k[rows], v[rows])
+                self._expanded(call, layer_index, chunk, q[rows], stored, out[rows])
+            elif chunk.count > 1:
+                blocks, end = chunk.sequence.table.blocks[layer_index.group], chunk.past + chunk.count
+                low = call.first_visible(chunk.past)
+                past = self._reader.read(layer_index, blocks, low, end, end)
+                self._expanded(call, layer_index, chunk, q[rows], (past[0][0, :, None], past[1][0, :, None]), out[rows])
+        if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
+            self._decode(call, layer_index, q, self._plans.of(call, layer_index.group, slots, q.shape[1]), out)
+        return out
+
+    def _expanded(
+        self,
+        call: AttentionCall,
+        layer_index: LayerIndex,
+        chunk: Chunk,
+        q: torch.Tensor,
+        stored: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Fills out [n, Hq, V] for the n rows q of a chunk; `stored` are the latents and rotated keys that it sees."""
+        self.num_expanded += 1
+        weights, pool = _weights(call), self.cache.pools[layer_index.group]
+        latents = pool.restored(layer_index.index, stored[0]).to(q.dtype).squeeze(1)
+        rotated = stored[1].to(q.dtype).squeeze(1)
+        end, fresh = chunk.past + chunk.count, is_causal_prefill(call, chunk)
+        for heads in _head_runs(weights, len(latents), q.shape[-1] * q.itemsize):
+            keys, values = weights.expand(latents, rotated, heads)
+            # Only heads of equal length have a kernel that keeps no scores.
+            width = max(keys.shape[-1], values.shape[-1])
+            mine, keys, values = (_widen(x, width) for x in (q[:, heads], keys, values))
+            if fresh:
+                out[:, heads] = attend_fresh(call, mine, keys, values)[..., : weights.value_rows]
+                continue
+            keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+            for begin, last in row_tiles(chunk, aligned=False):
+                rows = slice(begin - chunk.past, last - chunk.past)
+                mask = visibility(call, range(begin, last), range(end - len(latents), end), keys)
+                result = attend_rows(call, mine[rows], keys, values, mask)
+                out[rows, heads] = result[..., : weights.value_rows]
+
+    def _absorbed_rows(
+        self, call: AttentionCall, layer_index: LayerIndex, chunk: Chunk, q: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Fills out [n, Hq, V] for the n rows q of one chunk, in aligned tiles of rows and keys."""
+        self.num_absorbed += chunk.count
+        weights, pool = _weights(call), self.cache.pools[layer_index.group]
+        blocks = chunk.sequence.table.blocks[layer_index.group]
+        for begin, end in row_tiles(chunk, aligned=True):
+            # These are positions in the sequence; rows of the tile that are outside the chunk are computed as zeros.
+            first, last = max(begin, chunk.past), min(end, chunk.past + chunk.count)
+            rows = slice(first - chunk.past, last - chunk.past)
+            tile = F.pad(q[rows], (0, 0, 0, 0, first - begin, end - last))
+            low, high = key_range(call, begin, end, tiled=True)
+            latents, rotated = self._reader.read(layer_index, blocks, low, high, last)
+            # Latents are values too; the columns behind them cost less than another copy.
+            keys = torch.cat([latents, rotated], -1)
+            mask = visibility(call, range(begin, end), range(low, high), keys)
+            sums = attend_rows(call, _absorbed(weights, pool, tile), keys, keys, mask)[..., : latents.shape[-1]]
+            values = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
+            out[rows] = values[first - begin : last - begin]
+
+    def _decode(
+        self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor
+    ) -> None:
+        """Fills the rows of `out` that are chunks of one token."""
+        self.num_absorbed += len(plan.rows)
+        weights, pool = _weights(call), self.cache.pools[layer_index.group]
+        latents, rotated = (Stored(*side) for side in zip(pool.planes(layer_index.index), pool.formats, strict=True))
+        query = Query(call, _absorbed(weights, pool, q[plan.rows]), None)
+        sums = self._decoder.decode(query, [latents, rotated], latents, plan)
+        out[plan.rows] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
+
+
+def _weights(call: AttentionCall) -> LatentWeights:
+    """Raises UnsupportedModel for what weights of averages that do not sum to one, or other scores, would need."""
+    if call.latent is None or not call.is_plain:
+        raise UnsupportedModel(f"layer {call.layer}: latent attention with sinks or bounded scores is not supported")
+    return call.latent
+
+
+def _absorbed(weights: LatentWeights, pool: KVPool, q: torch.Tensor) -> torch.Tensor:
+    """Queries [T, Hq, N + P] in the absorbed form and the basis of the stored latents: [T, Hq, R + P]."""
+    absorbed = pool.queries(weights.absorb(q[..., : weights.key_rows]).contiguous())
+    return torch.cat([absorbed, q[..., weights.key_rows :].to(absorbed.dtype)], -1)
+
+
+def _head_runs(weights: LatentWeights, length: int, head_nbytes: int) -> Iterator[slice]:
+    """Runs of heads whose keys and values of `length` tokens take at most EXPANDED_NBYTES; at least one head."""
+    count = max(1, EXPANDED_NBYTES // (3 * length * head_nbytes))
+    for begin in range(0, len(weights.matrix), count):
+        yield slice(begin, begin + count)
+
+
+def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,42 @@
+"""Latent attention (MLA): hands latents to the attention function before transformers' modules expand them.
+
+transformers' own caches store the same: `expand_kv` is called after the cache was updated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.protocol import LatentWeights
+from ..settings.errors import UnsupportedModel
+from ..shape.config import ModelConfig
+
+
+def keep_latents(model: nn.Module, config: ModelConfig) -> None:
+    """Replaces `expand_kv` of every attention module; their parameters and names stay.
+
+    Raises UnsupportedModel where the family's modules have none.
+    """
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    if config.is_latent and not modules:
+        raise UnsupportedModel(
+            f"this release of transformers caches what it expands from the latents of {config.family.model_type}; "
+            "a newer one is wanted, which caches latents"
+        )
+    for module in modules:
+        module.expand_kv = _as_they_are
+
+
+def _as_they_are(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latents, rotated
+
+
+def latent_weights(module: Any) -> LatentWeights | None:
+    """The matrix of `kv_b_proj`, which is never quantized, by head; None for other kinds of attention."""
+    if not hasattr(module, "expand_kv"):
+        return None
+    (matrix,) = module.kv_b_proj.packed.planes
+    return LatentWeights(matrix.view(module.num_heads, -1, module.kv_lora_rank), module.qk_nope_head_dim)

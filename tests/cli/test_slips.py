@@ -1,0 +1,105 @@
+"""Slips of a person at the command line: refused in a sentence before any work begins, and nothing is overwritten."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from moedge.cli.main import app
+
+Cli = Callable[..., int]
+Rows = list[dict[str, Any]]
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
+# Options whose value is a file that must be there.
+READ = {"plan", "machine", "schema", "from_plan"}
+
+
+def commands(group: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*name, word))
+        else:
+            yield (*name, word), command
+
+
+def path_options() -> list[Any]:
+    """(words of the command, the option, its required arguments) of every option that takes a path."""
+    found = []
+    for name, command in commands(get_command(app)):
+        needed = ["nothing" for each in command.params if each.param_type_name == "argument" and each.required]
+        if name == ("batch",):
+            needed += ["-o", "fine.jsonl"]
+        for option in command.params:
+            if option.param_type_name == "option" and option.type_descriptor.annotation is Path:
+                found.append(pytest.param(name, option, needed, id=" ".join([*name, option.opts[0]])))
+    return found
+
+
+def test_the_sweep_finds_options() -> None:
+    """Negative control."""
+    names = {each.id for each in path_options()}
+    assert {"batch --output", "batch --summary", "batch --plan", "plan --save", "jobs export --output"} <= names
+
+
+@pytest.mark.parametrize(("name", "option", "needed"), path_options())
+def test_every_option_that_takes_a_path_is_checked_before_work_begins(
+    name: tuple[str, ...], option: Any, needed: list[str], cli: Cli, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The model, the input and the job do not exist, so that any work would fail with another code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "foreign.txt").write_text("mine")
+    # A folder for prepared weights is made, with those above it.
+    folder = "dir" in option.name or name == ("prepare",)
+    bad = ["foreign.txt/x"] if folder else ["missing/x", "folder"]
+    if option.name not in READ and (name, option.name) != (("batch",), "output"):
+        bad.append("foreign.txt")
+    for value in bad:
+        assert cli(*name, *needed, option.opts[0], value) == 2, value
+        said = capsys.readouterr().err
+        assert "internal error" not in said
+        assert value.split("/")[0] in said.replace("\n", "")
+    assert (tmp_path / "foreign.txt").read_text() == "mine"
+
+
+def test_a_summary_that_moedge_wrote_is_replaced_and_an_empty_input_is_a_sentence(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.json").write_text(json.dumps({"schema": "moedge.run/6"}))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert cli("batch", MODEL, "empty.jsonl", "-o", "out.jsonl", "--summary", "s.json") == 7
+    assert "contains no rows" in capsys.readouterr().err
+    assert cli("plan", MODEL, "empty.jsonl") == 7
+    assert "contains no rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["batch", "plan"])
+def test_rows_that_are_all_too_long_are_refused_with_what_to_change(
+    command: str, cli: Cli, rows_file: Callable[[Path, Rows], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = rows_file(tmp_path / "in.jsonl", [{"prompt": f"row {i}", "max_tokens": 1 << 20} for i in range(3)])
+    output = ["-o", tmp_path / "out.jsonl"] if command == "batch" else []
+    assert cli(command, MODEL, source, *output) == 7
+    said = capsys.readouterr().err
+    assert "3 rows" in said
+    assert "context_length_exceeded" in said
+    assert "lower max_tokens" in said
+    assert "loaded" not in said
+    assert not (tmp_path / "out.job").exists()
+
+
+def test_a_slip_in_most_rows_refuses_the_job_before_anything_loads(
+    cli: Cli, rows_file: Callable[[Path, Rows], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: Rows = [{"prompt": "a"}] * 10 + [{"prompt": "a", "max_token": 9}] * 30
+    source = rows_file(tmp_path / "in.jsonl", rows)
+    assert cli("batch", MODEL, source, "-o", tmp_path / "out.jsonl") == 7
+    said = capsys.readouterr().err
+    assert "30 of 40 rows have the error unknown_parameter" in said
+    assert "line 11" in said
+    assert "plan:" not in said

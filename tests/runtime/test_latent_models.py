@@ -1,0 +1,81 @@
+"""Models with latent attention without `--deterministic`: prompts that expand latents, generated tokens that do not."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moedge.runtime.attention.latent import LatentAttention
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.families import LATENT
+from moedge.runtime.source.model_source import open_source
+from support.family_run import LENGTHS, NEW_TOKENS, prompts
+from support.heldout import predict
+
+WINDOW = 160
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    plain = {"dtype": "fp32", "quant": "none", "kv": "fp32"}
+    job = Workload(len(LENGTHS), max(WINDOW, max(LENGTHS) + NEW_TOKENS))
+    with open_source(str(folder)) as source:
+        plan = make_plan(source.shape, Settings(**plain | settings), MemoryBudget(4 << 30), job)
+        return load_engine(source, plan)
+
+
+@pytest.mark.sample("deepseek_v3")
+@pytest.mark.parametrize("family", sorted(LATENT))
+def test_tokens_are_those_of_transformers(
+    family: str, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any]
+) -> None:
+    found = []
+    for tokens_per_pass, max_sequences in ((16, 3), (1024, 64)):
+        with closing(load(checkpoint(family), tokens_per_pass=tokens_per_pass, max_sequences=max_sequences)) as loaded:
+            sequences = [Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2})) for ids in prompts()]
+            for sequence in sequences:
+                loaded.engine.add(sequence)
+            list(loaded.engine.run())
+            backend = loaded.model.attention
+            assert isinstance(backend, LatentAttention)
+            layers = len(loaded.engine.scheduler.cache.layer_indices)
+            # A whole prompt of one token is a generated one to attention.
+            generated = sum(len(sequence.output_ids) - 1 for sequence in sequences) + LENGTHS.count(1)
+            assert generated > len(LENGTHS) * NEW_TOKENS / 2
+            assert backend.num_absorbed >= layers * generated
+            chunks = backend.num_expanded // layers
+            assert chunks > len(LENGTHS) if tokens_per_pass == 16 else chunks == len(LENGTHS) - LENGTHS.count(1)
+        found.append([sequence.output_ids for sequence in sequences])
+    model = stock(checkpoint(family))
+    for row, ids in enumerate(prompts()):
+        wanted = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        assert [tokens[row] for tokens in found] == [wanted[0, len(ids) :].tolist()] * 2
+
+
+def divergence(folder: Path, kv: str, **settings: Any) -> float:
+    """The mean KL divergence, in nats per token, of predictions with the format from those with a native cache."""
+    token_ids = torch.randint(5, 380, (WINDOW,), generator=torch.Generator().manual_seed(2)).tolist()
+    logprobs = []
+    for each in ("fp32", kv):
+        with closing(load(folder, kv=each, tokens_per_pass=40, **settings)) as loaded:
+            assert loaded.engine.scheduler.cache.pools[0].quantized == (each != "fp32")
+            logprobs.append(torch.cat(list(predict(loaded.engine, token_ids))))
+    p, q = logprobs
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantized_latents_lose_at_most_twice_what_quantized_keys_and_values_do(
+    kv: str, checkpoint: Callable[[str], Path]
+) -> None:
+    latent, plain = (divergence(checkpoint(family), kv) for family in ("youtu", "llama"))
+    assert 0 < latent <= 2 * plain

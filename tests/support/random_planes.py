@@ -1,0 +1,60 @@
+"""Random planes of any weight format, and the matrix that they stand for, written from the words of the format."""
+
+import torch
+from torch import Tensor
+
+from moedge.quant.formats import mxfp4, nf4
+from moedge.quant.formats.format import WeightFormat
+from moedge.quant.planes import Planes, unpack_nibbles
+
+VALUES = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
+
+
+def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -> Planes:
+    """Any codes, scales about 1/16 in the format's dtype, zeros in the middle of the codes."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_columns = shape
+    whole = chosen.codes == "int8"
+    codes = torch.randint(0, 256, (num_rows, num_columns // (1 if whole else 2)), generator=generator)
+    groups = (num_rows, num_columns // chosen.group) if chosen.group else (num_rows,)
+    scales = (torch.rand(groups, generator=generator) + 0.5) / 16
+    zeros = factors = None
+    if chosen.block:
+        scales = torch.randint(0, 64, groups, generator=generator)
+        factors = (torch.rand(num_rows, num_columns // chosen.block, 2, generator=generator) / 512).half()
+    elif chosen.scales == "e8m0":
+        scales = torch.randint(110, 130, groups, generator=generator)
+    if chosen.zeros == "uint8":
+        # GPTQ's first version stores zero points minus one: 16 occurs.
+        zeros = torch.randint(0, 64 if chosen.block else 17, groups, generator=generator).to(torch.uint8)
+    elif chosen.zeros:
+        zeros = torch.randn(groups, generator=generator).to(getattr(torch, chosen.zeros)) / 16
+    dtype = torch.uint8 if chosen.block or chosen.scales == "e8m0" else getattr(torch, chosen.scales)
+    return Planes((codes - 128).to(torch.int8) if whole else codes.to(torch.uint8), scales.to(dtype), zeros, factors)
+
+
+def defined(chosen: WeightFormat, planes: Planes) -> Tensor:
+    """The matrix, float64 [N, K]."""
+    if chosen.codes == "int8":
+        values = planes.codes.double()
+    else:
+        values = unpack_nibbles(planes.codes, high_first=chosen.codes == "nf4").double()
+    if chosen.codes in VALUES:
+        values = torch.tensor(VALUES[chosen.codes], dtype=torch.float64)[values.long()]
+
+    def spread(plane: Tensor) -> Tensor:
+        """One number for each weight."""
+        wide = plane.double().view(plane.shape[0], -1)
+        return wide.repeat_interleave(values.shape[1] // wide.shape[1], 1)
+
+    scales = spread(planes.scales)
+    if chosen.scales == "e8m0":
+        scales = torch.exp2(scales - 127)
+    if planes.factors is not None:
+        assert planes.zeros is not None
+        first, second = planes.factors.unbind(2)
+        return values * scales * spread(first) - spread(planes.zeros) * spread(second)
+    if planes.zeros is None:
+        return (values - 8 if chosen.codes == "int4" else values) * scales
+    zeros = spread(planes.zeros)
+    return (values - 8) * scales + zeros if planes.zeros.is_floating_point() else (values - zeros) * scales
