@@ -235,7 +235,7 @@ def test_a_job_that_is_interrupted_and_resumed_fits_terminals_of_every_width(
         command = ["batch", NAME, "in.jsonl", "-o", f"out{width:03}.jsonl", *BUDGETS]
         ctrl_c.at_pass = 10
         code, first = shown(width, *command)
-        assert code == 130
+        assert code == 130, first
         assert len((job / f"out{width:03}.partial.jsonl").read_text().splitlines()) >= 32
         code, second = shown(width, *command)
         assert code == 3, "two rows are longer than the context"
