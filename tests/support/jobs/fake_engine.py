@@ -148,6 +148,7 @@ def fake_loaded(engine: FakeEngine, key_offsets: Any = None, close: Callable[[],
         close=close,
         key_offsets=key_offsets,
         ledger=ledger,
+        loss={},
     )
 
 
@@ -172,24 +173,8 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     def open_source(name: str) -> Iterator[SimpleNamespace]:
         yield fake_source(name)
 
-<<<<<<< HEAD
     def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> Any:
         return fake_loaded(engine(), key_offsets)
-=======
-    def plan_job(source: Any, settings: Any, *_: Any) -> SimpleNamespace:
-        chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": "torch", "compute": settings.compute}
-        chosen["deterministic"] = settings.deterministic
-        plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
-        told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
-        request = SimpleNamespace(profile=None, costs=SimpleNamespace(rates=SimpleNamespace(measured=False)))
-        return SimpleNamespace(plan=plan, prediction=told, seconds={}, request=request)
-
-    def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
-        ledger = SimpleNamespace(over_budget=[])
-        return SimpleNamespace(
-            loss={}, engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
-        )
->>>>>>> q2
 
     setattr(states, "open_source", open_source)
     setattr(states, "plan_job", lambda source, settings, *_: fake_plan(settings))
