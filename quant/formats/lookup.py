@@ -27,8 +27,12 @@ def unpack(codes: Tensor, values: Values, scale: Tensor, out: Tensor, zero: Tens
     for rows in chunks_of(out):
         levels = table.index_select(0, codes[rows].int().view(-1)).view(torch.float32)
         groups = levels.view(*scale[rows].shape, -1)
-        # A number for each weight: multiplying by one number a group would start a loop for every group.
-        groups.mul_(scale[rows].unsqueeze(2).expand_as(groups).contiguous())
+        factors = scale[rows].unsqueeze(2)
+        if not out.is_cpu and zero is None:
+            torch.mul(groups, factors, out=out[rows].view_as(groups))
+            continue
+        # A number for each weight: on a CPU, multiplying by one number a group would start a loop for every group.
+        groups.mul_(factors.expand_as(groups).contiguous())
         if zero is not None:
             groups.add_(zero[rows].unsqueeze(2).expand_as(groups).contiguous())
         out[rows].copy_(levels.view(-1, out.shape[1]))

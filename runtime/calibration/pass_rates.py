@@ -37,9 +37,9 @@ from ..kv.pool import KVPool
 from ..kv.spec import KVSpec
 from ..loading.engine_loader import load_engine
 from ..loading.prepare import prepare
-from ..plan.cost_model import ATTENTION, TOGETHER, WIDE
 from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from ..plan.planner import make_plan
+from ..plan.rates import ATTENTION, TOGETHER, WIDE
 from ..sampling.params import SamplingParams
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.settings import Settings

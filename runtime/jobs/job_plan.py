@@ -13,7 +13,7 @@ from ...offload.machine.hardware import Hardware, find_hardware
 from ...offload.machine.presets import find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
-from ..plan.cost_model import CostModel, rates_of
+from ..plan.cost_model import CostModel
 from ..plan.history import (
     BESIDE_PASSES,
     RunRecord,
@@ -32,6 +32,7 @@ from ..plan.memory_ledger import MemoryLedger
 from ..plan.placement import Plan, Workload
 from ..plan.plan_file import load_plan
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
+from ..plan.rates import rates_of
 from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError

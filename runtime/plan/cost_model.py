@@ -1,126 +1,32 @@
 """How long passes and jobs take on a machine, and what they wait for. Closed form, torch-free.
 
-Rates say what the machine does in a second: measured, or assumed where nobody measured. A pass costs seconds of every
-resource; a job is a few kinds of passes. `CostModel` is all that the planner needs of it.
+A pass costs seconds of every resource; a job is a few kinds of passes. `CostModel` is all that the planner needs of it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
-from ...offload.machine.profile import FlopRates, Machine, Overheads
 from ...quant.formats.format import get_format
 from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint
-from .loading_cost import LoadingCost, LoadingSpeeds, Prepared, least_loading_s, loading_cost
+from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
+from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
 
-# Rates of a machine without a profile: slow, so that a plan promises too little (docs/plan.md).
-SLOW_DISK_BYTES_S = 5e8
-SLOW_LINK_BYTES_S = 6e9
-SLOW_MEMORY_BYTES_S = 1e10
-SLOW_DEVICE_MEMORY_BYTES_S = 2e11
-SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
-SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
-SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s=1e-4, arrival_s=4e-4)
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
 NUMBER_NBYTES = 50
-NO_SECONDS = 1e-12
 NOTHING_PREPARED = Prepared()
 # Tokens of the text by which offsets of quantized keys are measured (runtime/weights/key_offsets.py).
 OFFSETS_TOKENS = 256.0
-# How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
-TOGETHER = "{} together"
-ATTENTION = "attention {}"
-WIDE = "fp32"
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates of a tier that computes and of the links to it. FLOP/s are by name, then by number of rows.
-
-    `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
-    """
-
-    disk_bytes_s: float = SLOW_DISK_BYTES_S
-    link_bytes_s: float = SLOW_LINK_BYTES_S
-    memory_bytes_s: float = SLOW_MEMORY_BYTES_S
-    overheads: Overheads = SLOW_OVERHEADS
-    flop_s: FlopRates = field(default_factory=dict)
-    otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
-    measured: bool = False
-    loading: LoadingSpeeds = field(default_factory=LoadingSpeeds)
-
-    def curve(self, *names: str) -> Curve:
-        """The rates of products under the first of `names` that was measured."""
-        return Curve(next((self.flop_s[name] for name in names if self.flop_s.get(name)), self.otherwise))
-
-
-class Curve:
-    """FLOP/s of products by how many rows they have at once, interpolated between the measured numbers of rows."""
-
-    def __init__(self, rates: Mapping[int, float]) -> None:
-        self._points = sorted(rates.items())
-        self._rows = [rows for rows, _ in self._points]
-
-    def at(self, rows: float) -> float:
-        """A product's seconds are linear between measured numbers of rows; beyond the largest its rate is constant."""
-        rows = max(1.0, rows)
-        above = bisect_left(self._rows, rows)
-        if above == len(self._points):
-            return self._points[-1][1]
-        high, fast = self._points[above]
-        if above == 0:
-            # Fewer rows than were measured take as long.
-            return fast * rows / high
-        low, slow = self._points[above - 1]
-        share = (rows - low) / (high - low)
-        return rows / ((1 - share) * low / slow + share * high / fast)
-
-
-def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
-    """The rates of a machine's CPU, or of its device; assumed slow ones for what was not measured."""
-    if machine is None:
-        return _device_rates(None) if on_device else Rates()
-    if on_device:
-        return _device_rates(machine)
-    return Rates(
-        disk_bytes_s=machine.disk.bytes_s if machine.disk else SLOW_DISK_BYTES_S,
-        memory_bytes_s=machine.memory_bytes_s,
-        overheads=machine.overheads or SLOW_OVERHEADS,
-        flop_s=machine.flop_s,
-        measured=True,
-        loading=LoadingSpeeds.of(machine),
-    )
-
-
-def _device_rates(machine: Machine | None) -> Rates:
-    link = machine.link if machine else None
-    memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
-    # A launch costs as much as an operation on the CPU; the rest of a token is limited by device memory.
-    overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, token_s=NO_SECONDS)
-    return Rates(
-        disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
-        link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
-        memory_bytes_s=memory,
-        overheads=overheads,
-        flop_s=machine.device_flop_s if machine else {},
-        otherwise=SLOW_DEVICE_FLOP_S,
-        measured=link is not None,
-        loading=LoadingSpeeds.of(machine),
-    )
-
-
 # With a ring of hardly any expert, disk and compute take turns for half of what they could do together. Measured from 3
 # experts to 24, extrapolated to none (docs/performance.md).
 MOST_UNHIDDEN = 0.5

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from moedge.runtime.plan.cost_model import CostModel, Rates
+from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
+from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.config import ModelConfig

@@ -2,9 +2,10 @@
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, LoadingRates, Machine, Overheads, PinLimit
-from moedge.runtime.plan.cost_model import CostModel, rates_of
+from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
+from moedge.runtime.plan.rates import rates_of
 from moedge.runtime.settings.budgets import (
     ASSUMED_CONTEXT_NBYTES,
     LIBRARIES_NBYTES,

@@ -64,7 +64,11 @@ def test_parameters_are_bit_equal(family: str, checkpoint: Callable[[str], Path]
     folder = checkpoint(family)
     ours, theirs = load(folder).state_dict(), stock(folder).state_dict()
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for name, wanted in theirs.items():
+        if family == "longcat_flash" and name.endswith("experts.gate_up_proj"):
+            # transformers makes matrices for experts that return their input, too, and never multiplies with them.
+            wanted = wanted[: len(ours[name])]
+        assert torch.equal(ours[name], wanted), name
 
 
 def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.plan.cost_model import CostModel, Rates
+from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.loading_cost import LoadingSpeeds, Prepared, loading_cost, store_nbytes
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import PlanRequest, solve
+from moedge.runtime.plan.rates import Rates
 from moedge.runtime.plan.what_if import suggestions
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan import candidate, planner
-from moedge.runtime.plan.cost_model import CostModel, Rates
+from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import WORTH, PlanRequest, PlanResult, budget_range, solve
+from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, SLOW_FLOP_S, CostModel, Rates, rates_of
+from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, CostModel
 from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_expert
+from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards

@@ -150,6 +150,7 @@ def fake_loaded(engine: FakeEngine, key_offsets: Any = None, close: Callable[[],
         close=close,
         key_offsets=key_offsets,
         ledger=ledger,
+        loss={},
     )
 
 
