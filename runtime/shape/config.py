@@ -88,7 +88,7 @@ class ModelConfig:
         kv_heads = self.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise out_of_range("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
-        if hidden % heads and (self.get("head_dim") is None or self.family.model_type in _WHOLE_HEADS):
+        if hidden % heads and self.family.model_type in _WHOLE_HEADS:
             raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
         if (self.get("head_dim") or hidden // heads) % 2:
             raise out_of_range("head_dim", self.get("head_dim") or hidden // heads, "an even number")
@@ -110,8 +110,10 @@ class ModelConfig:
             raise out_of_range("layer_types", "sliding_attention", "another kind of layer in this family")
         field = "attention_chunk_size" if self.family.model_type in CHUNKED else "sliding_window"
         explicit = self.get("layer_types") or self.family.model_type not in OPTIONAL
-        if len(kinds - {"full_attention"}) and explicit and self.get(field) is None:
-            raise out_of_range(field, None, "a number, because layers slide")
+        if len(kinds - {"full_attention"}) and explicit and not self.get(field):
+            raise out_of_range(field, self.get(field), "a number from 1 on, because layers slide")
+        if any(window(self, layer) == 0 for layer in range(num_layers)):
+            raise out_of_range(field, 0, "a number from 1 on, or null, because layers slide")
 
     def _check_experts(self) -> None:
         given = {name: self.values[name] for name in _COUNTS if self.values.get(name) is not None}
@@ -125,8 +127,10 @@ class ModelConfig:
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-# Families whose own class wants it although head_dim is given.
-_WHOLE_HEADS = {"gemma3_text", "llama"}
+# Families whose own class wants it, whether head_dim is given or not; others round down where it is not.
+_WHOLE_HEADS = {
+    "arcee", "aria_text", "gemma3_text", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "persimmon",
+}  # fmt: skip
 
 
 def _refuse_code(value: Any, where: str, depth: int = 0) -> None:

@@ -122,7 +122,8 @@ FIELDS: dict[str, Number | Choice] = {
     "interleave_moe_layer_step": _LAYERS,
     "num_nextn_predict_layers": _whole(0, 16),
     "num_kv_shared_layers": _LAYER,
-    "sliding_window": _LENGTH,
+    # 0 is what transformers writes where no layer slides.
+    "sliding_window": _whole(0, 1 << 28),
     "sliding_window_pattern": _LAYERS,
     "prefix_dense_sliding_window_pattern": _LAYERS,
     "global_attn_every_n_layers": _LAYERS,
