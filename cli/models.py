@@ -103,6 +103,9 @@ def show(
     )
     table.add_row("layers", f"{description.layers}, {description.experts:,} experts in total")
     table.add_row("context", f"{description.context:,} tokens")
+    for each in description.stored:
+        text = f"{each['format']}, {each['bits']:.2f} bits per weight, {gib(each['nbytes'])}"
+        table.add_row(f"stored {each['group']}", text if each["kept"] is None else f"{text}: {each['becomes']}")
     for name, nbytes in description.weights.items():
         table.add_row(f"weights {name}", gib(nbytes))
     for name, token_nbytes in description.kv_per_token.items():

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..offload.errors import ExitCode
-from ..runtime.settings.formatting import duration, gib
+from ..runtime.settings.formatting import duration, gib, loss_line
 from .options import options
 
 
@@ -44,7 +44,9 @@ def prepare(
         target = output or store_path(source, *formats, disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
         budgets = Budgets(ram=ram, disk=disk, disk_dir=disk_dir)
-        write_store(source, target, *formats, budgets, repair=True)
+        loss = write_store(source, target, *formats, budgets, repair=True)
+    if line := loss_line(loss):
+        say(line)
     peak, budget = host_peak(), budgets.host_nbytes()
     say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")
     if ram != "auto" and peak > budget:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import int4
+from .formats import int4, mxfp4
 from .formats.chunks import row_chunks
 from .formats.format import CODE_BITS, ROWS, FormatError, Layout, get_format
 from .tensor import PackedTensor, bind_cleared, dtype_name
@@ -114,7 +114,8 @@ def _check(planes: Planes, layout: Layout) -> None:
             " Convert them, or use another format."
         )
     for plane, given in zip(wanted, _given(planes), strict=True):
-        if given.is_floating_point() and not given.isfinite().all():
+        exponents = plane.name == "scales" and get_format(layout.format).scales == "e8m0"
+        if (given == mxfp4.NAN).any() if exponents else not given.isfinite().all():
             raise FormatError(
                 f"NaN or infinite {plane.name} were found in a matrix {list(layout.shape)}; finite ones are wanted."
                 " The checkpoint is damaged: download it again or use another one."

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int4, int8, nf4, plain
+from .formats import int4, int8, mxfp4, nf4, plain
 from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
 from .formats.format import ALIGNMENT, INT4PACK, ROWS, FormatError, Layout, Plane, get_format
@@ -48,6 +48,7 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("int4", INT4PACK): int4,
         ("int4", ROWS): int4.RowCodec(),
         ("nf4", ROWS): nf4,
+        ("e2m1", ROWS): mxfp4,
     }
 )
 

@@ -56,7 +56,8 @@ class DType(StrEnum):
 
 
 class Quant(StrEnum):
-    AUTO, NONE, INT8, INT4, NF4 = "auto", "none", "int8", "int4", "nf4"
+    AUTO, NONE, INT8, INT4, NF4, MXFP4 = "auto", "none", "int8", "int4", "nf4", "mxfp4"
+    KEPT = "kept"
 
 
 class Arithmetic(StrEnum):
@@ -111,7 +112,8 @@ QUANT = Annotated[
         "--quant",
         envvar="MOEDGE_QUANT",
         show_envvar=False,
-        help="Quantize weights to this format; auto is the most precise one that fits.",
+        help="Quantize weights to this format; auto is the most precise one that fits, kept leaves a quantized "
+        "checkpoint's codes as they are.",
     ),
 ]
 COMPUTE = Annotated[

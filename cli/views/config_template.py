@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...runtime.shape.shards import FORMATS, KEPT
+
 _MIB = 1 << 20
 _BUDGETS = {"host": ("ram", "RAM"), "device": ("gpu-mem", "GPU memory")}
 _EMPTY = """# Settings of moedge: docs/configuration.md. A key is an option without its dashes; remove the # to set it.
@@ -64,7 +66,8 @@ def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:
         yield f'{key} = "{tier["budget"] // _MIB}MiB"  # {name}: {used / 2**30:.2f} GiB'
     yield ""
     yield "# Formats of weights and KV cache: pinned, so that answers do not change with free memory."
-    yield f'quant = "{chosen["quant"]}"'
+    # The option has one name for all formats in which a checkpoint's own codes are kept.
+    yield f'quant = "{chosen["quant"] if chosen["quant"] in FORMATS else KEPT}"'
     yield f'kv = "{chosen["kv"]}"'
     yield f'dtype = "{chosen["dtype"]}"'
     yield ""

@@ -22,7 +22,7 @@ from ...runtime.plan.fallback import FallbackPolicy
 from ...runtime.plan.placement import Plan
 from ...runtime.plan.planner import PlanResult
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import duration, gib, kernel_lines
+from ...runtime.settings.formatting import duration, gib, kernel_lines, loss_line
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .progress import BarProgress, EventProgress, Events, NoProgress, PlainProgress, ProgressView, SafeStream
@@ -133,6 +133,8 @@ class JobView(JobObserver):
 
     def loaded(self, loaded: Loaded) -> None:
         self._say_fallbacks(loaded.policy)
+        if line := loss_line(loaded.engine.loss):
+            self._say(line)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)
 

@@ -18,7 +18,7 @@ LINK_SHARE, PEAK_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.8
 # Bytes per second of PCIe, one direction, by generation and lanes.
 _PCIE = {(3, 16): 15.75e9, (4, 8): 15.75e9, (4, 16): 31.5e9, (5, 16): 63.0e9}
 # Bytes of a weight by format, with its scales.
-_WEIGHT_NBYTES = {"none": 2.0, "int8": 1.06, "int4": 0.56, "nf4": 0.56}
+_WEIGHT_NBYTES = {"none": 2.0, "int8": 1.06, "int4": 0.56, "nf4": 0.56, "mxfp4": 0.53}
 _MOST_ROWS = 1024
 # As measured on desktop processors: what launches and Python cost in a layer.
 _OVERHEADS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4)

@@ -1,6 +1,8 @@
 """The pieces in which matrices are packed and dequantized on one thread."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
 
 # Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.
 # Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
@@ -13,3 +15,8 @@ def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
     num_rows, num_columns = shape
     rows = max(1, (CHUNK - 1) // num_columns // row_block) * row_block
     return (slice(start, start + rows) for start in range(0, num_rows, rows))
+
+
+def chunks_of(matrix: Tensor) -> Iterable[slice]:
+    """Slices of the rows of a matrix [N, K] on a CPU, as row_chunks; on other devices one slice of all rows."""
+    return row_chunks((len(matrix), matrix.shape[1])) if matrix.is_cpu else (slice(None),)

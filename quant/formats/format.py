@@ -95,7 +95,7 @@ class WeightFormat:
         code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
                                              share the factors d and dmin, float16, as in GGUF's Q4_K
 
-    `order` is the order of codes. `rates` names the format of `--quant` that computes about as fast.
+    `order` is the order of codes. `rates` names another format that computes about as fast.
     """
 
     name: str
@@ -189,6 +189,10 @@ def _formats_of_checkpoints() -> Iterator[WeightFormat]:
     """Formats in which quantized checkpoints are kept without quantizing them again."""
     # bitsandbytes, its absmax no longer nested.
     yield WeightFormat("nf4-f32", "nf4", 64, "float32", rates="nf4")
+    # gpt-oss: `mxfp4`, but floats beside it stay as they are.
+    yield WeightFormat("mxfp4-e8m0", "e2m1", 32, "e8m0", rates="nf4")
+    # bitsandbytes LLM.int8(), and compressed-tensors' int8 by channel: `int8`, likewise.
+    yield WeightFormat("int8-f32", "int8", None, "float32", rates="int8")
     for group, (short, scales) in product((32, 64, 128), (("f16", "float16"), ("bf16", "bfloat16"))):
         # Q4_0 is int4-g32-f16. GPTQ, AWQ and compressed-tensors have zero points, the symmetric ones do not.
         int4 = WeightFormat(f"int4-g{group}-{short}", "int4", group, scales, order=INT4PACK, rates="int4")
@@ -210,6 +214,7 @@ QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             WeightFormat("int8", "int8", None, "float32"),
             WeightFormat("int4", "int4", 32, "bfloat16", "bfloat16", order=INT4PACK),
             WeightFormat("nf4", "nf4", 64, "bfloat16"),
+            WeightFormat("mxfp4", "e2m1", 32, "e8m0", rates="nf4"),
         )
     }
 )

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .chunks import row_chunks
+from .chunks import chunks_of
 
 # 1.5 * 2^23: a float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
 # torch.round does the same, but starts threads for as few as 2048 numbers (see chunks.CHUNK).
@@ -45,7 +45,7 @@ def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     if scales.dim() == 1:
         torch.mul(codes, scales[:, None], out=out)
         return
-    for rows in row_chunks((len(out), out.shape[1])):
+    for rows in chunks_of(out):
         groups = codes[rows].float().view(*scales[rows].shape, -1)
         out[rows].view_as(groups).copy_(groups.mul_(scales[rows].float()[..., None].expand_as(groups).contiguous()))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import row_chunks
+from .chunks import chunks_of
 
 
 class Values(NamedTuple):
@@ -24,7 +24,7 @@ def unpack(codes: Tensor, values: Values, scale: Tensor, out: Tensor, zero: Tens
     `codes` are uint8 [n, K/2], scale and zero float32 [n, K/group].
     """
     table = _pairs(values, out.device)
-    for rows in row_chunks((len(out), out.shape[1])):
+    for rows in chunks_of(out):
         levels = table.index_select(0, codes[rows].int().view(-1)).view(torch.float32)
         groups = levels.view(*scale[rows].shape, -1)
         # A number for each weight: multiplying by one number a group would start a loop for every group.

@@ -23,7 +23,7 @@ from ..settings.settings import Settings
 
 Size = str | int
 DType = Literal["auto", "bf16", "fp16", "fp32"]
-Quant = Literal["auto", "none", "int8", "int4", "nf4"]
+Quant = Literal["auto", "none", "int8", "int4", "nf4", "mxfp4", "kept"]
 Compute = Literal["auto", "int8"]
 KVCacheFormat = Literal["auto", "bf16", "fp16", "fp32", "int8", "int8/int4", "int4"]
 Attention = Literal["auto", "torch", "triton"]

@@ -37,7 +37,7 @@ from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import checkpoint_nbytes
+from ..shape.shards import all_formats, checkpoint_nbytes
 from ..source.headers import Headers
 from ..source.hub import same_disk
 from ..source.model_source import ModelSource, prepared_nbytes
@@ -136,7 +136,7 @@ def _with_disk(
         new -= checkpoint_nbytes(model.shape)
     if model.folder is not None:
         dtype = choose_dtype(settings.dtype, model.shape.dtype, None if budget.device is None else budget.device.gpu)
-        there = prepared_nbytes(model.name, model.folder, dtype, root, space.stores)
+        there = prepared_nbytes(model.name, model.folder, all_formats(model.shape), dtype, root, space.stores)
     return replace(budget, disk_nbytes=new), Prepared(there)
 
 

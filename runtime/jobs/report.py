@@ -114,7 +114,9 @@ def summarise(
         kv=_kv(plan, loaded),
         experts=experts(loaded, shape.num_experts),
         fallbacks=policy.applied,
-        weights=Weights({plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes()),
+        weights=Weights(
+            {plan.quant: loaded.shards.numel() * ITEM_NBYTES[plan.dtype]}, loaded.shards.packed_nbytes(), loaded.loss
+        ),
     )
 
 

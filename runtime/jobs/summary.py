@@ -188,10 +188,11 @@ class Experts:
 
 @dataclass(slots=True)
 class Weights:
-    """Bytes by format: as requested by the settings, and as actually quantized."""
+    """Bytes by format, as requested by the settings, and as actually quantized; what packing again lost, by group."""
 
     requested: Mapping[str, Count] | None = None
     packed: Mapping[str, Count] | None = None
+    loss: Mapping[str, float] | None = None
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ The loader records in the plan's `MemoryLedger` what it allocates.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -56,7 +56,8 @@ from .warm_up import warm_up_experts
 class LoadedEngine:
     """An engine with its model, its weights and the device that computes, which is None on a CPU.
 
-    `ledger` has the bytes that were planned and allocated for every arena.
+    `ledger` has the bytes that were planned and allocated for every arena, `loss` what weights of a quantized
+    checkpoint lost that were packed again, by group.
     """
 
     engine: Engine
@@ -67,6 +68,7 @@ class LoadedEngine:
     ledger: MemoryLedger
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
+    loss: Mapping[str, float] = field(default_factory=dict)
 
     def measure_peaks(self) -> MemoryLedger:
         """Records the peaks of this process so far in the ledger, and returns it."""
@@ -178,12 +180,14 @@ def load_engine(
     keep_memory() if _keeps_memory(plan) else return_memory()
     loading = Loading(source, plan, device)
     if store is None:
-        return loading.finish(_read_checkpoint(loading), None, experts, key_offsets)
+        preparation = _read_checkpoint(loading)
+        loaded = loading.finish(preparation.layers, None, experts, key_offsets)
+        return replace(loaded, loss=preparation.loss.by_group)
     opened = Store.open(store)
     layers = loading.install_layers()
     read_resident(opened, loading.model)
     fill_from_store(loading.memory, opened)
-    return loading.finish(layers, opened, experts, key_offsets)
+    return replace(loading.finish(layers, opened, experts, key_offsets), loss=opened.manifest.extra.get("loss", {}))
 
 
 def _key_offsets(
@@ -214,7 +218,7 @@ def _cache(
     return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
 
 
-def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
+def _read_checkpoint(loading: Loading) -> Preparation:
     plan = loading.plan
     # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
@@ -223,7 +227,7 @@ def _read_checkpoint(loading: Loading) -> list[LayerAssembly]:
         tensors = read_tensors(loading.config, checkpoint)
         preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)
         preparation.run(loading.shards, MemorySink(loading.memory))
-    return preparation.layers
+    return preparation
 
 
 def _keeps_memory(plan: Plan) -> bool:

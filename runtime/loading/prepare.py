@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
-from ..shape.shards import model_shards, weights_nbytes
+from ..shape.shards import model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
@@ -32,7 +33,8 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
     """The weight format and dtype of a store; "auto" means the checkpoint's own. Raises SettingError for a store."""
     if source.store is not None:
         raise SettingError(f"{source.store} is a store already; give the checkpoint that it was made from")
-    return "none" if quant == "auto" else quant, source.shape.dtype if dtype == "auto" else dtype
+    packed = offered_formats(source.shape)[0] if quant == "auto" else settled_format(source.shape, quant)
+    return packed, source.shape.dtype if dtype == "auto" else dtype
 
 
 def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
@@ -40,24 +42,30 @@ def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -
     return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
 
 
-def prepare(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False) -> None:
+def prepare(
+    source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False
+) -> Mapping[str, float]:
     """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
 
     `repair` also reads a finished store and writes its damaged files again. Raises DoesNotFit if the memory is too
-    little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk.
+    little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk. Returns what
+    weights of a quantized checkpoint lost that were packed again in this run, by group (PackingLoss).
     """
-    _pack(source, target, quant, dtype, budgets, repair)
+    loss = _pack(source, target, quant, dtype, budgets, repair)
     _keep_key_offsets(source, target, quant, dtype, budgets)
+    return loss
 
 
-def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> None:
+def _pack(
+    source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool
+) -> Mapping[str, float]:
     folder, shape = source.folder, source.shape
     shards = model_shards(shape, quant, dtype)
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
     disk_budget(target, weights_nbytes(shape, quant, dtype), budgets.disk_nbytes())
     with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
         if writer.complete and not repair:
-            return
+            return {}
         config = ModelConfig.read(folder)
         model = define(config, TORCH_DTYPES[dtype])
         with Checkpoint(folder) as checkpoint:
@@ -65,7 +73,9 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
             preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
             preparation.run(shards, StoreSink(writer))
         write_resident(writer, model, folder)
-        writer.finish({"shape": shape_to_json(shape), "name": source.name})
+        loss = dict(preparation.loss.by_group)
+        writer.finish({"shape": shape_to_json(shape), "name": source.name, "loss": loss})
+    return loss
 
 
 def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> None:

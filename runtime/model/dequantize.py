@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import bitsandbytes.functional as bnb
 import numpy as np
 import torch
 from torch import Tensor
@@ -144,7 +143,12 @@ def _scales(parts: Mapping[str, Tensor], weight: QuantizedWeight, shape: tuple[i
         scale = torch.exp2(scale.float() - _BIAS)
     scale = scale.float()
     if "divisor" in parts:
-        scale = scale / parts["divisor"].float()
+        divisor = parts["divisor"].float()
+        if not (divisor.isfinite() & (divisor > 0)).all():
+            raise BadCheckpoint(
+                f"{described(weight.tensors['divisor'])} is {float(divisor):g}, wanted a positive number"
+            )
+        scale = scale / divisor
     if weight.numbers == "bnb-int":
         scale = scale / 127
     if weight.packing in ("words-first", "awq"):
@@ -160,8 +164,8 @@ def _absmax(parts: Mapping[str, Tensor], weight: QuantizedWeight, shape: tuple[i
     absmax = parts["scale"]
     if weight.nested is not None:
         block, offset = weight.nested
-        state = bnb.QuantState(parts["nested_scale"], code=parts["nested_table"], blocksize=block, dtype=torch.float32)
-        absmax = bnb.dequantize_blockwise(absmax, state) + offset
+        outer = parts["nested_scale"].repeat_interleave(block)[: len(absmax)]
+        absmax = parts["nested_table"][absmax.int()] * outer + offset
     return absmax.view(shape[0], -1) if shape[1] % weight.group[1] == 0 else absmax
 
 

@@ -6,9 +6,10 @@ The only file that uses private names of transformers; tests/runtime/model/test_
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
+from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
+from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
-from ..shape.read import LAYER, expert_index, is_expert
+from ..shape.read import LAYER, expert_index, is_down, is_expert, renamed_in
 from .dequantize import dequantize
+from .kept_codes import read_rows, row_nbytes
 
 MAX_LISTED = 10
+NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 
 class CheckpointLoader:
@@ -42,6 +47,7 @@ class CheckpointLoader:
         self._checkpoint = checkpoint
         self._tensors = tensors or ModelTensors(checkpoint.entries)
         self._dtype = dtype
+        self._renamed = family(model.config.model_type).renamed
         # transformers' loader reads with several threads; one widens at a time, so that memory is bounded.
         self._widening = Lock()
         # A progress bar for every layer would hide the job's.
@@ -83,25 +89,44 @@ class CheckpointLoader:
                 f"{'; '.join(differences[:MAX_LISTED])}{more}"
             )
 
-    def load_dense(self, index: int, layer: nn.Module) -> None:
-        """Loads all of a layer except its experts' matrices."""
-        self._load({name: self._stored(name) for name in self._dense[index]})
+    def load_dense(self, index: int, layer: nn.Module, kept: Mapping[str, Layout] = NO_LAYOUTS) -> None:
+        """Loads all of a layer except its experts' matrices.
+
+        Linears in `kept`, by their path in the layer, get the bytes of their rows, uint8 [N, bytes], as weight.
+        """
+        for path, layout in kept.items():
+            rows = torch.empty(layout.shape[0], row_nbytes(layout), dtype=torch.uint8, device="meta")
+            layer.get_submodule(path).weight = nn.Parameter(rows, requires_grad=False)
+        self._load({name: self._stored(name, kept=self._path(name) in kept) for name in self._dense[index]})
         parameters = layer.named_parameters()
         missing = [name for name, parameter in parameters if parameter.is_meta and parameter.dim() != 3]
         if missing:
             raise BadCheckpoint(f"layer {index}: {len(missing)} parameters are not in the files, first {missing[:3]}")
 
-    def load_experts(self, index: int, experts: Any, up_name: str, window: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def _path(self, name: str) -> str:
+        """The path in its layer of the module that a tensor belongs to."""
+        found = LAYER.search(name)
+        return renamed_in(found[2], self._renamed).removesuffix(".weight") if found else name
+
+    def load_experts(
+        self, index: int, experts: Any, up_name: str, window: range, kept: Mapping[str, Layout] = NO_LAYOUTS
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The up and down matrices [len(window), N, K] of some of a layer's experts, for packing.
+
+        Those in `kept`, "up" or "down", are the bytes of their rows, uint8 [len(window), N, bytes].
 
         With the module's parameters narrowed to the window, transformers' conversion stacks the experts of the window
         alone, so that a layer that is larger than memory is loaded a few experts at a time.
         """
         whole = {name: getattr(experts, name) for name in (up_name, "down_proj")}
-        for name, parameter in whole.items():
-            narrow = torch.empty(len(window), *parameter.shape[1:], dtype=parameter.dtype, device="meta")
+        for (name, parameter), side in zip(whole.items(), ("up", "down"), strict=True):
+            sizes, dtype = parameter.shape[1:], parameter.dtype
+            if side in kept:
+                sizes = torch.Size((kept[side].shape[0], row_nbytes(kept[side])))
+                sizes, dtype = sizes[::-1] if experts.is_transposed else sizes, torch.uint8
+            narrow = torch.empty(len(window), *sizes, dtype=dtype, device="meta")
             setattr(experts, name, nn.Parameter(narrow, requires_grad=False))
-        self._load(dict(self._expert_tensors(index, window)))
+        self._load(dict(self._expert_tensors(index, window, kept)))
         up, down = (getattr(experts, name).detach() for name in whole)
         for name, parameter in whole.items():
             setattr(experts, name, parameter)
@@ -117,19 +142,19 @@ class CheckpointLoader:
         if outside := [name for name in meta if not LAYER.search(name)]:
             raise BadCheckpoint(f"{len(outside)} parameters are not in the files, first {outside[:3]}")
 
-    def _expert_tensors(self, index: int, window: range) -> Iterator[tuple[str, _Stored]]:
+    def _expert_tensors(self, index: int, window: range, kept: Mapping[str, Layout]) -> Iterator[tuple[str, _Stored]]:
         for name in self._experts[index]:
-            single = expert_index(name)
+            single, as_is = expert_index(name), ("down" if is_down(name) else "up") in kept
             if single is None:
-                yield name, self._stored(name, window)
+                yield name, self._stored(name, window, as_is)
             elif single in window:
-                yield name, self._stored(name)
+                yield name, self._stored(name, kept=as_is)
 
-    def _stored(self, name: str, rows: range | None = None) -> _Stored:
+    def _stored(self, name: str, rows: range | None = None, kept: bool = False) -> _Stored:
         weight = self._tensors.quantized.get(name)
         if weight is None:
             return _StoredTensor(self._checkpoint, name, rows)
-        return _QuantizedTensor(self._checkpoint, weight, self._dtype, rows, self._widening)
+        return _QuantizedTensor(self._checkpoint, weight, None if kept else self._dtype, rows, self._widening)
 
     def _load(self, tensors: dict[str, _Stored]) -> None:
         found, _ = convert_and_load_state_dict_in_model(self._model, tensors, self._config, None)
@@ -165,16 +190,18 @@ class _StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedTensor:
-    """The same for a weight that the files hold quantized, which is widened to `dtype`."""
+    """The same for a weight that the files hold quantized: widened to `dtype`, or without one the bytes of its rows."""
 
     checkpoint: Checkpoint
     weight: QuantizedWeight
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     rows: range | None
     widening: Lock
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         with self.widening:
+            if self.dtype is None:
+                return read_rows(self.checkpoint, self.weight, self.rows)[index]
             return dequantize(self.checkpoint, self.weight, self.dtype, self.rows)[index]
 
 

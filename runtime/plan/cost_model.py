@@ -10,11 +10,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
 from ...offload.machine.profile import FlopRates, Machine, Overheads
+from ...quant.formats.format import get_format
 from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
@@ -257,8 +259,11 @@ class _ComputeCosts:
         name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
         # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
         name = name if formats.dtype == "bf16" else WIDE
-        self._alone, self._together = rates.curve(name), rates.curve(TOGETHER.format(name), name)
-        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant)
+        # Formats of which nobody measured rates have those of a format that computes about as fast.
+        names = [name, *filter(None, [get_format(formats.quant).rates])]
+        self._alone = rates.curve(*names)
+        self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
+        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant, *names)
 
     def seconds(self, load: _PassLoad) -> float:
         compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)

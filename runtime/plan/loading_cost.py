@@ -21,7 +21,9 @@ LOADING = "loading"
 SLOW_READ_BYTES_S = 5e8
 SLOW_WRITE_BYTES_S = 2e8
 SLOW_CONVERT_BYTES_S = 4e8
-SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType({"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "int4": 6e6})
+SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType(
+    {"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "mxfp4": 6e7, "int4": 6e6}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class LoadingSpeeds:
     convert_bytes_s: float = SLOW_CONVERT_BYTES_S
     pack_bytes_s: Mapping[str, float] = field(default_factory=lambda: SLOW_PACK_BYTES_S)
     write_bytes_s: float = SLOW_WRITE_BYTES_S
+
+    def packing(self, quant: str) -> float:
+        """Bytes packed per second in a format; what is kept is copied, like floats."""
+        return self.pack_bytes_s.get(quant, self.pack_bytes_s["none"])
 
     @classmethod
     def of(cls, machine: Machine | None) -> LoadingSpeeds:
@@ -105,7 +111,7 @@ def loading_cost(
     read_s = missing * checkpoint_nbytes(shape) / speeds.read_bytes_s
     # Rates of converting and packing are of floats, also where the files hold fewer bits.
     widened = missing * widened_nbytes(shape)
-    quantize_s = widened / speeds.convert_bytes_s + widened / speeds.pack_bytes_s[plan.quant]
+    quantize_s = widened / speeds.convert_bytes_s + widened / speeds.packing(plan.quant)
     if not streams:
         return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
     written = round(missing * store)
@@ -122,7 +128,7 @@ def least_loading_s(
     if prepared.is_model:
         return 0.0
     widened = widened_nbytes(weights.shape)
-    packed_s = widened / speeds.convert_bytes_s + widened / speeds.pack_bytes_s[weights.quant]
+    packed_s = widened / speeds.convert_bytes_s + widened / speeds.packing(weights.quant)
     seconds = checkpoint_nbytes(weights.shape) / speeds.read_bytes_s + packed_s
     if not streams:
         return seconds

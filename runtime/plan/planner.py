@@ -18,7 +18,7 @@ from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import FORMATS, resident_nbytes
+from ..shape.shards import SMALLEST_FORMATS, offered_formats, resident_nbytes, settled_format
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
@@ -91,7 +91,7 @@ class SearchSpace:
         self.request = request
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
-        self.quants = _quants(settings)
+        self.quants = _quants(settings, shape)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
@@ -164,7 +164,7 @@ class SearchSpace:
         on_device = self.request.budget.device is not None
         tier, cpu = ("device", "; --gpu-mem 0 computes on the CPU") if on_device else ("host", "")
         smaller = "Shorter prompts or a smaller --tokens-per-pass need"
-        if candidate.weights.quant != "nf4":
+        if candidate.weights.quant not in SMALLEST_FORMATS:
             smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
             f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "
@@ -203,10 +203,10 @@ def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...
     return ()
 
 
-def _quants(settings: Settings) -> tuple[str, ...]:
+def _quants(settings: Settings, shape: ModelShape) -> tuple[str, ...]:
     """The weight formats that the settings leave open, from exact to smallest."""
     if settings.compute == "auto":
-        return FORMATS if settings.quant == "auto" else (settings.quant,)
+        return offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
     if settings.quant not in ("auto", settings.compute):
         raise SettingError(
             f"--compute {settings.compute} multiplies weights in {settings.compute}, and --quant {settings.quant} was "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..settings.budgets import GIB
 from ..settings.errors import DoesNotFit, SettingError
-from ..shape.shards import FORMATS
+from ..shape.shards import SMALLEST_FORMATS, offered_formats
 from .memory_ledger import OPTIONS
 from .planner import PlanRequest, PlanResult, SearchSpace, solve
 
@@ -100,7 +100,7 @@ def nearest(request: PlanRequest) -> list[str]:
     fitting = []
     if attempt(request.with_budget(tier, space.smallest)):
         fitting.append(space.for_every_row)
-    if request.settings.quant not in ("auto", "nf4") and attempt(request.with_settings(quant="nf4")):
+    if request.settings.quant not in ("auto", *SMALLEST_FORMATS) and attempt(request.with_settings(quant="nf4")):
         fitting.append("--quant nf4")
     shorter = request.workload.longest
     while shorter > SHORTER:
@@ -123,7 +123,8 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
             if nbytes + step * GIB <= most_of(request, tier)
         ]
     if request.settings.compute == "auto":
-        lossier = FORMATS[FORMATS.index(result.plan.quant) + 1 :]
+        offered = offered_formats(request.shape)
+        lossier = offered[offered.index(result.plan.quant) + 1 :] if result.plan.quant in offered else ()
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]
     if result.plan.kv != "int4" and request.settings.kv != "int4":
         yield [(f"--kv {kv}", request.with_settings(kv=kv)) for kv in ("int8", "int4") if kv != result.plan.kv]

@@ -52,3 +52,9 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def escape_controls(text: str) -> str:
     r"""`text` with every character that could control a terminal escaped (`\x1b`, `\u202e`); \n and \t stay."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
+
+
+def loss_line(loss: Mapping[str, float]) -> str:
+    """The relative errors, by group of tensors, of quantized weights that were packed again; empty where none were."""
+    parts = [f"{group} {100 * each:.2g} %" for group, each in loss.items()]
+    return f"weights were packed again; relative L2 error against the checkpoint: {', '.join(parts)}" if parts else ""

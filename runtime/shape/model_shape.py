@@ -71,17 +71,28 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """Tensors of a group, such as experts, that lie in the checkpoint in one format: their elements and their bytes."""
+    """Tensors of a group, such as experts, that lie in the checkpoint in one format: their elements and their bytes.
+
+    `kept` is the weight format that has their codes as they are; None for floats, empty for what must be widened.
+    """
 
     group: str
     format: str
     numel: int
     nbytes: int
+    kept: str | None = None
 
     @property
     def bits(self) -> float:
         """Bits of the files for each element, scales included."""
         return 8 * self.nbytes / self.numel
+
+    @property
+    def becomes(self) -> str:
+        """What happens to them where the model is loaded as it is stored."""
+        if self.kept is None:
+            return "read as they are"
+        return f"kept as {self.kept}" if self.kept else "widened, and packed again"
 
 
 @dataclass(frozen=True, slots=True)

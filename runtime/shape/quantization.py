@@ -35,13 +35,14 @@ class Scheme:
 class Quantization:
     """`method` is transformers' `quant_method`; `unquantized` names modules that hold floats.
 
-    `stored_zero` is what a zero point of 0 in the files means.
+    `stored_zero` is what a zero point of 0 in the files means; `ordered` says that columns of a group may lie apart.
     """
 
     method: str
     schemes: tuple[Scheme, ...] = ()
     unquantized: frozenset[str] = frozenset()
     stored_zero: int = 0
+    ordered: bool = False
 
 
 def parse_quantization(values: Mapping[str, Any]) -> Quantization | None:
@@ -107,7 +108,8 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
     if config.get("dynamic"):
         raise _refused("dynamic", config["dynamic"], "the same bits and groups in all layers")
     scheme = Scheme("int", _bits(config, "bits", (2, 3, 4, 8)), (1, group), bool(config.get("sym", True)))
-    return Quantization("gptq", (scheme,), _names(config, "modules_to_not_convert"), int(layout == "gptq"))
+    skipped, ordered = _names(config, "modules_to_not_convert"), config.get("desc_act") is not False
+    return Quantization("gptq", (scheme,), skipped, int(layout == "gptq"), ordered)
 
 
 def _awq(config: Mapping[str, Any]) -> Quantization:

@@ -15,6 +15,7 @@ from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described, load_object
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
+from ...quant.formats.format import FORMATS
 from ..settings.errors import UnsupportedModel
 from .quantization import WHOLE, Quantization, Scheme
 
@@ -96,7 +97,7 @@ def model_tensors(
                     f"{described(weight.entry.name)} is {weight.label} in the files, and config.json says that it is "
                     "not quantized"
                 )
-            quantized[weight.entry.name] = weight
+            quantized[weight.entry.name] = replace(weight, kept=_kept(weight, files))
     if not quantized:
         raise BadCheckpoint(
             f"config.json says that weights are quantized by {quantization.method}, and no tensor of the files is"
@@ -105,6 +106,26 @@ def model_tensors(
     unused = tuple(name for name, entry in entries.items() if name not in used and _is_unused(entry))
     plain = {name: entry for name, entry in entries.items() if name not in used and not _is_unused(entry)}
     return ModelTensors(plain | {name: weight.entry for name, weight in quantized.items()}, quantized, unused)
+
+
+_SHORT = {"F16": "f16", "BF16": "bf16"}
+
+
+def _kept(weight: QuantizedWeight, files: _Files) -> str:
+    """The weight format that has the codes and scales of a weight as they are, empty where there is none."""
+    rows, columns = weight.group
+    zero, scale = weight.tensors.get("zero"), files.entries[weight.tensors["scale"]]
+    name = ""
+    if "order" in weight.tensors and files.quantization.ordered:
+        return ""
+    if weight.numbers in ("nf4", "e2m1"):
+        name = {("nf4", 64): "nf4-f32", ("e2m1", 32): "mxfp4-e8m0"}.get((weight.numbers, columns), "")
+    elif weight.bits == 8 and weight.numbers in ("int", "bnb-int") and zero is None and weight.group == (1, WHOLE):
+        name = "int8-f32"
+    elif weight.numbers == "int" and weight.bits in (4, 8) and scale.dtype in _SHORT and rows == 1:
+        name = f"int{weight.bits}-g{columns}-{_SHORT[scale.dtype]}" + ("-zp" if zero else "")
+    whole = columns == WHOLE or weight.entry.shape[-2 if weight.turned else -1] % columns == 0
+    return name if name in FORMATS and whole else ""
 
 
 def _is_unused(entry: TensorEntry) -> bool:

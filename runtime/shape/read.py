@@ -40,6 +40,11 @@ def expert_index(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_down(name: str) -> bool:
+    """Whether a tensor of experts holds their last matrix."""
+    return _DOWN.search(name) is not None
+
+
 def is_expert(name: str, entry: TensorEntry) -> bool:
     """Whether a tensor of a layer holds matrices of one expert, or of all experts stacked."""
     return expert_index(name) is not None or len(entry.shape) == 3
@@ -65,7 +70,7 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
             continue
         index = int(match[1])
         if index < num_layers or not is_extra_layer(config, index):
-            layers[index][_renamed(match[2], renamed) if renamed else match[2]] = entry
+            layers[index][renamed_in(match[2], renamed) if renamed else match[2]] = entry
     return Tensors(layers, outside)
 
 
@@ -75,7 +80,8 @@ def is_extra_layer(config: ModelConfig, index: int) -> bool:
     return num_layers <= index < num_layers + (config.get("num_nextn_predict_layers") or 0)
 
 
-def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+def renamed_in(name: str, renamed: Mapping[str, str]) -> str:
+    """The name in transformers' module of a tensor that a family's checkpoints name otherwise."""
     for found, wanted in renamed.items():
         name = name.replace(found, wanted)
     return name
@@ -129,16 +135,16 @@ def _matrix_nbytes(weight: QuantizedWeight) -> int:
 
 def stored_formats(found: ModelTensors, tensors: Tensors) -> tuple[StoredFormat, ...]:
     """What lies in the files: elements and bytes by group of tensors and format, the largest first."""
-    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    sums: dict[tuple[str, str, str | None], list[int]] = defaultdict(lambda: [0, 0])
     groups = [(entry, _group(name, entry)) for layer in tensors.layers.values() for name, entry in layer.items()]
     groups += [(entry, OUTER if len(entry.shape) == 2 else SMALL) for entry in tensors.outside.values()]
     for entry, group in groups:
         weight = found.quantized.get(entry.name)
         label = _OPTION_OF.get(entry.dtype, entry.dtype) if weight is None else weight.label
-        total = sums[group, label]
+        total = sums[group, label, None if weight is None else weight.kept]
         total[0] += entry.numel
         total[1] += entry.nbytes if weight is None else weight.nbytes
-    stored = [StoredFormat(*key, *total) for key, total in sums.items()]
+    stored = [StoredFormat(group, label, *total, kept) for (group, label, kept), total in sums.items()]
     return tuple(sorted(stored, key=lambda each: (GROUPS.index(each.group), -each.nbytes)))
 
 

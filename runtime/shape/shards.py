@@ -7,14 +7,72 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...quant.formats.dtypes import OPTION_DTYPES
-from ...quant.formats.format import FormatError, Layout, get_format
+from ...quant.formats.format import QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
+from ..settings.errors import SettingError
 from .model_shape import LayerShape, Matrix, ModelShape
 
-# The formats that `auto` considers, from exact to smallest.
-FORMATS = ("none", "int8", "int4", "nf4")
+# The formats of `--quant`.
+FORMATS = tuple(QUANT_FORMATS)
+# Those that `auto` considers, from exact to smallest. mxfp4 is as large as nf4 and loses more: it is for checkpoints
+# that have it, and to compare.
+AUTO_FORMATS = ("none", "int8", "int4", "nf4")
+SMALLEST_FORMATS = ("nf4", "mxfp4")
 FLOAT_NAMES = {name: each.name for name, each in OPTION_DTYPES.items()}
 ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
+
+
+# The choice of `--quant` that leaves the codes of a quantized checkpoint as they are.
+KEPT = "kept"
+# The bits of a code, by what `--quant` offers.
+_CODE_BITS = {"none": 16, "int8": 8, "int4": 4, "nf4": 4, "mxfp4": 4}
+
+
+def kept_format(shape: ModelShape) -> str | None:
+    """The format of most weights of a quantized checkpoint where its codes are kept; None where none can be."""
+    numel: Counter[str] = Counter()
+    for matrix, count in _counted(shape):
+        numel[matrix.kept] += count * matrix.numel
+    del numel[""]
+    return numel.most_common(1)[0][0] if numel else None
+
+
+def offered_formats(shape: ModelShape) -> tuple[str, ...]:
+    """What `--quant auto` considers, from exact to smallest: of a quantized checkpoint what is kept comes first, and
+    nothing has more bits than most of its weights have."""
+    bits: Counter[int] = Counter()
+    for matrix, count in _counted(shape):
+        bits[matrix.bits] += count * matrix.numel
+    most = max(bits, key=lambda each: bits[each], default=0)
+    kept = kept_format(shape)
+    if kept is not None:
+        # The smallest also packs what the files hold as floats.
+        return (kept, *(name for name in AUTO_FORMATS if _CODE_BITS[name] < most or name == AUTO_FORMATS[-1]))
+    return tuple(name for name in AUTO_FORMATS if not most or _CODE_BITS[name] <= max(most, 4))
+
+
+def all_formats(shape: ModelShape) -> tuple[str, ...]:
+    """Every format that a model's weights may be packed in, those of `--quant` and what is kept."""
+    kept = kept_format(shape)
+    return FORMATS if kept is None else (kept, *FORMATS)
+
+
+def settled_format(shape: ModelShape, wanted: str) -> str:
+    """A format that `--quant` names, with "kept" resolved. Raises SettingError where nothing can be kept."""
+    if wanted != KEPT:
+        return wanted
+    kept = kept_format(shape)
+    if kept is None:
+        raise SettingError("--quant kept: no weight of this checkpoint has codes that a weight format has, too")
+    return kept
+
+
+def _format_of(matrix: Matrix, format_name: str) -> str:
+    """The format of a matrix where the model is packed in `format_name`: its own where codes are kept."""
+    if format_name in FORMATS:
+        return format_name
+    # What a kept model has beside kept matrices: floats stay, and others have as many bits as in the files.
+    return matrix.kept or ("none" if matrix.bits == 0 else "int8" if matrix.bits > 4 else "nf4")
 
 
 def layout_for(shape: tuple[int, int], format_name: str, dtype: str) -> Layout:
@@ -59,7 +117,15 @@ def _matrices(shape: ModelShape) -> Iterator[Matrix]:
 
 
 def _layout(matrix: Matrix, format_name: str, dtype: str) -> Layout:
-    return layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
+    return layout_for((matrix.rows, matrix.cols), _format_of(matrix, format_name), FLOAT_NAMES[dtype])
+
+
+def _counted(shape: ModelShape) -> Iterator[tuple[Matrix, int]]:
+    """The matrices of the layers, each with the number of experts that have it."""
+    for layer in shape.layers:
+        yield from ((matrix, 1) for matrix in layer.dense)
+        if layer.experts:
+            yield from ((matrix, layer.experts.count) for matrix in (layer.experts.up, layer.experts.down))
 
 
 # Shards start and end at multiples of this: direct reads from disk need it, vector loads and pages are faster with it.
@@ -68,11 +134,15 @@ SHARD_ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class ShardMatrix:
-    """A packed matrix inside a shard; `name` is its module's path in the layer."""
+    """A packed matrix inside a shard; `name` is its module's path in the layer.
+
+    `kept` says that its codes are those of the checkpoint.
+    """
 
     name: str
     layout: Layout
     offset: int
+    kept: bool = False
 
     @property
     def end(self) -> int:
@@ -154,8 +224,9 @@ def _layer_shards(layer: LayerShape, format_name: str, dtype: str) -> LayerShard
 def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardLayout:
     packed: list[ShardMatrix] = []
     for matrix in matrices:
-        layout = layout_for((matrix.rows, matrix.cols), format_name, FLOAT_NAMES[dtype])
-        packed.append(ShardMatrix(matrix.name, layout, packed[-1].end if packed else 0))
+        layout = _layout(matrix, format_name, dtype)
+        offset = packed[-1].end if packed else 0
+        packed.append(ShardMatrix(matrix.name, layout, offset, matrix.kept == layout.format))
     return ShardLayout(tuple(packed))
 
 

@@ -25,7 +25,7 @@ from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
 from ..shape.formula import shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.read import model_shape
-from ..shape.shards import FORMATS, checkpoint_nbytes, weights_nbytes
+from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, local_folder, repository_of
 from .model_source import is_store
 
@@ -109,7 +109,7 @@ def _on_hub(name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`weights` and `kv_per_token` are bytes by format."""
+    """`weights` and `kv_per_token` are bytes by format, `stored` what lies in the files of a checkpoint."""
 
     model_type: str
     parameters: int
@@ -119,6 +119,7 @@ class Description:
     context: int
     weights: dict[str, int]
     kv_per_token: dict[str, float]
+    stored: list[dict[str, Any]]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -132,6 +133,7 @@ def describe(shape: ModelShape) -> Description:
         layers=len(shape.layers),
         experts=shape.num_experts,
         context=shape.context,
-        weights={quant: weights_nbytes(shape, quant, shape.dtype) for quant in FORMATS},
+        weights={quant: weights_nbytes(shape, quant, shape.dtype) for quant in all_formats(shape)},
         kv_per_token={name: sum(KVSpec(group, name).token_nbytes for group in shape.kv_groups) for name in KV_FORMATS},
+        stored=[{**asdict(each), "bits": round(each.bits, 3), "becomes": each.becomes} for each in shape.stored],
     )

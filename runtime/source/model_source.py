@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
+from ...offload.errors import BadStore
 from ...offload.store.stores import store_folder
+from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
+from ...quant.formats.format import get_format
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape
-from ..shape.shards import FORMATS, weights_nbytes
+from ..shape.shards import weights_nbytes
 from .hub import find_model
 
 if TYPE_CHECKING:
@@ -80,15 +83,24 @@ def is_store(folder: Path) -> bool:
 
 
 def _recipe(store: Store) -> dict[str, str]:
-    return {"quant": store.manifest.recipe["quant"], "dtype": store.manifest.recipe["dtype"]}
-
-
-def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
-    """Everything beside the checkpoint that decides the bytes of a store."""
+    quant, dtype, layout = (str(store.manifest.recipe.get(name)) for name in ("quant", "dtype", "layout"))
+    if quant not in WEIGHT_FORMATS or layout != WEIGHT_FORMATS[quant].order:
+        wanted = f"layout {WEIGHT_FORMATS[quant].order!r}" if quant in WEIGHT_FORMATS else "a format of this version"
+        raise BadStore(
+            f"{store.folder}: weights in format {quant!r:.40}, layout {layout!r:.40}, were found, {wanted} is wanted;"
+            " prepare the model again"
+        )
     return {"quant": quant, "dtype": dtype}
 
 
-def prepared_nbytes(name: str, folder: Path, dtype: str, root: Path, stores: Mapping[str, int]) -> dict[str, int]:
+def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
+    """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes."""
+    return {"quant": quant, "dtype": dtype, "layout": get_format(quant).order}
+
+
+def prepared_nbytes(
+    name: str, folder: Path, formats: tuple[str, ...], dtype: str, root: Path, stores: Mapping[str, int]
+) -> dict[str, int]:
     """By weight format, the bytes of what is prepared, finished or not, of the checkpoint in `folder`.
 
     `stores` are the bytes of the stores in `root`, by folder name.
@@ -96,7 +108,7 @@ def prepared_nbytes(name: str, folder: Path, dtype: str, root: Path, stores: Map
     if not stores:
         return {}
     fingerprint = model_fingerprint(folder)
-    names = {quant: store_folder(root, name, fingerprint, recipe(quant, dtype)).name for quant in FORMATS}
+    names = {quant: store_folder(root, name, fingerprint, recipe(quant, dtype)).name for quant in formats}
     return {quant: stores[found] for quant, found in names.items() if found in stores}
 
 

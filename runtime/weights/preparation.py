@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from typing import Protocol
 
 import torch
@@ -15,11 +17,15 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
-from ...quant.formats.format import FormatError
+from ...quant.formats.chunks import row_chunks
+from ...quant.formats.format import FormatError, Layout
 from ...quant.matmul.matmul import ParallelMatmul
-from ...quant.tensor import PackedTensor, pack_into
+from ...quant.planes import fill
+from ...quant.scratch import wide_columns
+from ...quant.tensor import CODECS, PackedTensor, pack_into
 from ..model.assembly import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES
+from ..model.kept_codes import planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
 from ..settings.budgets import MIB, PROCESS_NBYTES
@@ -29,7 +35,6 @@ from ..shape.quantized import ModelTensors
 from ..shape.read import EXPERTS, group_of
 from ..shape.shards import ITEM_NBYTES, LayerShards, ModelShards, ShardLayout, ShardMatrix, resident_nbytes
 from .memory import WeightMemory
-from .packing_loss import PackingLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,32 @@ def _layer_nbytes(layer: LayerShape, packed: LayerShards, item: int) -> int:
     return dense + max(packed.dense.nbytes, experts)
 
 
+class PackingLoss:
+    """What weights of a quantized checkpoint lose where they are packed again.
+
+    Sums squares of weights and of their errors by group of tensors, such as experts.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, group: str, weight: torch.Tensor, packed: PackedTensor) -> None:
+        """`weight` [N, K] is what the checkpoint means and `packed` what was made of it."""
+        layout, sums = packed.layout, self._sums[group]
+        for rows in row_chunks(layout.shape, layout.row_block):
+            exact = weight[rows].float()
+            planes, made = packed.rows(rows), torch.empty_like(exact, memory_format=torch.contiguous_format)
+            lines = -(-len(exact) // layout.row_block) * layout.row_block
+            CODECS[layout.codes, layout.order].unpack(planes, made, exact.new_empty(lines, wide_columns(layout)))
+            sums[0] += float(made.sub_(exact).square_().sum(dtype=torch.float64))
+            sums[1] += float(exact.square_().sum(dtype=torch.float64))
+
+    @property
+    def by_group(self) -> Mapping[str, float]:
+        """|packed - weight| / |weight|, in the L2 norm over all weights of a group; 0 for weights of 0."""
+        return {group: sqrt(error / whole) if whole else 0.0 for group, (error, whole) in self._sums.items()}
+
+
 Added = Callable[[ShardMatrix, torch.Tensor, PackedTensor], None]
 
 
@@ -157,14 +188,24 @@ def pack_shard(
     """
     for matrix, weight in zip(layout.matrices, weights, strict=True):
         try:
-            made = pack_into(weight.detach(), matrix.layout, shard[matrix.offset : matrix.end])
+            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end])
         except FormatError as error:
             raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
-        if packed is not None:
+        if packed is not None and not matrix.kept:
             packed(matrix, weight.detach(), made)
     if layout.matrices:
         # The bytes after the last plane are also written to disk and included in the checksum.
         shard[layout.matrices[-1].end :].zero_()
+
+
+def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor) -> PackedTensor:
+    if matrix.kept:
+        return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
+    return pack_into(weight, matrix.layout, buffer)
+
+
+def _kept(layout: ShardLayout) -> dict[str, Layout]:
+    return {matrix.name: matrix.layout for matrix in layout.matrices if matrix.kept}
 
 
 class LayerSink(Protocol):
@@ -213,7 +254,7 @@ class Preparation:
         self._loader.check()
         for index, layer in enumerate(self._model.get_decoder().layers):
             assembly = LayerAssembly(layer, shards.layers[index], self._compute)
-            self._loader.load_dense(index, layer)
+            self._loader.load_dense(index, layer, _kept(shards.layers[index].dense))
             if not sink.has_layer(index):
                 with sink.layer(index, assembly.shards) as layer_sink:
                     self._pack_dense(index, assembly, layer_sink)
@@ -241,7 +282,7 @@ class Preparation:
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
         for begin in range(0, count, window):
             experts = range(begin, min(begin + window, count))
-            up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts)
+            up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts, _kept(layout))
             for expert in experts:
                 weights = [up[expert - begin], down[expert - begin]]
                 with sink.expert(expert) as shard:

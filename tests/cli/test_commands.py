@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 
 from moedge.runtime.jobs.summary import json_schema
+from support.quantized_checkpoints import write_quantized
 
 Rows = list[dict[str, Any]]
 CODE = "import sys; from moedge.cli.main import main; main()"
@@ -218,6 +219,19 @@ def test_models_shows_a_shape(
     assert "32 experts in total" in capsys.readouterr().out
     assert cli("models", "families") == 0
     assert "gpt_oss" in capsys.readouterr().out.split()
+
+
+def test_models_shows_what_lies_in_a_quantized_checkpoint(
+    tmp_path: Path, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_quantized("awq", tmp_path / "quantized", tmp_path / "wide")
+    assert cli("models", "show", tmp_path / "quantized", "--json") == 0
+    stored = {each["group"]: each for each in json.loads(capsys.readouterr().out)["stored"]}
+    assert stored["experts"]["becomes"] == "kept as int4-g32-f16-zp"
+    assert stored["experts"]["bits"] == 4.625
+    assert stored["embedding and head"]["becomes"] == "read as they are"
+    assert cli("models", "show", tmp_path / "quantized") == 0
+    assert "awq int4 g32, 4.62 bits per weight" in capsys.readouterr().out
 
 
 def test_a_prepared_store_answers_without_its_checkpoint(

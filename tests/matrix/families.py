@@ -28,7 +28,7 @@ from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.families import SUPPORTED
 from support.family_run import run_family
-from support.models_page import page
+from support.models_page import formats_of, page
 
 VERDICTS = FOLDER / "models"
 PAGE = ROOT / "docs" / "models.md"
@@ -92,7 +92,7 @@ def write_page() -> list[str]:
     found = sorted(VERDICTS.glob("*.json"))
     if not any(path.stem.startswith(f"{OLDEST}.") for path in found):
         return [f"there are no verdicts of transformers {OLDEST} in {VERDICTS}"]
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found) + formats_of(PAGE.read_text()))
     return []
 
 

@@ -52,3 +52,44 @@ def verdicts(path: Path) -> dict[str, list[str]]:
 
 def _cell(result: str) -> str:
     return result.replace("|", "/").replace("\n", " ")[:160]
+
+
+# Which families stand for which, by how their checkpoints hold matrices.
+FAMILY_GROUPS = {"experts one by one": "qwen3_moe", "stacked experts": "gpt_oss", "dense": "llama"}
+FORMATS_HEAD = """## Quantized checkpoints
+
+What becomes of the weights of a quantized checkpoint: *kept* ones have the codes and scales of the files, bit by bit;
+others are *widened* to floats, a matrix at a time in memory, and packed again. Every row ran: the checkpoint was
+written by the format's own library (compressed-tensors, bitsandbytes, transformers) or by its published layout (GPTQ,
+AWQ), and its weights were those of that library. `nf4 loses` is the relative L2 error of packing the weights again in
+nf4. Other methods (AQLM, HQQ, TorchAO, Quark, ModelOpt, ...) are refused with their name.
+"""
+_NAMES = {
+    "fp8 blocks": "FP8, blocks (`weight_scale_inv`)", "mxfp8": "MXFP8", "fbgemm": "FP8, rows (FBGEMM)",
+    "bnb int8": "bitsandbytes int8", "bnb nf4": "bitsandbytes NF4, nested", "bnb fp4 single": "bitsandbytes FP4",
+    "awq": "AWQ, GEMM, groups of 32", "gptq v1": "GPTQ v1, 4 bits, groups of 32",
+    "gptq v1 act order": "GPTQ v1, 4 bits, act-order", "gptq v2 g128": "GPTQ v2, 4 bits, groups of 128",
+    "gptq 3 bits": "GPTQ v1, 3 bits", "gptq 8 bits": "GPTQ v1, 8 bits", "mxfp4": "MXFP4 (gpt-oss)",
+}  # fmt: skip
+
+
+def formats_section(results: dict[str, dict[str, str]]) -> str:
+    """The table of quantized checkpoints: formats by group of families."""
+    header = f"| format | {' | '.join(FAMILY_GROUPS)} |\n|---|{'---|' * len(FAMILY_GROUPS)}"
+    rows = [
+        f"| {_NAMES.get(form) or form.replace('ct ', 'compressed-tensors ')} | "
+        f"{' | '.join(_cell(found.get(group, '')) for group in FAMILY_GROUPS)} |"
+        for form, found in results.items()
+    ]
+    return f"{FORMATS_HEAD}\n{header}\n" + "\n".join(rows) + "\n"
+
+
+def with_formats(text: str, results: dict[str, dict[str, str]]) -> str:
+    """A page with that section at its end, instead of the one that it has."""
+    return f"{text.removesuffix(formats_of(text)).rstrip()}\n\n{formats_section(results)}"
+
+
+def formats_of(text: str) -> str:
+    """That section of a page, after an empty line; empty where it has none."""
+    _, title, section = text.partition("\n## Quantized checkpoints\n")
+    return title + section

@@ -68,7 +68,7 @@ def bnb_4bit(weight: Tensor, levels: str = "nf4", nested: bool = True) -> Writte
     return {".weight": codes, **tensors}, bnb.dequantize_4bit(codes, state).float()
 
 
-def compressed(weight: Tensor, form: str, **scheme: Any) -> Written:
+def compressed(weight: Tensor, form: str, scales: torch.dtype | None = None, **scheme: Any) -> Written:
     """By compressed-tensors' compressors; the float32 arithmetic is its own `dequantize`."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
@@ -88,6 +88,8 @@ def compressed(weight: Tensor, form: str, **scheme: Any) -> Written:
     if form.startswith("nvfp4"):
         whole = (448 * 6 / weight.abs().max()).float().view(1)
     scale, zero = calculate_qparams(groups.amin(2), groups.amax(2), args, global_scale=whole)
+    if scales is not None:
+        scale = scale.to(scales)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
     if whole is not None:
         state["weight_global_scale"] = whole
@@ -182,12 +184,32 @@ def ct_config(form: str, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ct(form: str, **weights: Any) -> tuple[Writer, dict[str, Any]]:
-    return lambda weight: compressed(weight, form, **weights), ct_config(form, **weights)
+def _ct(form: str, scales: torch.dtype | None = None, **weights: Any) -> tuple[Writer, dict[str, Any]]:
+    return lambda weight: compressed(weight, form, scales, **weights), ct_config(form, **weights)
+
+
+def _int(bits: int, group: int, scales: torch.dtype, symmetric: bool = True) -> tuple[Writer, dict[str, Any]]:
+    scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    return _ct("pack-quantized", scales, **scheme)
 
 
 def _gptq_config(bits: int = 4, group: int = 32, form: str = "gptq", **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": form, "sym": False, **more}
+    sizes = {"bits": bits, "group_size": group, "checkpoint_format": form}
+    return {"quant_method": "gptq", "sym": False, "desc_act": False, **sizes, **more}
+
+
+def mixed(weight: Tensor, experts: bool = True) -> Written:
+    """Experts in int4 and attention in fp8, as in Kimi K2."""
+    if experts:
+        return _int(4, 32, torch.bfloat16)[0](weight)
+    return compressed(weight, "float-quantized", None, num_bits=8, type="float", symmetric=True, strategy="channel")
+
+
+def _mixed_config() -> dict[str, Any]:
+    first = _int(4, 32, torch.bfloat16)[1]["config_groups"]["group_0"]
+    second = ct_config("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
+    groups = {"experts": {**first, "targets": ["re:.*experts.*"]}, "others": second["config_groups"]["group_0"]}
+    return {**second, "format": "mixed-precision", "config_groups": groups}
 
 
 _BNB = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"]}
@@ -203,12 +225,16 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "ct int4 g32": _ct("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=32),
     "ct int4 g64 asym": _ct("pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64),
     "ct int8 g128": _ct("pack-quantized", num_bits=8, type="int", symmetric=True, strategy="group", group_size=128),
+    "ct int4 g32 bf16": _int(4, 32, torch.bfloat16),
+    "ct int4 g64 fp16 asym": _int(4, 64, torch.float16, False),
+    "ct int8 g128 bf16": _int(8, 128, torch.bfloat16),
     "ct int3 channel": _ct("pack-quantized", num_bits=3, type="int", symmetric=True, strategy="channel"),
     "ct int8 rows": _ct("int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel"),
     "ct fp8 rows": _ct("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"),
     "ct fp8 blocks": _ct(
         "float-quantized", num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[64, 64]
     ),
+    "ct mixed": (mixed, _mixed_config()),
     "ct nvfp4": _ct("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     "ct mxfp4": _ct("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     "gptq v1": (gptq, _gptq_config()),
@@ -235,10 +261,13 @@ def write_quantized(form: str, folder: Path, wide: Path, family: str = "qwen3_mo
             tensors, floats[name] = writer(tensor.transpose(1, 2))
             made |= {f"{name}{suffix}": value.contiguous() for suffix, value in tensors.items()}
         elif form != "mxfp4" and is_quantized(name, tensor):
-            tensors, floats[name] = writer(tensor)
+            tensors, floats[name] = mixed(tensor, "experts" in name) if writer is mixed else writer(tensor)
             made |= {name.removesuffix(".weight") + suffix: value.contiguous() for suffix, value in tensors.items()}
         else:
             made[name] = tensor
+    if writer is mixed:
+        # Scales of a cache in fp8, which is another one than ours.
+        made["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
     folder.mkdir()
     for path in wide.iterdir():
         if path.name != "model.safetensors":

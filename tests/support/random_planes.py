@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from moedge.quant.formats import nf4
+from moedge.quant.formats import mxfp4, nf4
 from moedge.quant.formats.format import WeightFormat
 from moedge.quant.planes import Planes, unpack_nibbles
 
-VALUES = {"nf4": nf4.LEVELS}
+VALUES = {"nf4": nf4.LEVELS, "e2m1": mxfp4.LEVELS}
 
 
 def random_planes(chosen: WeightFormat, shape: tuple[int, int], seed: int = 0) -> Planes:

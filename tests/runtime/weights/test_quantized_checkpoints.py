@@ -1,25 +1,39 @@
 """A quantized checkpoint of every layout loads, streams at the smallest budget and computes what its weights mean."""
 
+import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from moedge.offload.checkpoint.checkpoint import Checkpoint
+from moedge.offload.errors import BadCheckpoint
+from moedge.offload.store.store import Store
+from moedge.quant.tensor import pack
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.loading.prepare import precision, prepare
+from moedge.runtime.model.dequantize import dequantize
 from moedge.runtime.model.runner import ModelRunner
+from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import budget_range, make_plan
+from moedge.runtime.plan.planner import PlanRequest, SearchSpace, budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.checkpoint_shape import read_tensors
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.shards import offered_formats
 from moedge.runtime.source.model_source import open_source
 from support.quantized_checkpoints import FORMATS, write_quantized
+from support.tiny_families import save_tiny
 
 pytestmark = pytest.mark.numerics
 
@@ -43,7 +57,7 @@ def streamed_logits(folder: Path, store: Path, settings: Settings, monkeypatch: 
 
     with open_source(str(folder)) as source, monkeypatch.context() as patch:
         smallest, _ = budget_range(source.shape, settings, JOB)
-        prepare(source, store, settings.quant, settings.dtype, Budgets())
+        prepare(source, store, *precision(source, settings.quant, settings.dtype), Budgets())
         plan = make_plan(source.shape, settings, MemoryBudget(smallest), JOB)
         with closing(load_engine(source, plan, store)) as loaded:
             patch.setattr(ModelRunner, "forward", kept)
@@ -70,3 +84,127 @@ def test_logits_are_those_of_the_dequantized_weights(
     found = streamed_logits(quantized, tmp_path / "store", SETTINGS, monkeypatch)
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+KEPT = {
+    "bnb int8": "int8-f32",
+    "bnb nf4": "nf4-f32",
+    "ct int4 g32 bf16": "int4-g32-bf16",
+    "ct int4 g64 fp16 asym": "int4-g64-f16-zp",
+    "ct int8 g128 bf16": "int8-g128-bf16",
+    "ct int8 rows": "int8-f32",
+    "ct mixed": "int4-g32-bf16",
+    "gptq v1": "int4-g32-f16-zp",
+    "gptq v2 g128": "int4-g128-f16-zp",
+    "awq": "int4-g32-f16-zp",
+    "ct mxfp4": "mxfp4-e8m0",
+    "mxfp4": "mxfp4-e8m0",
+}
+
+
+# What is not kept is rounded to a byte a weight.
+LOSS = {"ct mixed": 0.05}
+
+
+@pytest.mark.sample("ct int4 g64 fp16 asym", "bnb nf4")
+@pytest.mark.parametrize("form", KEPT)
+def test_kept_codes_mean_what_they_meant(
+    form: str, tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, wide = tmp_path / "quantized", tmp_path / "wide"
+    write_quantized(form, quantized, wide, "gpt_oss" if form == "mxfp4" else "qwen3_moe")
+    wanted = stock_logits(stock(wide))
+    found = streamed_logits(quantized, tmp_path / "store", replace(SETTINGS, quant="kept"), monkeypatch)
+    with Store.open(tmp_path / "store") as store:
+        assert store.manifest.recipe["quant"] == KEPT[form]
+        assert bool(store.manifest.extra["loss"]) == (form in LOSS)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= LOSS.get(form, TOLERANCE) * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("form", "offered"),
+    [
+        ("fp8 blocks", ("int8", "int4", "nf4")),
+        ("bnb int8", ("int8-f32", "int4", "nf4")),
+        ("awq", ("int4-g32-f16-zp", "nf4")),
+        ("ct mixed", ("int4-g32-bf16", "nf4")),
+        ("gptq v1 act order", ("int4", "nf4")),
+        ("", ("none", "int8", "int4", "nf4")),
+    ],
+)
+def test_auto_never_chooses_more_bits_than_the_checkpoint_has(
+    form: str, offered: tuple[str, ...], tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = tmp_path / "quantized" if form else checkpoint("qwen3_moe")
+    if form:
+        write_quantized(form, folder, tmp_path / "wide")
+    with open_source(str(folder)) as source:
+        assert offered_formats(source.shape) == offered
+        assert precision(source, "auto", "auto") == (offered[0], "fp32")
+        request = PlanRequest(costs=CostModel(source.shape), workload=JOB, budget=MemoryBudget(1 << 34))
+    assert SearchSpace(request).quants == offered
+
+
+def test_the_loss_of_packing_again_is_measured_by_group(tmp_path: Path) -> None:
+    write_quantized("fp8 blocks", tmp_path / "quantized", tmp_path / "wide")
+    with open_source(str(tmp_path / "quantized")) as source:
+        loss = prepare(source, tmp_path / "store", "nf4", "fp32", Budgets())
+    floats = load_file(tmp_path / "wide" / "model.safetensors")
+    for group, part in (("experts", ".experts."), ("attention", ".self_attn.")):
+        weights = [each for name, each in floats.items() if part in name and each.dim() == 2]
+        errors = [pack(weight, "nf4").dequantize() - weight for weight in weights]
+        wanted = torch.stack([e.norm() for e in errors]).norm() / torch.stack([w.norm() for w in weights]).norm()
+        assert loss[group] == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_transformers_saves_through_bitsandbytes_is_read(bits: int, tmp_path: Path) -> None:
+    import bitsandbytes.functional as bnb
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    save_tiny("llama", tmp_path / "wide", hidden_size=128)
+    config = BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "wide", quantization_config=config, dtype=torch.float32, device_map="cpu"
+    )
+    model.save_pretrained(tmp_path / "quantized")
+    found = 0
+    with Checkpoint(tmp_path / "quantized") as files:
+        tensors = read_tensors(ModelConfig.read(tmp_path / "quantized"), files)
+        for name, weight in tensors.quantized.items():
+            stored = model.get_parameter(name)
+            wanted = (
+                bnb.dequantize_4bit(stored.data, stored.quant_state)
+                if bits == 4
+                else stored.data.float() * files_scale(files, name)[:, None] / 127
+            )
+            assert torch.allclose(dequantize(files, weight, torch.float32), wanted.float(), rtol=1e-6, atol=0)
+            found += 1
+    assert found == 4 * 7
+
+
+def files_scale(files: Checkpoint, name: str) -> torch.Tensor:
+    scale = torch.empty(files.entries[name].shape[0])
+    files.read_into(f"{name.removesuffix('.weight')}.SCB", scale.view(torch.uint8).numpy().data)
+    return scale
+
+
+def test_codes_whose_groups_lie_apart_are_not_kept_whatever_the_config_says(tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    write_quantized("gptq v1 act order", folder, tmp_path / "wide")
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"]["desc_act"] = False
+    (folder / "config.json").write_text(json.dumps(values))
+    with open_source(str(folder)) as source:
+        formats = precision(source, "kept", "fp32")
+        with pytest.raises(BadCheckpoint, match="desc_act"):
+            prepare(source, tmp_path / "store", *formats, Budgets())
+
+
+def test_nothing_to_keep_is_said(checkpoint: Callable[[str], Path]) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source, pytest.raises(SettingError, match="--quant kept"):
+        precision(source, "kept", "fp32")

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from moedge.moe.streaming_mode import RouterLatency, Waits
 from moedge.offload.stream.stream import ShardStream
-from moedge.quant.formats import nf4
+from moedge.quant.formats import lookup, nf4
 from moedge.quant.kernels.launch import Launch
 from moedge.runtime.attention.fresh import FreshAttention
 from moedge.runtime.engine.sequence import Sequence
@@ -343,7 +343,7 @@ def passes(case: Any, costs: HostCost, plan: Any, device: Any, experts: Any) -> 
         )
     )
     # Made once a process.
-    nf4._level_pairs(device.torch_device)
+    lookup._pairs(nf4.VALUES, device.torch_device)
     with closing(load_engine(case.source, plan, None, device, experts, offsets)) as loaded:
         costs.watch(loaded.model._model.get_decoder())
         for index, ids in enumerate(case.prompts):

@@ -8,6 +8,7 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
+from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.shards import model_shards
@@ -16,8 +17,10 @@ from moedge.runtime.weights.preparation import MemorySink, Preparation
 
 
 def load_weights(folder: Path, shape: ModelShape) -> None:
-    model = define(ModelConfig.read(folder), torch.float32)
+    config = ModelConfig.read(folder)
+    model = define(config, torch.float32)
     with Checkpoint(folder) as checkpoint:
         shards = model_shards(shape, "none", "fp32")
         sink = MemorySink(WeightMemory(shards, everything(shards)))
-        Preparation(model, checkpoint, ParallelMatmul(Workspace(0))).run(shards, sink)
+        tensors = read_tensors(config, checkpoint)
+        Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), tensors=tensors).run(shards, sink)
