@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
-from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.heap import KEPT_NBYTES, keep_memory, return_memory
@@ -38,7 +37,7 @@ from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
-from ..shape.checkpoint_shape import read_tensors
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ModelShards, model_shards
@@ -222,7 +221,7 @@ def _read_checkpoint(loading: Loading) -> Preparation:
     plan = loading.plan
     # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
-    with Checkpoint(loading.source.folder) as checkpoint:
+    with open_checkpoint(loading.config, loading.source.weights) as checkpoint:
         window = min((free - widening_nbytes(loading.source.shape)) // (WINDOW_COPIES + 1), WINDOW_NBYTES)
         tensors = read_tensors(loading.config, checkpoint)
         preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)

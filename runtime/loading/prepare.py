@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.store.stores import default_root, disk_budget, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul, Workspace
@@ -18,7 +17,7 @@ from ..plan.planner import budget_range, make_plan
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
-from ..shape.checkpoint_shape import read_tensors
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
 from ..shape.shards import model_shards, offered_formats, settled_format, weights_nbytes
@@ -39,7 +38,7 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
 
 def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
     """The path of the store of this checkpoint in this format, whether it exists or not."""
-    return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
+    return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), recipe(quant, dtype))
 
 
 def prepare(
@@ -63,12 +62,12 @@ def _pack(
     shards = model_shards(shape, quant, dtype)
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
     disk_budget(target, weights_nbytes(shape, quant, dtype), budgets.disk_nbytes())
-    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
+    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(source.weights)) as writer:
         if writer.complete and not repair:
             return {}
         config = ModelConfig.read(folder)
         model = define(config, TORCH_DTYPES[dtype])
-        with Checkpoint(folder) as checkpoint:
+        with open_checkpoint(config, source.weights) as checkpoint:
             tensors = read_tensors(config, checkpoint)
             preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
             preparation.run(shards, StoreSink(writer))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.gguf_file import GgufCheckpoint, is_gguf
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described, gc_paused
 from ...offload.errors import BadCheckpoint
 from ...quant.formats.dtypes import DTYPES
+from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, head_dim, kv_heads
+from .gguf_config import gguf_config
+from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
+from .multimodal import text_name
 from .quantized import ModelTensors
 from .read import Tensors, by_layer, expert_index, model_shape, tensors_of
 
@@ -92,27 +99,59 @@ def _span(layers: Mapping[int, object]) -> str:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a checkpoint from its config and headers, if they agree; reads no weight.
+    """The shape of a checkpoint, a folder or a GGUF file, from its config and headers, if they agree; reads no weight.
 
     Raises UnsupportedModel for what cannot run here, BadCheckpoint for what is damaged, incomplete or contradictory.
     """
-    config = ModelConfig.read(folder)
-    with gc_paused(), Checkpoint(folder) as checkpoint:
+    config = read_config(folder)
+    with gc_paused(), open_checkpoint(config, folder) as checkpoint:
         found = read_tensors(config, checkpoint)
         tensors = by_layer(config, found.entries)
         check_tensors(config, checkpoint, tensors, found.entries)
         return model_shape(config, found, tensors)
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a checkpoint folder or of a GGUF file. Raises UnsupportedModel, BadCheckpoint."""
+    if not is_gguf(folder):
+        return ModelConfig.read(folder)
+    try:
+        return ModelConfig(gguf_values(folder))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: as {error}") from None
+
+
+def gguf_values(path: Path) -> dict[str, Any]:
+    """What config.json would say of the model in a GGUF file. Raises UnsupportedModel, BadCheckpoint."""
+    with gc_paused(), GgufCheckpoint(path) as checkpoint:
+        try:
+            return gguf_config(checkpoint.metadata, checkpoint.entries, partial(_read_small, checkpoint))
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {error}") from None
+
+
+def _read_small(checkpoint: Checkpoint, name: str) -> bytes:
+    data = bytearray(checkpoint.entries[name].nbytes)
+    checkpoint.read_into(name, memoryview(data))
+    return bytes(data)
+
+
+def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
+    """The tensors of a checkpoint folder's text model, under its names, or those of a GGUF file. Raises BadCheckpoint.
+    """
+    if is_gguf(folder):
+        return GgufCheckpoint(folder)
+    checkpoint = Checkpoint(folder)
+    if config.multimodal:
+        checkpoint.select(text_name)
+    return checkpoint
+
+
 def read_tensors(config: ModelConfig, checkpoint: Checkpoint) -> ModelTensors:
     """A checkpoint's tensors as a model has them, quantized or not. Raises BadCheckpoint, UnsupportedModel."""
-
-    def read(name: str) -> bytes:
-        data = bytearray(checkpoint.entries[name].nbytes)
-        checkpoint.read_into(name, memoryview(data))
-        return bytes(data)
-
     try:
-        return tensors_of(config, checkpoint.entries, read)
+        if isinstance(checkpoint, GgufCheckpoint):
+            return gguf_tensors(config, checkpoint.entries)
+        return tensors_of(config, checkpoint.entries, partial(_read_small, checkpoint))
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{checkpoint.folder}: {error}") from None

@@ -16,6 +16,7 @@ from ...quant.formats.dtypes import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
 from .families import Family, family
+from .multimodal import is_wrapper, text_config
 from .quantization import parse_quantization
 
 CONFIG = "config.json"
@@ -26,9 +27,15 @@ _KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *NESTED}
 
 
 class ModelConfig:
-    """The checked values of one config.json; `get` falls back to the family's defaults."""
+    """The checked values of one config.json; `get` falls back to the family's defaults.
+
+    `multimodal` says that they are those of the text model in it.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
+        # Only the text model of a model that also sees or hears is built, so only its values matter.
+        self.multimodal = is_wrapper(values)
+        values = text_config(values) if self.multimodal else values
         self.family: Family = family(values.get("model_type"))
         _refuse_code(values, CONFIG)
         self.quantization = parse_quantization(values)

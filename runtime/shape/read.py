@@ -141,7 +141,7 @@ def stored_formats(found: ModelTensors, tensors: Tensors) -> tuple[StoredFormat,
     for entry, group in groups:
         weight = found.quantized.get(entry.name)
         label = _OPTION_OF.get(entry.dtype, entry.dtype) if weight is None else weight.label
-        total = sums[group, label, None if weight is None else weight.kept]
+        total = sums[group, label, weight.kept if weight and weight.bits else None]
         total[0] += entry.numel
         total[1] += entry.nbytes if weight is None else weight.nbytes
     stored = [StoredFormat(group, label, *total, kept) for (group, label, kept), total in sums.items()]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.checkpoint.checkpoint import INDEX, has_weights, read_inside
+from ...offload.checkpoint.gguf_file import is_gguf
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import load_object
 from ...offload.errors import BadCheckpoint
@@ -24,6 +25,7 @@ from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
 from ..shape.formula import shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
+from ..shape.multimodal import text_name
 from ..shape.read import model_shape
 from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, local_folder, repository_of
@@ -56,7 +58,7 @@ class Headers:
 
 
 def read_headers(name: str) -> Headers:
-    """Reads the headers of a folder, prepared weights, a checkpoint in the hub's cache, or a hub repository.
+    """Reads the headers of a folder, a GGUF file, prepared weights, a checkpoint in the hub's cache, or a hub repository.
 
     The shape of a folder that has config.json but no weights is computed from the config.
 
@@ -65,6 +67,8 @@ def read_headers(name: str) -> Headers:
     folder = local_folder(name)
     if folder is None:
         return Headers(name, _on_hub(name), None, on_hub=True)
+    if is_gguf(folder):
+        return Headers(name, read_shape(folder), folder)
     if not is_store(folder) and not has_weights(folder):
         return Headers(name, _of_config(folder), None)
     if not is_store(folder):
@@ -104,7 +108,10 @@ def _on_hub(name: str) -> ModelShape:
         for file in metadata.files_metadata.values()
         for tensor, info in file.tensors.items()
     }
-    return model_shape(ModelConfig.read(Path(config).parent), entries)
+    read = ModelConfig.read(Path(config).parent)
+    if read.multimodal:
+        entries = {own: entry._replace(name=own) for name, entry in entries.items() if (own := text_name(name))}
+    return model_shape(read, entries)
 
 
 @dataclass(frozen=True, slots=True)

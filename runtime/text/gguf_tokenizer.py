@@ -1,0 +1,33 @@
+"""Writes the tokenizer and chat template of a GGUF file as transformers does, from the file's metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...offload.checkpoint.gguf_file import GgufCheckpoint
+from ..settings.errors import TokenizerError
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Writes the tokenizer's files into `folder`; none where the GGUF file has no vocabulary.
+
+    Raises TokenizerError for a kind of tokenizer that transformers does not build, BadCheckpoint.
+    """
+    # Read by the strict reader first: transformers trusts the counts of a file.
+    with GgufCheckpoint(path) as checkpoint:
+        if "tokenizer.ggml.tokens" not in checkpoint.metadata:
+            return
+    from transformers import AutoTokenizer
+
+    # Its parts raise whatever they stumble over.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False, local_files_only=True
+        )
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TokenizerError(
+            f"transformers cannot build the tokenizer of {path} ({type(error).__name__}: {reason}); use the checkpoint "
+            "that the file was made from"
+        ) from error
