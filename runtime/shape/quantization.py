@@ -210,7 +210,7 @@ def _bits(config: Mapping[str, Any], key: str, wanted: tuple[int, ...], default:
 
 
 def _group_size(config: Mapping[str, Any]) -> int:
-    """Columns of a group; -1 stands for all of a row."""
+    """Columns of a group; the files say -1 for all of a row."""
     found = config.get("group_size", config.get("q_group_size"))
     if type(found) is not int or not (found == -1 or 1 <= found <= _MAX_SIZE):
         raise _refused("group_size", found, f"-1, or 1 to {_MAX_SIZE}")

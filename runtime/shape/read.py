@@ -120,7 +120,7 @@ def model_shape(
         context=config.size("max_position_embeddings"),
         layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
         kv_groups=kv_groups(config),
-        head=None if tied or head is None else Matrix("lm_head", *head.shape),
+        head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
         stored=stored_formats(found, tensors),
         widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
@@ -144,7 +144,7 @@ def stored_formats(found: ModelTensors, tensors: Tensors) -> tuple[StoredFormat,
         total = sums[group, label, weight.kept if weight and weight.bits else None]
         total[0] += entry.numel
         total[1] += entry.nbytes if weight is None else weight.nbytes
-    stored = [StoredFormat(group, label, *total, kept) for (group, label, kept), total in sums.items()]
+    stored = [StoredFormat(group, label, numel, nbytes, kept) for (group, label, kept), (numel, nbytes) in sums.items()]
     return tuple(sorted(stored, key=lambda each: (GROUPS.index(each.group), -each.nbytes)))
 
 

@@ -19,7 +19,13 @@ from support.tiny_families import save_tiny
 # Suffixes replace ".weight"; a writer of stacked experts gets [E, N, K].
 Written = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[Tensor], Written]
-SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_experts": 4}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

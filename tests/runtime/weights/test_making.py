@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moedge.quant.formats.format import Layout
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.settings.budgets import Budgets
@@ -31,9 +32,11 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     load = CheckpointLoader.load_experts
 
-    def counted(self: CheckpointLoader, index: int, experts: object, up_name: str, window: range) -> object:
+    def counted(
+        self: CheckpointLoader, index: int, experts: object, up_name: str, window: range, kept: dict[str, Layout]
+    ) -> object:
         sizes.append(len(window))
-        return load(self, index, experts, up_name, window)
+        return load(self, index, experts, up_name, window, kept)
 
     monkeypatch.setattr(CheckpointLoader, "load_experts", counted)
     return sizes
