@@ -27,7 +27,7 @@ BLOCKS = (
     "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
 )  # fmt: skip
 # The weight formats that have the codes and scales of blocks as they are.
-_KEPT = {"Q8_0": "int8-g32-f16", "Q4_0": "int4-g32-f16", "Q4_K": "q4_k", "MXFP4": "mxfp4"}
+_KEPT = {"Q8_0": "int8-g32-f16", "Q4_0": "int4-g32-f16", "Q4_K": "q4_k", "MXFP4": "mxfp4-e8m0"}
 _OPTIONS = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
 # What weights of blocks are counted as, and computed from.
 _WIDENED = DTYPES["bfloat16"]

@@ -65,6 +65,8 @@ def read_headers(name: str) -> Headers:
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """
     folder = local_folder(name)
+    if folder is None and is_gguf(Path(name)):
+        raise ModelNotFound(f"{name!r} is not in the local cache; download the file first, its headers are read here")
     if folder is None:
         return Headers(name, _on_hub(name), None, on_hub=True)
     if is_gguf(folder):

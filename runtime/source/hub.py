@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...offload.checkpoint.gguf_file import is_gguf, split_files
 from ...offload.errors import BadCheckpoint
 from ...offload.store.stores import disk_free, disk_of
 from ..settings.errors import ModelNotFound, UnsupportedModel
@@ -18,14 +19,17 @@ _UNWANTED = ["*/*", "consolidated*"]
 
 
 def find_model(name: str) -> Path:
-    """The folder of a checkpoint; downloads a hub repository that is not in the cache.
+    """The folder of a checkpoint, or its GGUF file; downloads a hub repository that is not in the cache.
 
-    `name` is a folder, or `owner/repository`, with `@revision` where one is wanted. Cache, token and offline mode are
+    `name` is a folder, a GGUF file, or `owner/repository`, with `@revision` where one is wanted and a `/FILE.gguf` of
+    it at the end, all parts of which are downloaded where it is split. Cache, token and offline mode are
     huggingface_hub's own settings. Raises ModelNotFound.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
         return folder
+    if is_gguf(folder):
+        return _fetch_gguf(name)
     return _fetch(name, *repository_of(name))
 
 
@@ -40,8 +44,10 @@ def repository_of(name: str) -> tuple[str, str | None]:
 def local_folder(name: str) -> Path | None:
     """The folder of a complete local checkpoint, or one in the cache of the hub; makes no connection."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
         return folder
+    if is_gguf(folder):
+        return _cached_gguf(name)
     from huggingface_hub import snapshot_download
 
     repository, revision = repository_of(name)
@@ -50,6 +56,37 @@ def local_folder(name: str) -> Path | None:
     except Exception:
         return None
     return found if any(found.glob("*.safetensors")) else None
+
+
+def _gguf_of(name: str) -> tuple[str, str | None, list[str]]:
+    """Repository, revision, and the files of a GGUF checkpoint in it. Raises ModelNotFound."""
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    if not file:
+        raise ModelNotFound(f"{name!r} is neither a file nor a file of a hub repository like owner/repository/FILE.gguf")
+    folder, _, last = file.rpartition("/")
+    files = [f"{folder}/{part}" if folder else part for part in split_files(last)]
+    return *repository_of(f"{owner}/{repository}"), files
+
+
+def _cached_gguf(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision, files = _gguf_of(name)
+    found = [try_to_load_from_cache(repository, file, revision=revision) for file in files]
+    return Path(found[0]) if all(isinstance(path, str) for path in found) and isinstance(found[0], str) else None
+
+
+def _fetch_gguf(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    repository, revision, files = _gguf_of(name)
+    try:
+        return [Path(hf_hub_download(repository, file, revision=revision)) for file in files][0]
+    # As in `_fetch`.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ModelNotFound(f"{name!r} is not a local file, and could not be downloaded from the hub: {reason}") from None
 
 
 def download_space() -> int:

@@ -1,5 +1,6 @@
 """Writes GGUF files of tiny models with `gguf`'s own writer and quantizers, as llama.cpp's converter lays them out."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +28,48 @@ def build(family: str, **sizes: Any) -> Any:
     return build_model(family, **{**SIZES, **OWN.get(family, {}), **sizes})
 
 
-def to_gguf(model: Any, path: Path, kind: str = "F16", tokenizer: Path | None = None, num_files: int = 1) -> Path:
+def to_gguf(
+    model: Any, path: Path, kind: str = "F16", tokenizer: Path | None = None, num_files: int = 1, *,
+    factors: bool = False, spoiled: bool = False,
+) -> Path:  # fmt: skip
     """Writes the model with its matrices in `kind` (a name of gguf's), the rest in F32; returns the first file.
 
-    `tokenizer` is a folder whose byte-level vocabulary and template go into the file.
+    The model's weights become those that the file means, as gguf's own dequantizers see them.
+
+    `factors` adds those of Llama 3's rotary frequencies, `spoiled` ones of another kind. `tokenizer` is a folder whose byte-level vocabulary and template go into the file.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
-    most = 3 if num_files > 1 else 0
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=_tensors_each(model, num_files) if most else 0)
+    each = -(-len(_tensors(model)) // num_files) if num_files > 1 else 0
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=each)
     _metadata(writer, config, arch)
     if tokenizer is not None:
         _vocabulary(writer, tokenizer)
-    for name, tensor in _tensors(model):
-        data = tensor.detach().float().numpy()
+    if factors:
+        writer.add_tensor("rope_freqs.weight", _frequencies(model) * (1.5 if spoiled else 1.0))
+    for name, tensor, put in _tensors(model):
+        data = tensor.detach().float().contiguous().numpy()
         own = gguf.GGMLQuantizationType[kind]
         block = gguf.GGML_QUANT_SIZES[own][0]
         if not name.endswith(".weight") or data.ndim < 2 or "ffn_gate_inp" in name or data.shape[-1] % block:
             own = gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, blocks_of(data, own), raw_dtype=own)
+        blocks = blocks_of(data, own)
+        writer.add_tensor(name, blocks, raw_dtype=own)
+        put(torch.from_numpy(gguf.quants.dequantize(blocks, own).reshape(data.shape).copy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if num_files == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
+
+
+def _frequencies(model: Any) -> np.ndarray:
+    """What frequencies are divided by, from transformers' own table."""
+    rotary = model.model.rotary_emb
+    count = len(rotary.inv_freq)
+    plain = model.config.rope_parameters["rope_theta"] ** (-torch.arange(count) / count)
+    factors: np.ndarray = (plain / rotary.inv_freq).float().numpy()
+    return factors
 
 
 def blocks_of(data: np.ndarray, kind: Any) -> np.ndarray:
@@ -77,10 +96,6 @@ _FACTORS = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
     "IQ2_XXS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
-
-
-def _tensors_each(model: Any, num_files: int) -> int:
-    return -(-len(_tensors(model)) // num_files)
 
 
 def _metadata(writer: Any, config: Any, arch: str) -> None:
@@ -129,13 +144,16 @@ def _vocabulary(writer: Any, folder: Path) -> None:
     writer.add_chat_template(tokenizer.chat_template)
 
 
-def _tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+# A name, a tensor as the file has it, and what puts such a tensor back where it comes from.
+Written = tuple[str, torch.Tensor, Callable[[torch.Tensor], object]]
+
+
+def _tensors(model: Any) -> list[Written]:
     found = []
     tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and tied:
-            continue
-        found += _renamed(name, tensor, model.config)
+        if name != "lm_head.weight" or not tied:
+            found += _written(name, tensor, model.config)
     return found
 
 
@@ -151,26 +169,27 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _renamed(name: str, tensor: torch.Tensor, config: Any) -> list[tuple[str, torch.Tensor]]:
+def _written(name: str, tensor: torch.Tensor, config: Any) -> list[Written]:
     """The tensors of llama.cpp's converter that one of transformers' module becomes."""
     gemma = config.model_type.startswith("gemma")
-    if gemma and "norm" in name:
-        tensor = tensor + 1
+    plus = 1.0 if gemma and "norm" in name else 0.0
     module, _, kind = name.rpartition(".")
     if module in _OUTER:
-        return [(f"{_OUTER[module]}.{kind}", tensor)]
-    _, _, index, part = module.split(".", 3) if module.count(".") > 2 else (*module.split("."), "")
+        return [(f"{_OUTER[module]}.{kind}", tensor + plus, lambda read: tensor.copy_(read - plus))]
+    index, _, part = module.removeprefix("model.layers.").partition(".")
     block = f"blk.{index}"
-    if "experts" in module.split("."):
+    if part.endswith("experts"):
         return _experts(f"{block}.ffn_", kind, tensor, config)
     if kind == "sinks":
-        return [(f"{block}.attn_sinks.weight", tensor)]
-    if part == "post_attention_layernorm":
-        after = gemma or config.model_type == "gpt_oss"
-        return [(f"{block}.{'post_attention_norm' if after else 'ffn_norm'}.{kind}", tensor)]
+        return [(f"{block}.attn_sinks.weight", tensor, tensor.copy_)]
     if config.model_type in ("llama", "mixtral") and part in ("self_attn.q_proj", "self_attn.k_proj"):
-        tensor = _permuted(tensor, config.num_attention_heads if "q_proj" in part else config.num_key_value_heads)
-    return [(f"{block}.{_PARTS[part]}.{kind}", tensor)]
+        heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
+        wanted = f"{block}.{_PARTS[part]}.{kind}"
+        return [(wanted, _permuted(tensor, heads), lambda read: tensor.copy_(_unpermuted(read, heads)))]
+    own = _PARTS.get(part, "ffn_norm")
+    if part == "post_attention_layernorm" and (gemma or config.model_type == "gpt_oss"):
+        own = "post_attention_norm"
+    return [(f"{block}.{own}.{kind}", tensor + plus, lambda read: tensor.copy_(read - plus))]
 
 
 def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -178,18 +197,19 @@ def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _experts(prefix: str, kind: str, tensor: torch.Tensor, config: Any) -> list[tuple[str, torch.Tensor]]:
+def _unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    order = _permuted(torch.arange(len(weight)), heads)
+    return torch.empty_like(weight).index_copy_(0, order, weight)
+
+
+def _experts(prefix: str, kind: str, tensor: torch.Tensor, config: Any) -> list[Written]:
     ending = "bias" if kind.endswith("bias") else "weight"
-    if config.model_type == "gpt_oss":
-        rows = tensor.transpose(1, 2) if ending == "weight" else tensor
-        if kind.startswith("down"):
-            return [(f"{prefix}down_exps.{ending}", rows.contiguous())]
-        pairs = (rows[:, 0::2].contiguous(), rows[:, 1::2].contiguous())
-    elif kind == "down_proj":
-        return [(f"{prefix}down_exps.weight", tensor)]
-    else:
-        pairs = tensor.chunk(2, 1)
-    return [(f"{prefix}{side}_exps.{ending}", one) for side, one in zip(("gate", "up"), pairs, strict=True)]
+    transposed = config.model_type == "gpt_oss" and ending == "weight"
+    rows = tensor.transpose(1, 2) if transposed else tensor
+    if kind.startswith("down"):
+        return [(f"{prefix}down_exps.{ending}", rows, rows.copy_)]
+    pairs = (rows[:, 0::2], rows[:, 1::2]) if config.model_type == "gpt_oss" else rows.chunk(2, 1)
+    return [(f"{prefix}{side}_exps.{ending}", one, one.copy_) for side, one in zip(("gate", "up"), pairs, strict=True)]
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> Path:
