@@ -115,8 +115,9 @@ def read_config(folder: Path) -> ModelConfig:
     """The configuration of a checkpoint folder or of a GGUF file. Raises UnsupportedModel, BadCheckpoint."""
     if not is_gguf(folder):
         return ModelConfig.read(folder)
+    values = gguf_values(folder)
     try:
-        return ModelConfig(gguf_values(folder))
+        return ModelConfig(values)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{folder}: as {error}") from None
 

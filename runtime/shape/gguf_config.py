@@ -139,7 +139,7 @@ def _llama3(file: _File) -> _Values:
     if file.read is None or entry.dtype != "F32" or entry.numel > _MAX_FREQUENCIES:
         raise UnsupportedModel(f"GGUF: {_FREQUENCIES} is {entry.dtype} {list(entry.shape)}, wanted few F32")
     found = struct.unpack(f"<{entry.numel}f", file.read(_FREQUENCIES))
-    scaling = {**_LLAMA3, "factor": float(max(found))}
+    scaling = {**_LLAMA3, "factor": float(f"{max(found):.4g}")}
     wanted = _factors(float(file.get("rope.freq_base", 10_000.0)), entry.numel, scaling)
     if not all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(found, wanted, strict=True)):
         raise UnsupportedModel(f"GGUF: {_FREQUENCIES} is not the scaling of Llama 3, which alone is read")

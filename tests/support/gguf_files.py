@@ -1,5 +1,6 @@
 """Writes GGUF files of tiny models with `gguf`'s own writer and quantizers, as llama.cpp's converter lays them out."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def _vocabulary(writer: Any, folder: Path) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges([])
+    writer.add_token_merges(["h e"])
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)
@@ -213,6 +214,13 @@ def _experts(prefix: str, kind: str, tensor: torch.Tensor, config: Any) -> list[
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> Path:
+    """A byte-level tokenizer with one merge, as those that GGUF files have cannot be without."""
     folder.mkdir(exist_ok=True)
     build_tokenizer(folder, vocab_size)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["he"] = vocab.pop(f"Ġ{vocab_size - 1}")
+    content["model"]["merges"] = [["h", "e"]]
+    path.write_text(json.dumps(content))
     return folder

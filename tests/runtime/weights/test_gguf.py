@@ -150,6 +150,6 @@ def test_architectures_that_are_not_read_are_refused_in_a_sentence(tmp_path: Pat
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="architecture falcon is not read; wanted one of gemma2, "):
+    with pytest.raises(UnsupportedModel, match="architecture 'falcon' is not read; wanted one of gemma2, "):
         read_shape(tmp_path / "model.gguf")
     assert set(gguf_files.ARCHITECTURES.values()) == set(ARCHITECTURES)
