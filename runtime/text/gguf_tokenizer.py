@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from ...offload.checkpoint.gguf_file import GgufCheckpoint
@@ -17,12 +18,20 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     with GgufCheckpoint(path) as checkpoint:
         if "tokenizer.ggml.tokens" not in checkpoint.metadata:
             return
-    from transformers import AutoTokenizer
+    # A tokenizer's files beside the GGUF file may be another model's: it is read from a folder of its own.
+    with tempfile.TemporaryDirectory(prefix="moedge-") as alone:
+        Path(alone, path.name).symlink_to(path.resolve())
+        _convert(Path(alone, path.name), folder, path)
+
+
+def _convert(link: Path, folder: Path, path: Path) -> None:
+    # AutoTokenizer would build a configuration first, which fails for some families.
+    from transformers import PreTrainedTokenizerFast
 
     # Its parts raise whatever they stumble over.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, trust_remote_code=False, local_files_only=True
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(link.parent), gguf_file=link.name, local_files_only=True
         )
         tokenizer.save_pretrained(folder)
     except Exception as error:
