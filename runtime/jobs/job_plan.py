@@ -268,7 +268,11 @@ def measured_job(
     from .session import JobInput
 
     shape, asked = headers.shape, BatchRequest(headers.name, rows, Path(), defaults=defaults, input_format=kind)
-    with tempfile.TemporaryDirectory() as folder, small_files(headers.folder) as small, Tokenizer.load(small) as tokenizer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_files(headers.folder) as small,
+        Tokenizer.load(small) as tokenizer,
+    ):
         found = JobInput.check(settled_rows(asked, small), JobFolder(Path(folder)))
         size, _ = measure(read_rows(found.path, found.defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
     return size, found.preflight

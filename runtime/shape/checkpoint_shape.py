@@ -138,8 +138,7 @@ def _read_small(checkpoint: Checkpoint, name: str) -> bytes:
 
 
 def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
-    """The tensors of a checkpoint folder's text model, under its names, or those of a GGUF file. Raises BadCheckpoint.
-    """
+    """The tensors of a folder's text model, under its names, or those of a GGUF file. Raises BadCheckpoint."""
     if is_gguf(folder):
         return GgufCheckpoint(folder)
     checkpoint = Checkpoint(folder)

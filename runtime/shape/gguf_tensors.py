@@ -219,9 +219,7 @@ def _bits(kind: str) -> int:
 
 def _check_type(entry: TensorEntry) -> None:
     if entry.dtype not in (*FLOATS, *BLOCKS):
-        raise BadCheckpoint(
-            f"{described(entry.name)} is {entry.dtype}, wanted one of {', '.join((*FLOATS, *BLOCKS))}"
-        )
+        raise BadCheckpoint(f"{described(entry.name)} is {entry.dtype}, wanted one of {', '.join((*FLOATS, *BLOCKS))}")
 
 
 def _unknown(name: str, config: ModelConfig) -> BadCheckpoint:

@@ -58,7 +58,7 @@ class Headers:
 
 
 def read_headers(name: str) -> Headers:
-    """Reads the headers of a folder, a GGUF file, prepared weights, a checkpoint in the hub's cache, or a hub repository.
+    """Reads the headers of a folder, a GGUF file, prepared weights, or a hub repository, in the hub's cache or not.
 
     The shape of a folder that has config.json but no weights is computed from the config.
 

@@ -63,7 +63,9 @@ def _gguf_of(name: str) -> tuple[str, str | None, list[str]]:
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     if not file:
-        raise ModelNotFound(f"{name!r} is neither a file nor a file of a hub repository like owner/repository/FILE.gguf")
+        raise ModelNotFound(
+            f"{name!r} is neither a file nor a file of a hub repository like owner/repository/FILE.gguf"
+        )
     folder, _, last = file.rpartition("/")
     files = [f"{folder}/{part}" if folder else part for part in split_files(last)]
     return *repository_of(f"{owner}/{repository}"), files
@@ -82,11 +84,14 @@ def _fetch_gguf(name: str) -> Path:
 
     repository, revision, files = _gguf_of(name)
     try:
-        return [Path(hf_hub_download(repository, file, revision=revision)) for file in files][0]
+        first, *_ = [Path(hf_hub_download(repository, file, revision=revision)) for file in files]
+        return first
     # As in `_fetch`.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is not a local file, and could not be downloaded from the hub: {reason}") from None
+        raise ModelNotFound(
+            f"{name!r} is not a local file, and could not be downloaded from the hub: {reason}"
+        ) from None
 
 
 def download_space() -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
-from ...offload.errors import BadStore
 from ...offload.checkpoint.gguf_file import is_gguf, read_gguf_header, split_files
+from ...offload.errors import BadStore
 from ...offload.store.stores import store_folder
 from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
 from ...quant.formats.format import get_format

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.family_run import run_checkpoint, tokens_of
-from support.tiny_families import MULTIMODAL, save_multimodal
 
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.settings.errors import UnsupportedModel
@@ -14,6 +12,8 @@ from moedge.runtime.shape.checkpoint_shape import read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import SUPPORTED
 from moedge.runtime.shape.multimodal import WRAPPERS
+from support.family_run import run_checkpoint, tokens_of
+from support.tiny_families import MULTIMODAL, save_multimodal
 
 
 def check_tokens(model_type: str, folder: Path) -> None:
@@ -66,5 +66,5 @@ def test_a_tensor_under_two_prefixes_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     norm = tensors["model.language_model.norm.weight"]
     save_file({**tensors, "language_model.model.norm.weight": norm.clone()}, tmp_path / "model.safetensors")
-    with pytest.raises(BadCheckpoint, match="norm.weight' is in the files twice, under two prefixes"):
+    with pytest.raises(BadCheckpoint, match=r"norm\.weight' is in the files twice, under two prefixes"):
         read_shape(tmp_path)

@@ -37,7 +37,8 @@ def to_gguf(
 
     The model's weights become those that the file means, as gguf's own dequantizers see them.
 
-    `factors` adds those of Llama 3's rotary frequencies, `spoiled` ones of another kind. `tokenizer` is a folder whose byte-level vocabulary and template go into the file.
+    `factors` adds those of Llama 3's rotary frequencies, `spoiled` ones of another kind. `tokenizer` is a folder whose
+    byte-level vocabulary and template go into the file.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.known_shapes import CONFIGS
-from support.tiny_families import tiny_config
 
 from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.config import ModelConfig, kind, window
 from moedge.runtime.shape.families import SUPPORTED
+from support.known_shapes import CONFIGS
+from support.tiny_families import tiny_config
 
 # Defaults of transformers' classes that its own models cannot be built from.
 CANNOT_BE_BUILT = {"dots1": "num_experts_per_tok"}

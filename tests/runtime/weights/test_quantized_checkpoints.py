@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,18 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.quant.tensor import pack
-from moedge.runtime.engine.batch import Batch
-from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.cost_model import CostModel
-from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import PlanRequest, SearchSpace, budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.plan.planner import PlanRequest, SearchSpace
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.shards import offered_formats
 from moedge.runtime.source.model_source import open_source
 from support.quantized_checkpoints import FORMATS, write_quantized
-from support.streamed_logits import JOB, PROMPTS, SETTINGS, stock_logits, streamed_logits
+from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
 from support.tiny_families import save_tiny
 
 pytestmark = pytest.mark.numerics
