@@ -34,6 +34,7 @@ ROWS = [
     ("bf16", "int8", "int8"),
     ("bf16", "int4", "auto"),
     ("bf16", "nf4", "auto"),
+    ("bf16", "mxfp4", "auto"),
 ]
 
 

@@ -34,7 +34,7 @@ class Planes(NamedTuple):
 
 def pack_nibbles(numbers: Tensor, high_first: bool = False) -> Tensor:
     """Numbers from 0 to 15 [N, K] as uint8 [N, K/2], the first of two in the low bits, or in the high bits."""
-    first, second = numbers.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    first, second = numbers.to(torch.uint8).reshape(len(numbers), -1, 2).unbind(2)
     return torch.bitwise_or(second, first << 4) if high_first else torch.bitwise_or(first, second << 4)
 
 

@@ -61,7 +61,7 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
 
 
 def print_products(weight: Tensor, repeats: int) -> None:
-    packed = {name: pack(weight, name) for name in ("none", "int8", "int4", "nf4")}
+    packed = {name: pack(weight, name) for name in ("none", "int8", "int4", "nf4", "mxfp4")}
     codes, absmax = packed["nf4"].planes
     wide = absmax.float()
     computes = {(name, det): compute_for(packed[name], weight.dtype, det) for name in packed for det in (False, True)}

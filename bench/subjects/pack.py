@@ -81,7 +81,7 @@ def print_errors(shape: tuple[int, int]) -> None:
     kinds = {"N(0, 0.02)": normal * 0.02, "Student t5 * 0.02": heavy * 0.02, "N(0, 1e-6)": normal * 1e-6}
     for kind, weights in kinds.items():
         stored = [weights.to(dtype) for _, dtype in COLUMNS]
-        rows = {name: [relative_error(w, pack(w, name)) for w in stored] for name in ("none", "int8", "nf4")}
+        rows = {name: [relative_error(w, pack(w, name)) for w in stored] for name in ("none", "int8", "nf4", "mxfp4")}
         for name, dtype in COLUMNS:
             rows[f"int8, {name} scales"] = [int8_error(w, dtype) for w in stored]
             rows[f"nf4, {name} absmax"] = [nf4_error(w, dtype) for w in stored]

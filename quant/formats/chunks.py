@@ -1,6 +1,6 @@
 """The pieces in which matrices are packed and dequantized on one thread."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -8,6 +8,8 @@ from torch import Tensor
 # Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
 # process on the machine would then make packing ten to a hundred times slower (`bench.micro pack`).
 CHUNK = 1 << 15
+# On other devices an operation costs a launch, and copies are memory that no plan counts.
+DEVICE_CHUNK = 1 << 20
 
 
 def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
@@ -17,6 +19,9 @@ def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, num_rows, rows))
 
 
-def chunks_of(matrix: Tensor) -> Iterable[slice]:
-    """Slices of the rows of a matrix [N, K] on a CPU, as row_chunks; on other devices one slice of all rows."""
-    return row_chunks((len(matrix), matrix.shape[1])) if matrix.is_cpu else (slice(None),)
+def chunks_of(matrix: Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix [N, K] that are dequantized together, with a few float32 copies of each."""
+    if matrix.is_cpu:
+        return row_chunks((len(matrix), matrix.shape[1]))
+    rows = max(1, DEVICE_CHUNK // matrix.shape[1])
+    return (slice(start, start + rows) for start in range(0, len(matrix), rows))

@@ -70,11 +70,22 @@ class Layout:
         return _BLOCK_ROWS[self.order]
 
     @property
+    def grouped(self) -> bool:
+        """Whether groups of weights of a row have scales of their own."""
+        return len(self.planes) > 1 and len(self.planes[1].shape) > 1
+
+    @property
     def group(self) -> int:
         """The weights of a row that share a scale; K if the row has one scale, or none."""
-        if self.codes == "none" or len(self.planes[1].shape) == 1:
-            return self.shape[1]
-        return self.shape[1] // self.planes[1].shape[1 - self.planes[1].row_axis]
+        return self._weights_per_item(self.planes[1]) if self.grouped else self.shape[1]
+
+    @property
+    def block(self) -> int:
+        """The weights of a row that share the factors of scales and zeros; 0 if the format has none."""
+        return self._weights_per_item(self.planes[3]) if len(self.planes) > 3 else 0
+
+    def _weights_per_item(self, plane: Plane) -> int:
+        return self.shape[1] // plane.shape[1 - plane.row_axis]
 
 
 # The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8` and `int4` integers (the

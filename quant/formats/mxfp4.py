@@ -55,7 +55,8 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes the matrix into `out` [n, K]."""
     codes, scales = planes
-    if out.dtype == torch.bfloat16 and out.is_cpu and codes.is_contiguous():
+    # Four weights are written at once.
+    if out.dtype == torch.bfloat16 and out.is_cpu and out.storage_offset() % 4 == 0:
         _unpack_exactly(codes, scales, out)
     else:
         lookup.unpack(codes, VALUES, _scales(scales, torch.float32), out)

@@ -88,32 +88,87 @@ def load_inputs(x, sources, live, start, S: tl.constexpr):
 
 @triton.jit
 def load_weights(packed, levels, matrix, outputs, inside, start, S: tl.constexpr):
-    """Weights [S.outputs, S.depth] in S.dtype; those of int8 without their scales, which `finish` applies."""
+    """Weights [S.outputs, S.depth] in S.dtype; those of int8 with a scale per row unscaled: `finish` applies it."""
     codes = start_of(packed.codes, matrix)
-    if S.format == "nf4":
+    if S.group and S.codes != "int8":
         WIDTH: tl.constexpr = S.num_columns // 2
         columns = start // 2 + tl.arange(0, S.depth // 2)
         offsets = outputs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
         pairs = tl.load(codes + offsets, mask=inside[:, None], other=0)
-        # The first of two weights is in the high bits.
-        weights = tl.join(tl.load(levels + (pairs >> 4)), tl.load(levels + (pairs & 15)))
-        weights = tl.reshape(weights, (S.outputs, S.depth))
-        absmax = start_of(packed.factors, matrix)
-        blocks = outputs.to(tl.int64) * (S.num_columns // 64) + start // 64
-        weights *= tl.load(absmax + blocks, mask=inside, other=0).to(tl.float32)[:, None]
+        weights = tl.reshape(unpack(pairs, levels, S), (S.outputs, S.depth))
     else:
         columns = start + tl.arange(0, S.depth)
         offsets = outputs.to(tl.int64)[:, None] * S.num_columns + columns[None, :]
         mask = inside[:, None] & (columns < S.num_columns)[None, :]
         weights = tl.load(codes + offsets, mask=mask, other=0)
+    if S.group:
+        weights = scale(weights.to(tl.float32), packed, matrix, outputs, inside, start, S)
     return weights.to(S.dtype)
+
+
+@triton.jit
+def unpack(pairs, levels, S: tl.constexpr):
+    """The values of the two codes of every byte, float32, on a new last axis; of integers the codes themselves."""
+    if S.codes == "nf4":
+        # The first of two weights is in the high bits.
+        values = tl.join(tl.load(levels + (pairs >> 4)), tl.load(levels + (pairs & 15)))
+    elif S.codes == "e2m1":
+        values = tl.join(widen_e2m1(pairs & 15), widen_e2m1(pairs >> 4))
+    else:
+        values = tl.join((pairs & 15).to(tl.float32), (pairs >> 4).to(tl.float32))
+    return values
+
+
+@triton.jit
+def scale(weights, packed, matrix, outputs, inside, start, S: tl.constexpr):
+    """Applies the scales and zeros of the group of column `start` (formats.format.WeightFormat) to float32 values."""
+    scales = load_groups(packed.scales, matrix, outputs, inside, start, S)
+    if S.codes != "int4":
+        weights *= scales[:, None]
+    elif packed.zeros is None:
+        weights = (weights - 8.0) * scales[:, None]
+    else:
+        zeros = load_groups(packed.zeros, matrix, outputs, inside, start, S)
+        if S.block:
+            factors = start_of(packed.factors, matrix)
+            factors += (outputs.to(tl.int64) * (S.num_columns // S.block) + start // S.block) * 2
+            scales *= tl.load(factors, mask=inside, other=0).to(tl.float32)
+            zeros *= tl.load(factors + 1, mask=inside, other=0).to(tl.float32)
+            weights = weights * scales[:, None] - zeros[:, None]
+        elif packed.zeros.base.dtype.element_ty == tl.uint8:
+            weights = (weights - zeros[:, None]) * scales[:, None]
+        else:
+            weights = (weights - 8.0) * scales[:, None] + zeros[:, None]
+    return weights
+
+
+@triton.jit
+def widen_e2m1(codes):
+    """The values of uint8 codes seem in float32, exactly.
+
+    As the upper bits of a float16 they are 2^14 times smaller, subnormal numbers included.
+    """
+    wide = codes.to(tl.int16)
+    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def load_groups(plane, matrix, outputs, inside, start, S: tl.constexpr):
+    """The numbers of a plane [N, K/group] for the group of column `start`, float32 [S.outputs]."""
+    groups = outputs.to(tl.int64) * (S.num_columns // S.group) + start // S.group
+    numbers = tl.load(start_of(plane, matrix) + groups, mask=inside, other=0)
+    if S.codes == "e2m1":
+        # e8m0: the exponent of a float32; 2^-127 is subnormal.
+        exponents = numbers.to(tl.int32)
+        numbers = tl.where(exponents == 0, 1 << 22, exponents << 23).to(tl.float32, bitcast=True)
+    return numbers.to(tl.float32)
 
 
 @triton.jit
 def finish(sums, packed, matrix, outputs, inside, S: tl.constexpr):
     """Applies the scales of int8's rows and adds biases."""
-    if S.format == "int8":
-        scales = start_of(packed.factors, matrix)
+    if S.codes == "int8" and not S.group:
+        scales = start_of(packed.scales, matrix)
         sums *= tl.load(scales + outputs, mask=inside, other=0.0)[None, :]
     if packed.biases is not None:
         biases = start_of(packed.biases, matrix)

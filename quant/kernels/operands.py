@@ -47,11 +47,13 @@ def _shifts(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Packed(NamedTuple):
-    """Matrices [N, K] of one layout: codes, their factors (nf4: absmax, int8: scales) and biases [N], or None."""
+    """The planes of matrices [N, K] of one layout (formats.format) and biases [N]; None for those that they lack."""
 
     codes: Stack
-    factors: Stack | None
-    biases: Stack | None
+    scales: Stack | None = None
+    zeros: Stack | None = None
+    factors: Stack | None = None
+    biases: Stack | None = None
 
 
 class Gate(NamedTuple):
@@ -65,13 +67,16 @@ class Gate(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The constants that the kernel is compiled for: a matrix [num_rows, num_columns] of `format`, and tile sizes.
+    """The constants that the kernel is compiled for: a matrix [num_rows, num_columns], its codes, and tile sizes.
 
-    A program computes `rows` rows of x by `outputs` outputs, `depth` columns at a time; nf4 requires 64 columns, which
-    share one absmax.
+    `codes` is the type of codes, `group` the columns that share a scale (0 if whole rows do, or there is none), and
+    `block` those that share the factors of scales and zeros (0 without). A program computes `rows` rows of x by
+    `outputs` outputs, `depth` columns at a time, which share one scale.
     """
 
-    format: str
+    codes: str
+    group: int
+    block: int
     num_rows: int
     num_columns: int
     gate: Gate | None

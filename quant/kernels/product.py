@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..formats.format import ROWS
 from ..formats.nf4 import LEVELS
 from ..tensor import PackedTensor
 from .grouped import grouped_product
 from .launch import Launch, dot_type
 from .operands import Gate, Packed, Sizes, Stack
-from .tuning import FORMATS, tile_rows, tiles_for
+from .tuning import tile_rows, tiles_for
 from .upload import upload
 
 
@@ -54,12 +55,12 @@ class GroupedProduct:
         return RowTiles.of(spans, x, self.deterministic)
 
     def takes(self, matrices: Sequence[PackedTensor]) -> bool:
-        """Whether the kernel supports them: matrices of one layout in a supported format, with N a multiple of 8.
+        """Whether the kernel supports them: matrices of one layout, row after row, with N a multiple of 8.
 
         The last is needed because adjacent biases must begin at multiples of STEP_NBYTES.
         """
         layout = matrices[0].layout
-        known = layout.format in FORMATS and layout.shape[0] % 8 == 0
+        known = layout.order == ROWS and layout.shape[0] % 8 == 0
         return known and all(matrix.layout == layout for matrix in matrices)
 
     def launch(
@@ -81,10 +82,10 @@ class GroupedProduct:
         planes = list(zip(*(matrix.planes for matrix in matrices), strict=True))
         given = [bias for bias in biases if bias is not None]
         stacks = Stack.all_of([*planes, given] if given else planes)
-        packed = Packed(stacks[0], stacks[1] if len(planes) > 1 else None, stacks[-1] if given else None)
-        cut = tiles_for(rows.height, layout.format, wide=x.dtype == torch.float32)
-        num_rows, num_columns = layout.shape
-        sizes = Sizes(layout.format, num_rows, num_columns, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
+        packed = Packed(*stacks[: len(planes)])._replace(biases=stacks[-1] if given else None)
+        cut = tiles_for(rows.height, layout, wide=x.dtype == torch.float32)
+        grouping = layout.codes, layout.group if layout.grouped else 0, layout.block
+        sizes = Sizes(*grouping, *layout.shape, gate, cut.rows, cut.outputs, cut.depth, dot_type(x.dtype))
         grid = (len(rows.tiles), triton.cdiv(out.shape[1], cut.outputs))
         arguments = (x.contiguous(), token_ids, out, packed, self.levels, rows.tiles, sizes)
         return Launch(grouped_product, grid, arguments, cut.warps, cut.stages)

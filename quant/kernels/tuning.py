@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..formats.format import QUANT_FORMATS, ROWS, Layout, get_format
+
 
 class Tiles(NamedTuple):
     """A program computes `rows` by `outputs`, `depth` columns at a time, with `warps` and pipeline `stages`."""
@@ -20,9 +22,10 @@ class Tiles(NamedTuple):
 
 
 TILE_ROWS = (16, 32, 64)
-# Tiles by format and rows: few rows are memory-bound, many are compute-bound. With more stages, an SM would have shared
-# memory for only a few warps. nf4's absmax covers 64 columns; with several stages, each of its weights, looked up in
-# the table of levels, would pass through shared memory separately.
+# Tiles by kind of weights (those of nf4 are for all that have scales per group) and by rows: few rows are memory-bound,
+# many are compute-bound. With more stages, an SM would have shared memory for only a few warps. The columns of a step
+# share one scale: 64 at most with groups. With several stages, each of nf4's weights, looked up in the table of levels,
+# would pass through shared memory separately.
 _TILES = {
     "none": {16: Tiles(16, 64, 64, 4, 2), 32: Tiles(32, 64, 64, 8, 2), 64: Tiles(64, 64, 64, 8, 2)},
     "int8": {16: Tiles(16, 64, 64, 4, 3), 32: Tiles(32, 64, 64, 4, 3), 64: Tiles(64, 64, 64, 8, 2)},
@@ -32,8 +35,8 @@ _TILES = {
 _WIDE = Tiles(16, 32, 64, 4, 1)
 # Below sm80 tl.dot is a loop of multiply-adds: on such GPUs, whole matrices are dequantized instead.
 DOT_CAPABILITY = (8, 0)
-# The weight formats that the kernel supports.
-FORMATS = tuple(_TILES)
+# The formats of `--quant` that the kernel supports: it reads codes row after row.
+FORMATS = tuple(name for name, each in QUANT_FORMATS.items() if each.order == ROWS)
 
 
 def supports(capability: tuple[int, int]) -> bool:
@@ -48,6 +51,16 @@ def tile_rows(mean_rows: float, wide: bool) -> int:
     return next((rows for rows in TILE_ROWS if mean_rows <= rows), TILE_ROWS[-1])
 
 
-def tiles_for(rows: int, format_name: str, wide: bool) -> Tiles:
-    """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a format."""
-    return _WIDE if wide else _TILES[format_name][rows]
+def reads(format_name: str) -> bool:
+    """Whether the kernel supports matrices in a format as it is stored."""
+    return get_format(format_name).order == ROWS
+
+
+def tiles_for(rows: int, layout: Layout, wide: bool) -> Tiles:
+    """The tile sizes for tiles of `rows`, one of TILE_ROWS, and matrices of a layout."""
+    kind = "nf4" if layout.grouped else layout.codes
+    tiles = _WIDE if wide else _TILES[kind][rows]
+    if not layout.grouped or layout.group >= tiles.depth:
+        return tiles
+    # As many warps fewer, so that each thread still loads 8 bytes of codes at once.
+    return tiles._replace(depth=layout.group, warps=tiles.warps * layout.group // tiles.depth)

@@ -164,9 +164,7 @@ _TILE_NBYTES, _SLOT_NBYTES = 20, 8
 
 def groups_experts(shape: ModelShape, quant: str, gpu: Gpu) -> bool:
     """Whether experts that arrive together are computed in one launch."""
-    return (
-        shape.num_experts > 0 and quant in tuning.FORMATS and tuning.supports(gpu.capability) and not gpu.lacks.experts
-    )
+    return shape.num_experts > 0 and tuning.reads(quant) and tuning.supports(gpu.capability) and not gpu.lacks.experts
 
 
 def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:

@@ -80,7 +80,7 @@ def test_a_batch_answers_rows_of_every_form(
     assert "1 row is longer than the context" in printed.err
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "nf4"])
+@pytest.mark.parametrize("quant", ["none", "int8", "nf4", "mxfp4"])
 def test_packed_bytes_are_reported_beside_those_asked_for(
     quant: str, checkpoint: Callable[[str], Path], cli: Callable[..., int], good: Path, tmp_path: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_packed_bytes_are_reported_beside_those_asked_for(
     assert list(weights["requested"]) == [quant]
     assert list(weights["packed"]) == [quant]
     share = weights["packed"][quant] / weights["requested"][quant]
-    assert share == pytest.approx({"none": 1.0, "int8": 0.25, "nf4": 4.25 / 32}[quant], rel=0.08)
+    assert share == pytest.approx({"none": 1.0, "int8": 0.25, "nf4": 4.25 / 32, "mxfp4": 4.25 / 32}[quant], rel=0.08)
     assert numbers["plan"]["quant"] == quant
 
 

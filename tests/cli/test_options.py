@@ -60,7 +60,12 @@ def test_prepare_makes_what_was_typed(
     flag: str, checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(making, "prepare", lambda *made, repair: seen.append(made))
+
+    def prepared(*made: Any, repair: bool) -> dict[str, float]:
+        seen.append(made)
+        return {}
+
+    monkeypatch.setattr(making, "prepare", prepared)
     value, arrived, wanted = PREPARE[flag]
     assert cli("prepare", checkpoint("llama")) == 0
     assert cli("prepare", checkpoint("llama"), flag, value) == 0

@@ -1,7 +1,7 @@
 """Reads every layout of quantized checkpoints in every group of families, and writes the table of docs/models.md.
 
 Weights must be those of the format's own library or definition; then the checkpoint is prepared as `--quant auto` would
-where everything fits, and in nf4. Results are in build/matrix/formats.json.
+where everything fits, and in nf4. Results are in build/matrix/quantized.json.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from matrix.state import FOLDER, ROOT, Part
 from moedge.offload.checkpoint.checkpoint import Checkpoint
+from moedge.quant.formats.format import QUANT_FORMATS
 from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.dequantize import dequantize
 from moedge.runtime.settings.budgets import Budgets
@@ -27,7 +28,7 @@ from moedge.runtime.source.model_source import open_source
 from support.models_page import FAMILY_GROUPS, with_formats
 from support.quantized_checkpoints import FORMATS, write_quantized
 
-RESULTS = FOLDER / "formats.json"
+RESULTS = FOLDER / "quantized.json"
 PAGE = ROOT / "docs" / "models.md"
 QUICK = ("awq", "fp8 blocks")
 
@@ -67,7 +68,8 @@ def outcome(form: str, family: str, folder: Path) -> str:
         kept = not prepare(source, folder / "store", quant, dtype, Budgets())
         loss = prepare(source, folder / "nf4", "nf4", dtype, Budgets())
     lossy = f"nf4 loses {100 * max(loss.values()):.0f} %"
-    return f"kept as `{quant}`; {lossy}" if kept else f"widened; {quant} first; {lossy}"
+    how = "kept as" if kept else "widened, packed in" if quant in QUANT_FORMATS else "in part kept as"
+    return f"{how} `{quant}`; {lossy}"
 
 
 def write_page() -> list[str]:

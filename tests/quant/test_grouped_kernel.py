@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
-from moedge.quant.formats.format import get_format
+from moedge.quant.formats.format import FORMATS, ROWS, get_format
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
 from moedge.quant.kernels.warm_up import warm_up_launches
+from moedge.quant.planes import relayout
+from moedge.quant.tensor import pack
 from support.kernels import grouped_cases as cases
 from support.kernels.grouped_cases import Case, Product
 
@@ -27,6 +29,12 @@ GATES = {
 @pytest.mark.parametrize("format_name", cases.FORMATS)
 def test_products_agree_with_float64(format_name: str, gate: str, bias: bool) -> None:
     assert cases.relative_error(Case(format_name, gate=GATES[gate], bias=bias, device=DEVICE)) < 2e-6
+
+
+@pytest.mark.parametrize("format_name", sorted({*FORMATS} - {*cases.FORMATS}))
+def test_products_with_formats_of_checkpoints_agree_with_float64(format_name: str) -> None:
+    case = Case(format_name, 40, 256, (1, 20), num_tokens=None, bias=True, device=DEVICE)
+    assert cases.relative_error(case) < 2e-6
 
 
 @pytest.mark.parametrize("counts", [(1,), (40, 0, 0, 1), (100,)])
@@ -69,6 +77,11 @@ def test_tensors_that_are_not_aligned_are_refused() -> None:
     product.biases = [torch.zeros(41, device=DEVICE)[1:] for _ in product.spans]
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         product.launch()
+
+
+def test_codes_in_the_order_of_a_cpu_kernel_are_not_taken() -> None:
+    packed = pack(torch.randn(64, 64), "int4")
+    assert [GroupedProduct(DEVICE).takes([each]) for each in (packed, relayout(packed, ROWS))] == [False, True]
 
 
 def test_rows_that_leave_biases_unaligned_are_not_taken() -> None:

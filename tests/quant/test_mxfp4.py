@@ -109,6 +109,12 @@ def test_the_error_is_the_one_in_the_docs() -> None:
     assert relative_error(weight, packed) == pytest.approx(0.1140, abs=5e-4)
 
 
+def test_an_output_may_begin_anywhere() -> None:
+    packed = pack(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)), "mxfp4")
+    out = torch.empty(3 * 64 + 1, dtype=torch.bfloat16)[1:].view(3, 64)
+    assert torch.equal(packed.dequantize(out).float(), packed.dequantize())
+
+
 def test_a_scale_that_is_nan_is_refused() -> None:
     planes = Planes(torch.zeros(2, 32, dtype=torch.uint8), torch.full((2, 2), 255, dtype=torch.uint8))
     with pytest.raises(FormatError, match="NaN or infinite scales"):

@@ -61,14 +61,19 @@ FORMATS_HEAD = """## Quantized checkpoints
 What becomes of the weights of a quantized checkpoint: *kept* ones have the codes and scales of the files, bit by bit;
 others are *widened* to floats, a matrix at a time in memory, and packed again. Every row ran: the checkpoint was
 written by the format's own library (compressed-tensors, bitsandbytes, transformers) or by its published layout (GPTQ,
-AWQ), and its weights were those of that library. `nf4 loses` is the relative L2 error of packing the weights again in
-nf4. Other methods (AQLM, HQQ, TorchAO, Quark, ModelOpt, ...) are refused with their name.
+AWQ), and its weights were those of that library. After *packed in* is what `--quant auto` takes where everything fits;
+`nf4 loses` is the relative L2 error of packing the weights again in nf4. Other methods (AQLM, HQQ, TorchAO, Quark,
+ModelOpt, ...) are refused with their name.
 """
 _NAMES = {
     "fp8 blocks": "FP8, blocks (`weight_scale_inv`)", "mxfp8": "MXFP8", "fbgemm": "FP8, rows (FBGEMM)",
     "bnb int8": "bitsandbytes int8", "bnb nf4": "bitsandbytes NF4, nested", "bnb fp4 single": "bitsandbytes FP4",
     "awq": "AWQ, GEMM, groups of 32", "gptq v1": "GPTQ v1, 4 bits, groups of 32",
     "gptq v1 act order": "GPTQ v1, 4 bits, act-order", "gptq v2 g128": "GPTQ v2, 4 bits, groups of 128",
+    "ct int4 g32": "compressed-tensors int4 g32, fp32 scales",
+    "ct int8 g128": "compressed-tensors int8 g128, fp32 scales",
+    "ct int4 g64 asym": "compressed-tensors int4 g64 asym, fp32 scales",
+    "ct mixed": "compressed-tensors, int4 experts and fp8 attention",
     "gptq 3 bits": "GPTQ v1, 3 bits", "gptq 8 bits": "GPTQ v1, 8 bits", "mxfp4": "MXFP4 (gpt-oss)",
 }  # fmt: skip
 

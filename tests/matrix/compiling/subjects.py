@@ -15,7 +15,7 @@ from moedge.quant.formats.format import get_format
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
-from moedge.quant.kernels.tuning import FORMATS, TILE_ROWS, supports
+from moedge.quant.kernels.tuning import TILE_ROWS, supports
 from moedge.quant.tensor import PackedTensor, torch_dtype
 from moedge.runtime.attention.kernels.launch import attend_launches, store_launch
 from moedge.runtime.attention.kernels.tuning import decode_cut, extend_cut, has_dot
@@ -81,15 +81,17 @@ def subjects(arch: int) -> list[Subject]:
 def quick(arch: int) -> list[Subject]:
     """One or two launches of each kernel, of those in `subjects`."""
     wanted = {
-        "decode": "bf16 head 128 group 8 block 32 int8/int8 plain",
-        "split decode": "bf16 head 128 group 8 block 32 native/native plain",
-        "extend": "bf16 head 128 group 8 block 32 native/native plain",
-        "merge": "bf16 head 128",
-        "store": "bf16 head 128 block 32 int4/int4",
-        "gate and up": "bf16 nf4 1536x2048 silu 16 rows",
-        "down": "bf16 int8 2048x768 16 rows",
+        ("decode", "bf16 head 128 group 8 block 32 int8/int8 plain"),
+        ("split decode", "bf16 head 128 group 8 block 32 native/native plain"),
+        ("extend", "bf16 head 128 group 8 block 32 native/native plain"),
+        ("merge", "bf16 head 128"),
+        ("store", "bf16 head 128 block 32 int4/int4"),
+        ("gate and up", "bf16 nf4 1536x2048 silu 16 rows"),
+        ("down", "bf16 int8 2048x768 16 rows"),
+        ("gate and up", "bf16 mxfp4 5760x2880 clamped pairs bias 16 rows"),
+        ("down", "bf16 mxfp4 2880x2880 bias 32 rows"),
     }
-    found = [subject for subject in subjects(arch) if wanted.get(subject.kernel) == subject.config]
+    found = [subject for subject in subjects(arch) if (subject.kernel, subject.config) in wanted]
     assert len(found) == len(wanted), "a launch of the short list is not in the long one"
     return found
 
@@ -203,10 +205,10 @@ def expert_subjects(capability: tuple[int, int]) -> Iterator[Subject]:
         pairs = config["model_type"] == "gpt_oss"
         up = {"gate": "clamped pairs" if pairs else "silu", "shape": (2 * inner, hidden)}
         for row in (up, {"gate": "no gate", "shape": (hidden, inner)}):
-            for format_name, rows in (("nf4", 16), ("nf4", 64), ("int8", 16)):
+            for format_name, rows in (("nf4", 16), ("nf4", 64), ("int8", 16), ("mxfp4", 16), ("mxfp4", 32)):
                 yield experts(row | {"format": format_name, "rows": rows, "dtype": "bfloat16", "bias": pairs})
     factors = {
-        "gate": tuple(GATES), "shape": EXPERTS, "format": FORMATS, "rows": TILE_ROWS, "dtype": DTYPES,
+        "gate": tuple(GATES), "shape": EXPERTS, "format": ("none", "int8", "nf4"), "rows": TILE_ROWS, "dtype": DTYPES,
         "bias": (False, True),
     }  # fmt: skip
     # float32 has one tile for all.

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moedge.quant.formats.format import Layout
+from moedge.offload.errors import BadStore
+from moedge.offload.store.manifest import MANIFEST, read_manifest
+from moedge.quant.formats.format import INT4PACK, ROWS, Layout
 from moedge.runtime.loading.prepare import prepare
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.settings.budgets import Budgets
@@ -85,3 +87,18 @@ def test_the_window_grows_with_the_budget_from_one_expert_to_its_bound(checkpoin
     assert found[0] >= one
     assert found == sorted(found)
     assert found[-1] == WINDOW_NBYTES
+
+
+def test_the_order_of_codes_is_in_the_manifest_and_another_order_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        prepare(source, tmp_path / "store", "int4", "fp32", Budgets())
+    manifest = read_manifest(tmp_path / "store" / MANIFEST)
+    assert manifest.recipe["layout"] == INT4PACK
+    with open_source(str(tmp_path / "store")) as source:
+        assert source.quant == "int4"
+    for change in ({"layout": ROWS}, {"quant": "int3"}, {"layout": None}):
+        replace(manifest, recipe={**manifest.recipe, **change}).save(tmp_path / "store" / MANIFEST)
+        with pytest.raises(BadStore, match="wanted; prepare the model again"), open_source(str(tmp_path / "store")):
+            pass

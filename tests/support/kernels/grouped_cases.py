@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from moedge.quant.formats.format import get_format
-from moedge.quant.formats.nf4 import LEVELS
+from moedge.quant.formats.format import ROWS, get_format
 from moedge.quant.kernels.gates import ACTIVATIONS
 from moedge.quant.kernels.launch import Launch
 from moedge.quant.kernels.operands import Gate
 from moedge.quant.kernels.product import GroupedProduct
+from moedge.quant.planes import fill, planes_of
 from moedge.quant.tensor import PackedTensor, dtype_name, pack_into
+from support.random_planes import defined, random_planes
 
-FORMATS = ("none", "int8", "nf4")
+FORMATS = ("none", "int8", "nf4", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -83,26 +84,27 @@ class Product:
 
 def pack_apart(case: Case, count: int) -> list[PackedTensor]:
     """Matrices in buffers that lie apart, in no order, between bytes of all ones."""
-    layout = get_format(case.format).layout((case.num_rows, case.num_columns), dtype_name(case.dtype))
+    chosen = get_format(case.format).in_order(ROWS)
+    layout = chosen.layout((case.num_rows, case.num_columns), dtype_name(case.dtype))
     matrices = []
     for place in torch.randperm(count).tolist():
         arena = torch.full((layout.nbytes + 128 * (place + 1),), 0xFF, dtype=torch.uint8, device=case.device)
         begin = -arena.data_ptr() % 64 + 64
-        weight = torch.randn(case.num_rows, case.num_columns).to(case.device, case.dtype)
-        matrices.append(pack_into(weight, layout, arena[begin : begin + layout.nbytes]))
+        buffer = arena[begin : begin + layout.nbytes]
+        if case.format in FORMATS:
+            weight = torch.randn(case.num_rows, case.num_columns).to(case.device, case.dtype)
+            matrices.append(pack_into(weight, layout, buffer))
+        else:
+            matrices.append(fill(random_planes(chosen, layout.shape, place), layout, buffer))
     return matrices
 
 
 def decoded(matrix: PackedTensor) -> torch.Tensor:
     """[N, K] in float64, by the definition of the formats."""
-    planes = [plane.cpu() for plane in matrix.planes]
+    on_host = PackedTensor(matrix.layout, tuple(plane.cpu() for plane in matrix.planes))
     if matrix.layout.format == "none":
-        return planes[0].double()
-    if matrix.layout.format == "int8":
-        return planes[0].double() * planes[1].double()[:, None]
-    levels = torch.tensor(LEVELS, dtype=torch.float64)
-    pairs = torch.stack([planes[0] >> 4, planes[0] & 15], -1).flatten(1).long()
-    return levels[pairs] * planes[1].double().repeat_interleave(64, 1)
+        return on_host.planes[0].double()
+    return defined(get_format(matrix.layout.format), planes_of(on_host))
 
 
 def relative_error(case: Case, seed: int = 0) -> float:
