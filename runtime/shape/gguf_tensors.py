@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import described
@@ -117,7 +117,9 @@ def _weights(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Iterato
             if part not in _OUTSIDE:
                 raise _unknown(name, config)
             less_one = part == "output_norm" and _NAMINGS[config.family.model_type].norms_less_one
-            yield _weight(f"{_OUTSIDE[part]}.{kind}", (entry,), entry.shape, added=-1.0 if less_one else 0.0)
+            weight = _weight(f"{_OUTSIDE[part]}.{kind}", (entry,), entry.shape, added=-1.0 if less_one else 0.0)
+            # Embedding and head are floats in memory.
+            yield replace(weight, kept="")
         elif config.family.model_type == "gpt_oss" and part.startswith("ffn_") and part.endswith("_exps"):
             yield from _pairs(config, entries, f"blk.{match[1]}", int(match[1]), (part, kind))
         else:

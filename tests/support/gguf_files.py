@@ -26,6 +26,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 def build(family: str, **sizes: Any) -> Any:
     """The stock model of a family's file: what GGUF cannot say of it has the value that its readers assume."""
+    if family.startswith("qwen"):
+        sizes["layer_types"] = ["full_attention"] * sizes.get("num_hidden_layers", 4)
     return build_model(family, **{**SIZES, **OWN.get(family, {}), **sizes})
 
 
