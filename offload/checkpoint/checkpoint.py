@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ..errors import BadCheckpoint
 from .header import MAX_TENSORS, TensorEntry, header_nbytes, parse_header
@@ -189,7 +189,7 @@ class Checkpoint:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

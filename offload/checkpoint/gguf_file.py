@@ -114,7 +114,7 @@ class _Reader:
         tensors = {entry.name: entry._replace(begin=base + entry.begin, end=base + entry.end) for entry in found}
         if len(tensors) != num_tensors:
             raise ValueError("two tensors have the same name")
-        self._check_places(found, base, alignment)
+        self._check_offsets(found, base, alignment)
         return GgufHeader(metadata, tensors, base)
 
     def _metadata(self, num_keys: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class _Reader:
             raise ValueError(f"tensor {described(name)} is {list(shape)} in {type_name}, whose blocks have {block}")
         return TensorEntry(name, type_name, shape, begin, begin + numel // block * block_nbytes)
 
-    def _check_places(self, tensors: list[TensorEntry], base: int, alignment: int) -> None:
+    def _check_offsets(self, tensors: list[TensorEntry], base: int, alignment: int) -> None:
         position = 0
         for entry in sorted(tensors, key=lambda each: each.begin):
             if entry.begin != position:

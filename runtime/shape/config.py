@@ -50,7 +50,8 @@ class ModelConfig:
     def read(cls, folder: Path) -> ModelConfig:
         path = folder / CONFIG
         if not path.exists():
-            raise UnsupportedModel(f"{path} is missing; {folder} is not the folder of a transformers checkpoint")
+            hint = "; a GGUF file is given by its own path" if any(folder.glob("*.gguf")) else ""
+            raise UnsupportedModel(f"{path} is missing; {folder} is not the folder of a transformers checkpoint{hint}")
         try:
             return cls(load_object(read_inside(folder, CONFIG, MAX_CONFIG_NBYTES)))
         except ValueError as error:

@@ -33,7 +33,7 @@ class _File:
         self.metadata = metadata
         self.entries = entries
         self.read = read
-        self.architecture = metadata.get("general.architecture")
+        self.architecture = str(metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture; one value where a list has the same for all layers."""

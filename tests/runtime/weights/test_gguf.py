@@ -12,10 +12,11 @@ from moedge.offload.checkpoint.gguf_file import GgufCheckpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.settings.errors import ModelNotFound, UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
 from moedge.runtime.shape.gguf_config import ARCHITECTURES
 from moedge.runtime.source.headers import describe, read_headers
+from moedge.runtime.source.hub import find_model
 from moedge.runtime.source.model_source import model_fingerprint, open_source
 from moedge.runtime.text.tokenizer import Tokenizer
 from support import gguf_files
@@ -126,6 +127,22 @@ def test_an_expert_is_read_without_its_neighbours(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(GgufCheckpoint, "read_into", noted)
         dequantize(checkpoint, weight, torch.float32)
         assert sizes == [checkpoint.entries["blk.1.ffn_up_exps.weight"].nbytes // 8] == [weight.nbytes]
+
+
+def test_all_parts_are_fetched_from_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(repository: str, file: str, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    name = "someone/model-GGUF@main/Q4_K_M/model-00002-of-00002.gguf"
+    assert find_model(name) == tmp_path / "Q4_K_M/model-00001-of-00002.gguf"
+    parts = [f"Q4_K_M/model-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert asked == [("someone/model-GGUF", part, "main") for part in parts]
+    with pytest.raises(ModelNotFound, match="neither a file nor a file of a hub repository"):
+        find_model("missing/model.gguf")
 
 
 def test_headers_alone_show_what_lies_in_a_file(tmp_path: Path) -> None:
