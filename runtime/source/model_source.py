@@ -89,7 +89,8 @@ def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
         with Store.open(folder) as store:
             extract_files(store, Path(small))
             shape = shape_from_json(dict(store.manifest.extra["shape"]))
-        yield ModelSource(name, Path(small), shape, folder, **_recipe(store))
+        found = _recipe(store)
+        yield ModelSource(name, Path(small), shape, folder, found["quant"], found["dtype"])
 
 
 @contextmanager

@@ -75,15 +75,8 @@ def outcome(form: str, family: str, folder: Path) -> str:
         kept = not prepare(source, folder / "store", quant, dtype, Budgets())
         loss = prepare(source, folder / "nf4", "nf4", dtype, Budgets())
     lossy = f"nf4 loses {100 * max(loss.values()):.0f} %"
-    how = (
-        "floats, packed in"
-        if quant == "none"
-        else "kept as"
-        if kept
-        else "widened, packed in"
-        if quant in QUANT_FORMATS
-        else "in part kept as"
-    )
+    how = "kept as" if kept else "widened, packed in" if quant in QUANT_FORMATS else "in part kept as"
+    how = "floats, packed in" if quant == "none" else how
     return f"{how} `{quant}`; {lossy}"
 
 

@@ -20,7 +20,7 @@ ARCHITECTURES = {
 SIZES: dict[str, Any] = {"sliding_window": None, "max_window_layers": 99, "use_sliding_window": False}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 16}, "gemma3_text": {"sliding_window": 16}, "gpt_oss": {"sliding_window": 16},
-    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_moe": {"norm_topk_prob": True}, "qwen2_moe": {"sliding_window": 4096},
 }  # fmt: skip
 
 
