@@ -139,7 +139,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     def load_engine(source: Any, plan: Any, store: Any, device: Any, experts: Any, key_offsets: Any) -> SimpleNamespace:
         ledger = SimpleNamespace(over_budget=[])
         return SimpleNamespace(
-            engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
+            loss={}, engine=engine(), streamed=None, close=lambda: None, key_offsets=key_offsets, ledger=ledger
         )
 
     setattr(states, "open_source", open_source)
