@@ -95,7 +95,7 @@ def show(
     from ..runtime.source.headers import describe
     from ..runtime.source.model_source import open_source
 
-    with open_source(model) as source:
+    with open_source(model, tokenizer=False) as source:
         description = describe(source.shape)
         routing = [] if source.store is None else _routing(source.store, source.shape)
     if as_json:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ..errors import BadCheckpoint
 from .header import MAX_TENSORS, TensorEntry, header_nbytes, parse_header
@@ -56,7 +56,11 @@ def blob_id(folder: Path, name: str) -> str | None:
 
 def _roots(folder: Path) -> list[Path]:
     """The folders that links may point into: models--x/snapshots/REVISION has its bytes in models--x/blobs."""
-    return [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    # GGUF files often lie in a folder of their own there.
+    for snapshot in (folder, folder.parent):
+        if snapshot.parent.name == "snapshots":
+            return [folder, snapshot.parent.parent / "blobs"]
+    return [folder]
 
 
 INDEX = "model.safetensors.index.json"
@@ -148,6 +152,21 @@ class Checkpoint:
         """The name of the file that holds a tensor."""
         return self._file_of[name]
 
+    def select(self, rename: Callable[[str], str | None]) -> None:
+        """Gives tensors the names that `rename` returns, and leaves out those for which it returns None.
+
+        Raises BadCheckpoint where two tensors get the same name.
+        """
+        file_of, entries = self._file_of, self.entries
+        self.entries, self._file_of = {}, {}
+        for name, entry in entries.items():
+            if (own := rename(name)) is None:
+                continue
+            if own in self.entries:
+                raise BadCheckpoint(f"{self.folder}: {described(name)} is in the files twice, under two prefixes")
+            self.entries[own] = entry._replace(name=own)
+            self._file_of[own] = file_of[name]
+
     def read_into(self, name: str, target: memoryview, begin: int = 0) -> None:
         """Fills `target` with the bytes of the tensor from byte `begin` on."""
         entry, file = self.entries[name], self._file_of[name]
@@ -170,7 +189,7 @@ class Checkpoint:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -41,7 +41,7 @@ from ..shape.model_shape import ModelShape
 from ..shape.shards import all_formats, checkpoint_nbytes
 from ..source.headers import Headers
 from ..source.hub import same_disk
-from ..source.model_source import ModelSource, prepared_nbytes
+from ..source.model_source import ModelSource, prepared_nbytes, small_files
 
 if TYPE_CHECKING:
     from ..engine.engine import Metrics
@@ -165,7 +165,7 @@ def plan_job(
     A machine without a profile is measured first where the job is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
-    located = _Located(source.name, source.shape, source.folder, source.store is not None)
+    located = _Located(source.name, source.shape, source.weights, source.store is not None)
     on_disk = _with_disk(budget, budgets, settings, located)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
     if machine.profile is None and result.prediction.total_s > LONG_SECONDS:
@@ -278,8 +278,11 @@ def measured_job(
     from .session import JobInput
 
     shape, asked = headers.shape, BatchRequest(headers.name, rows, Path(), defaults=defaults, input_format=kind)
-    request = settled_rows(asked, headers.folder)
-    with tempfile.TemporaryDirectory() as folder, Tokenizer.load(headers.folder) as tokenizer:
-        found = JobInput.check(request, JobFolder(Path(folder)))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_files(headers.folder) as small,
+        Tokenizer.load(small) as tokenizer,
+    ):
+        found = JobInput.check(settled_rows(asked, small), JobFolder(Path(folder)))
         size, _ = measure(read_rows(found.path, found.defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
     return size, found.preflight

@@ -232,7 +232,7 @@ def _model(source: ModelSource) -> str:
     """The same for a checkpoint and for a store that was made of it."""
     if source.store is not None:
         return read_manifest(source.store / MANIFEST).fingerprint
-    return model_fingerprint(source.folder)
+    return model_fingerprint(source.weights)
 
 
 def _text(folder: Path) -> str:

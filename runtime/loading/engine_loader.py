@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
-from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.hardware import num_workers
@@ -45,9 +44,9 @@ from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, WEIGHTS, WORKS
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..settings.stages import stage
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import ModelShape
-from ..shape.read import read_tensors
 from ..shape.shards import ModelShards, helper_nbytes, model_shards, workspace_nbytes
 from ..source.model_source import ModelSource
 from ..source.stored_model import read_resident
@@ -299,7 +298,7 @@ def _read_checkpoint(loading: Loading) -> Preparation:
     plan = loading.plan
     # The memory of passes is not in use yet; a plan for a device has bytes for loading.
     free = plan.kv_nbytes + plan.scratch_nbytes if plan.staging is None else LOADING_NBYTES
-    with Checkpoint(loading.source.folder) as checkpoint:
+    with open_checkpoint(loading.config, loading.source.weights) as checkpoint:
         window = min((free - widening_nbytes(loading.source.shape)) // (WINDOW_COPIES + 1), WINDOW_NBYTES)
         tensors = read_tensors(loading.config, checkpoint)
         preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)

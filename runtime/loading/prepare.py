@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ...offload.budget import gib
-from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul, Workspace
@@ -23,9 +22,9 @@ from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..settings.stages import stage
+from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
-from ..shape.read import read_tensors
 from ..shape.shards import model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
 from ..source.stored_model import write_resident
@@ -44,7 +43,7 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
 
 def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
     """The path of the store of this checkpoint in this format, whether it exists or not."""
-    return store_folder(root or default_root(), source.name, model_fingerprint(source.folder), recipe(quant, dtype))
+    return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), recipe(quant, dtype))
 
 
 class Written(NamedTuple):
@@ -74,12 +73,12 @@ def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Bu
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
     nbytes = weights_nbytes(shape, quant, dtype)
     disk_budget(target, nbytes, budgets.disk_nbytes())
-    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(folder)) as writer:
+    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(source.weights)) as writer:
         if writer.complete and not repair:
             return Written()
         config = ModelConfig.read(folder)
         model = define(config, TORCH_DTYPES[dtype])
-        with Checkpoint(folder) as checkpoint:
+        with open_checkpoint(config, source.weights) as checkpoint:
             tensors = read_tensors(config, checkpoint)
             preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
             with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:

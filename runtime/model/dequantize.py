@@ -7,7 +7,6 @@ computed at a time, so memory peaks at the bytes of one matrix in the files besi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,61 +16,21 @@ from ...offload.checkpoint.checkpoint import Checkpoint
 from ...offload.checkpoint.json_object import described
 from ...offload.errors import BadCheckpoint
 from ...quant.tensor import SAFETENSORS_DTYPES
+from ..shape.gguf_tensors import GgufWeight
 from ..shape.quantization import WHOLE
 from ..shape.quantized import QuantizedWeight
+from .codes import BIAS, E2M1, Codes
+from .gguf_weights import gguf_codes, gguf_floats
 
 # Weights that are in float32 at a time, and the most bytes of their codes, values, scales and indices.
 _CHUNK = 1 << 18
 WIDENING_NBYTES = 32 * _CHUNK
 # The outputs that eight codes of a word belong to in AutoAWQ's GEMM layout, from the lowest bits on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# How far exponents of e8m0 are shifted.
-_BIAS = 127
 _VIEWS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8}
 # The parts that stacked experts have one each of, and those that are read as headers are.
 _STACKED = ("codes", "scale")
 _READ_BEFORE = ("state", "shape")
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """A matrix [N, K]: `rows(begin, end)` are its codes [n, K], uint8, int8 or e4m3; `levels` has what those mean.
-
-    `scale` is float32 [N / group rows, K / group columns], or [blocks] of the flattened matrix; `zero` likewise, or the
-    same for all. `columns` [K] is the group of each column where groups are not runs of columns.
-    """
-
-    shape: tuple[int, int]
-    rows: Callable[[int, int], Tensor]
-    group: tuple[int, int]
-    scale: Tensor
-    zero: Tensor | int
-    levels: Tensor | None = None
-    columns: Tensor | None = None
-
-    def widen(self, begin: int, end: int) -> Tensor:
-        """Rows of the matrix in float32."""
-        codes = self.rows(begin, end)
-        values = codes.float() if self.levels is None else self.levels[codes.int()]
-        if isinstance(self.zero, Tensor):
-            values -= self._spread(self.zero, begin, end)
-        elif self.zero:
-            values -= self.zero
-        return values.mul_(self._spread(self.scale, begin, end))
-
-    def _spread(self, grid: Tensor, begin: int, end: int) -> Tensor:
-        """The number of each weight's group, [n, K] or of a shape that broadcasts to it."""
-        num_columns, (rows, columns) = self.shape[1], self.group
-        if grid.dim() == 1:
-            index = torch.arange(begin * num_columns, end * num_columns) // columns
-            return grid[index].view(-1, num_columns)
-        if rows != WHOLE:
-            grid = grid[begin:end] if rows == 1 else grid[torch.arange(begin, end) // rows]
-        if self.columns is not None:
-            return grid[:, self.columns]
-        return grid if columns in (WHOLE, 1) else grid.repeat_interleave(columns, 1)[:, :num_columns]
 
 
 def dequantize(
@@ -81,6 +40,8 @@ def dequantize(
 
     Raises BadCheckpoint where bytes are not those of the format.
     """
+    if isinstance(weight, GgufWeight) and not weight.bits:
+        return gguf_floats(checkpoint, weight, experts)
     shape = weight.entry.shape
     if len(shape) == 2:
         return _fill(read_codes(checkpoint, weight), torch.empty(shape, dtype=dtype))
@@ -101,6 +62,8 @@ def _fill(codes: Codes, out: Tensor) -> Tensor:
 
 def read_codes(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | None = None) -> Codes:
     """The codes of a matrix, or of one expert's of a stack. Raises BadCheckpoint."""
+    if isinstance(weight, GgufWeight):
+        return gguf_codes(checkpoint, weight, expert)
     parts = {
         role: _read(checkpoint, name, expert if role in _STACKED else None)
         for role, name in weight.tensors.items()
@@ -140,7 +103,7 @@ def _scales(parts: Mapping[str, Tensor], weight: QuantizedWeight, shape: tuple[i
     if weight.packing == "high-nibbles":
         return _absmax(parts, weight, shape)
     if scale.dtype == torch.uint8:
-        scale = torch.exp2(scale.float() - _BIAS)
+        scale = torch.exp2(scale.float() - BIAS)
     scale = scale.float()
     if "divisor" in parts:
         divisor = parts["divisor"].float()

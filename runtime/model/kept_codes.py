@@ -18,8 +18,11 @@ from ...offload.errors import BadCheckpoint
 from ...quant.formats.format import ROWS, Layout, Plane, get_format
 from ...quant.planes import Planes, pack_nibbles
 from ...quant.tensor import dtype_name, torch_dtype
+from ..shape.gguf_tensors import GgufWeight
 from ..shape.quantized import QuantizedWeight
-from .dequantize import Codes, read_codes
+from .codes import Codes
+from .dequantize import read_codes
+from .gguf_weights import q4_k_rows
 
 # Exponents of e8m0 are shifted by 127, and frexp's mantissas are below 1.
 _EXPONENT = 126
@@ -37,10 +40,16 @@ def read_rows(checkpoint: Checkpoint, weight: QuantizedWeight, experts: range | 
     headers let expect.
     """
     if len(weight.entry.shape) == 2:
-        return _rows(read_codes(checkpoint, weight), weight)
+        return _matrix_rows(checkpoint, weight)
     chosen = experts or range(weight.entry.shape[0])
-    rows = torch.stack([_rows(read_codes(checkpoint, weight, expert), weight) for expert in chosen])
+    rows = torch.stack([_matrix_rows(checkpoint, weight, expert) for expert in chosen])
     return rows.transpose(1, 2) if weight.turned else rows
+
+
+def _matrix_rows(checkpoint: Checkpoint, weight: QuantizedWeight, expert: int | None = None) -> Tensor:
+    if isinstance(weight, GgufWeight) and weight.kept == "q4_k":
+        return q4_k_rows(checkpoint, weight, expert)
+    return _rows(read_codes(checkpoint, weight, expert), weight)
 
 
 def planes_of_rows(rows: Tensor, layout: Layout) -> Planes:

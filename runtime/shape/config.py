@@ -16,6 +16,7 @@ from ...quant.formats.dtypes import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
 from .families import LATENT, Family, family
+from .multimodal import is_wrapper, text_config
 from .quantization import parse_quantization
 
 CONFIG = "config.json"
@@ -26,9 +27,15 @@ _KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *NESTED}
 
 
 class ModelConfig:
-    """The checked values of one config.json; `get` falls back to the family's defaults."""
+    """The checked values of one config.json; `get` falls back to the family's defaults.
+
+    `multimodal` says that they are those of the text model in it.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
+        # Only the text model of a model that also sees or hears is built, so only its values matter.
+        self.multimodal = is_wrapper(values)
+        values = text_config(values) if self.multimodal else values
         self.family: Family = family(values.get("model_type"))
         _refuse_code(values, CONFIG)
         self.quantization = parse_quantization(values)
@@ -46,7 +53,8 @@ class ModelConfig:
     def read(cls, folder: Path) -> ModelConfig:
         path = folder / CONFIG
         if not path.exists():
-            raise UnsupportedModel(f"{path} is missing; {folder} is not the folder of a transformers checkpoint")
+            hint = "; a GGUF file is given by its own path" if any(folder.glob("*.gguf")) else ""
+            raise UnsupportedModel(f"{path} is missing; {folder} is not the folder of a transformers checkpoint{hint}")
         try:
             return cls(load_object(read_inside(folder, CONFIG, MAX_CONFIG_NBYTES)))
         except ValueError as error:
@@ -113,7 +121,7 @@ class ModelConfig:
         kv_heads = self.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise out_of_range("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
-        if hidden % heads and (self.get("head_dim") is None or self.family.model_type in _WHOLE_HEADS):
+        if hidden % heads and self.family.model_type in _WHOLE_HEADS:
             raise out_of_range("hidden_size", hidden, f"a multiple of num_attention_heads {heads}")
         if (self.get("head_dim") or hidden // heads) % 2:
             raise out_of_range("head_dim", self.get("head_dim") or hidden // heads, "an even number")
@@ -133,8 +141,10 @@ class ModelConfig:
             raise out_of_range("layer_types", "sliding_attention", "another kind of layer in this family")
         field = "attention_chunk_size" if self.family.model_type in CHUNKED else "sliding_window"
         explicit = self.get("layer_types") or self.family.model_type not in OPTIONAL
-        if len(kinds - {"full_attention"}) and explicit and self.get(field) is None:
-            raise out_of_range(field, None, "a number, because layers slide")
+        if len(kinds - {"full_attention"}) and explicit and not self.get(field):
+            raise out_of_range(field, self.get(field), "a number from 1 on, because layers slide")
+        if any(window(self, layer) == 0 for layer in range(num_layers)):
+            raise out_of_range(field, 0, "a number from 1 on, or null, because layers slide")
 
     def _check_experts(self) -> None:
         given = {name: self.values[name] for name in _COUNTS if self.values.get(name) is not None}
@@ -148,8 +158,10 @@ class ModelConfig:
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-# Families whose own class wants it although head_dim is given.
-_WHOLE_HEADS = {"gemma3_text", "llama"}
+# Families whose own class wants it, whether head_dim is given or not; others round down where it is not.
+_WHOLE_HEADS = {
+    "arcee", "aria_text", "gemma3_text", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "persimmon",
+}  # fmt: skip
 
 
 def _refuse_code(value: Any, where: str, depth: int = 0) -> None:

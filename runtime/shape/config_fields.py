@@ -132,7 +132,8 @@ FIELDS: dict[str, Number | Choice] = {
     "interleave_moe_layer_step": _LAYERS,
     "num_nextn_predict_layers": _whole(0, 16),
     "num_kv_shared_layers": _LAYER,
-    "sliding_window": _LENGTH,
+    # 0 is what transformers writes where no layer slides.
+    "sliding_window": _whole(0, 1 << 28),
     "sliding_window_pattern": _LAYERS,
     "prefix_dense_sliding_window_pattern": _LAYERS,
     "global_attn_every_n_layers": _LAYERS,
@@ -217,7 +218,7 @@ _NULLABLE = {
     "moe_layers", "no_rope_layers", "num_attention_heads_per_layer", "num_global_key_value_heads", "rotary_dim",
     "attention_chunk_size", "routed_scaling_factor", "attention_value_scale", "prefix_dense_intermediate_size",
     "num_experts", "top_k_experts", "moe_intermediate_size", "eod_token_id", "sep_token_id", "rms_norm_eps",
-    "dim_model_base", "n_group", "num_experts_per_tok", "q_lora_rank", "qk_head_dim", "scale_depth", "topk_group",
+    "dim_model_base", "n_group", "q_lora_rank", "qk_head_dim", "scale_depth", "topk_group",
     "v_head_dim", "zero_expert_num",
     "num_nextn_predict_layers", "n_shared_experts", "n_routed_experts", "max_window_layers", "sliding_window_pattern",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.checkpoint.checkpoint import INDEX, has_weights, read_inside
+from ...offload.checkpoint.gguf_file import is_gguf
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import load_object
 from ...offload.errors import BadCheckpoint
@@ -20,10 +21,12 @@ from ...quant.kv.format import KV_FORMATS
 from ..kv.spec import KVSpec
 from ..settings.errors import ModelNotFound
 from ..settings.settings import Settings
+from ..shape.checkpoint_shape import read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES, ModelConfig
 from ..shape.formula import shape_of_config
 from ..shape.model_shape import ModelShape, shape_from_json
-from ..shape.read import model_shape, read_shape
+from ..shape.multimodal import text_name
+from ..shape.read import model_shape
 from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
 from .hub import download_space, local_folder, repository_of
 from .model_source import is_store
@@ -55,15 +58,19 @@ class Headers:
 
 
 def read_headers(name: str) -> Headers:
-    """Reads the headers of a folder, prepared weights, a checkpoint in the hub's cache, or a hub repository.
+    """Reads the headers of a folder, a GGUF file, prepared weights, or a hub repository, in the hub's cache or not.
 
     The shape of a folder that has config.json but no weights is computed from the config.
 
     Raises ModelNotFound, UnsupportedModel, BadCheckpoint, BadStore.
     """
     folder = local_folder(name)
+    if folder is None and is_gguf(Path(name)):
+        raise ModelNotFound(f"{name!r} is not in the local cache; download the file first, its headers are read here")
     if folder is None:
         return Headers(name, _on_hub(name), None, on_hub=True)
+    if is_gguf(folder):
+        return Headers(name, read_shape(folder), folder)
     if not is_store(folder) and not has_weights(folder):
         return Headers(name, _of_config(folder), None)
     if not is_store(folder):
@@ -103,7 +110,10 @@ def _on_hub(name: str) -> ModelShape:
         for file in metadata.files_metadata.values()
         for tensor, info in file.tensors.items()
     }
-    return model_shape(ModelConfig.read(Path(config).parent), entries)
+    read = ModelConfig.read(Path(config).parent)
+    if read.multimodal:
+        entries = {own: entry._replace(name=own) for name, entry in entries.items() if (own := text_name(name))}
+    return model_shape(read, entries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...offload.checkpoint.gguf_file import is_gguf, split_files
 from ...offload.errors import BadCheckpoint
 from ...offload.store.stores import disk_free, disk_of
 from ..settings.errors import ModelNotFound, UnsupportedModel
-from ..shape.read import read_shape
+from ..shape.checkpoint_shape import read_shape
 
 # Weights as safetensors, tokenizer and configuration: no pickle and no code is ever fetched.
 _WANTED = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
@@ -18,15 +19,18 @@ _UNWANTED = ["*/*", "consolidated*"]
 
 
 def find_model(name: str) -> Path:
-    """The folder of a checkpoint; downloads a hub repository that is not in the cache.
+    """The folder of a checkpoint, or its GGUF file; downloads a hub repository that is not in the cache.
 
-    `name` is a folder, or `owner/repository`, with `@revision` where one is wanted. Cache, token and offline mode are
+    `name` is a folder, a GGUF file, or `owner/repository`, with `@revision` where one is wanted and a `/FILE.gguf` of
+    it at the end, all parts of which are downloaded where it is split. Cache, token and offline mode are
     huggingface_hub's own settings. Raises ModelNotFound.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        _refuse_gguf(name, folder)
+    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
+        _refuse_many(name, folder)
         return folder
+    if is_gguf(folder):
+        return _fetch_gguf(name)
     return _fetch(name, *repository_of(name))
 
 
@@ -37,8 +41,6 @@ def repository_of(name: str) -> tuple[str, str | None]:
     """
     repository, _, revision = name.partition("@")
     path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf":
-        raise ModelNotFound(f"{name!r} is a GGUF file, {_NO_GGUF}")
     if path.exists() or path.suffix.lower() in _FILE_SUFFIXES:
         what = "is a file" if path.exists() else "names a file"
         raise ModelNotFound(
@@ -50,22 +52,23 @@ def repository_of(name: str) -> tuple[str, str | None]:
 
 
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json", ".jsonl", ".ckpt")
-_NO_GGUF = "which moedge does not read; give the safetensors checkpoint that it was made from: its folder or its hub id"
 
 
-def _refuse_gguf(name: str, folder: Path) -> None:
-    """Names what a folder holds that has no checkpoint."""
-    files = sorted(folder.glob("*.gguf"))
+def _refuse_many(name: str, folder: Path) -> None:
+    """A folder with nothing but GGUF files is not one model."""
+    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
     if files and not any(folder.glob("*.json")):
-        raise ModelNotFound(f"{name!r} holds GGUF files ({files[0].name}), {_NO_GGUF}")
+        raise ModelNotFound(f"{name!r} holds GGUF files; give one of them, such as {files[0]}")
 
 
 def local_folder(name: str) -> Path | None:
     """The folder of a complete local checkpoint, or one in the cache of the hub; makes no connection."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        _refuse_gguf(name, folder)
+    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
+        _refuse_many(name, folder)
         return folder
+    if is_gguf(folder):
+        return _cached_gguf(name)
     repository, revision = repository_of(name)
     from huggingface_hub import snapshot_download
 
@@ -74,6 +77,42 @@ def local_folder(name: str) -> Path | None:
     except Exception:
         return None
     return found if any(found.glob("*.safetensors")) else None
+
+
+def _gguf_of(name: str) -> tuple[str, str | None, list[str]]:
+    """Repository, revision, and the files of a GGUF checkpoint in it. Raises ModelNotFound."""
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    if not file:
+        raise ModelNotFound(
+            f"{name!r} is neither a file nor a file of a hub repository like owner/repository/FILE.gguf"
+        )
+    folder, _, last = file.rpartition("/")
+    files = [f"{folder}/{part}" if folder else part for part in split_files(last)]
+    return *repository_of(f"{owner}/{repository}"), files
+
+
+def _cached_gguf(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision, files = _gguf_of(name)
+    found = [try_to_load_from_cache(repository, file, revision=revision) for file in files]
+    return Path(found[0]) if all(isinstance(path, str) for path in found) and isinstance(found[0], str) else None
+
+
+def _fetch_gguf(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    repository, revision, files = _gguf_of(name)
+    try:
+        first, *_ = [Path(hf_hub_download(repository, file, revision=revision)) for file in files]
+        return first
+    # As in `_fetch`.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ModelNotFound(
+            f"{name!r} is not a local file, and could not be downloaded from the hub: {reason}"
+        ) from None
 
 
 def download_space() -> int:

@@ -5,6 +5,7 @@ Torch-free but for stores, whose small files are read with it.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
+from ...offload.checkpoint.gguf_file import is_gguf, read_gguf_header, split_files
 from ...offload.errors import BadStore
 from ...offload.store.stores import store_folder
 from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
 from ...quant.formats.format import get_format
 from ..settings.errors import SettingError
 from ..settings.settings import Settings
+from ..shape.checkpoint_shape import gguf_values, read_shape
 from ..shape.config import CONFIG, MAX_CONFIG_NBYTES
 from ..shape.model_shape import ModelShape
-from ..shape.read import read_shape
 from ..shape.shards import weights_nbytes
 from .hub import find_model
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`folder` has config and tokenizer, and the weights too unless there is a `store`."""
+    """`folder` has config and tokenizer, and the weights too unless there is a `store` or a file `gguf`."""
 
     name: str
     folder: Path
@@ -41,6 +43,12 @@ class ModelSource:
     store: Path | None = None
     quant: str | None = None
     dtype: str | None = None
+    gguf: Path | None = None
+
+    @property
+    def weights(self) -> Path:
+        """The folder or the GGUF file that holds the checkpoint."""
+        return self.gguf or self.folder
 
     def packed_nbytes(self, quant: str, dtype: str) -> int:
         """Bytes of all weights in a format."""
@@ -60,9 +68,16 @@ class ModelSource:
 
 
 @contextmanager
-def open_source(name: str) -> Iterator[ModelSource]:
-    """Finds MODEL; the small files of a store are laid out in a temporary folder meanwhile."""
+def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
+    """Finds MODEL; the small files of a store or a GGUF file are laid out in a temporary folder meanwhile.
+
+    Without `tokenizer`, that of a GGUF file is not among them.
+    """
     folder = find_model(name)
+    if is_gguf(folder):
+        with small_files(folder, tokenizer) as small:
+            yield ModelSource(name, small, read_shape(folder), gguf=folder)
+        return
     if not is_store(folder):
         yield ModelSource(name, folder, read_shape(folder))
         return
@@ -74,7 +89,23 @@ def open_source(name: str) -> Iterator[ModelSource]:
         with Store.open(folder) as store:
             extract_files(store, Path(small))
             shape = shape_from_json(dict(store.manifest.extra["shape"]))
-        yield ModelSource(name, Path(small), shape, folder, **_recipe(store))
+        found = _recipe(store)
+        yield ModelSource(name, Path(small), shape, folder, found["quant"], found["dtype"])
+
+
+@contextmanager
+def small_files(folder: Path, tokenizer: bool = True) -> Iterator[Path]:
+    """The folder with the small files of a checkpoint: its own, or a temporary one for those inside a GGUF file."""
+    if not is_gguf(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="moedge-") as small:
+        Path(small, CONFIG).write_text(json.dumps(gguf_values(folder)))
+        if tokenizer:
+            from ..text.gguf_tokenizer import write_tokenizer
+
+            write_tokenizer(folder, Path(small))
+        yield Path(small)
 
 
 def is_store(folder: Path) -> bool:
@@ -113,7 +144,8 @@ def prepared_nbytes(
 
 
 def model_fingerprint(folder: Path) -> str:
-    """sha256 (hex) over config.json, and every weight file's name, size, header and, from a hub cache, blob id.
+    """sha256 (hex) over config.json, and every weight file's name, size, header and, from a hub cache, blob id; of a
+    GGUF file, over the same of all its parts.
 
     An edit of a weight in place is seen only where blob ids are: all bytes of a large model take minutes to hash.
     Raises BadCheckpoint.
@@ -127,6 +159,9 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _parts(folder: Path) -> Iterator[bytes]:
+    if is_gguf(folder):
+        yield from _gguf_parts(folder)
+        return
     yield read_inside(folder, CONFIG, MAX_CONFIG_NBYTES)
     index = read_index(folder)
     for file in [SINGLE] if index is None else sorted(set(index.values())):
@@ -139,3 +174,16 @@ def _parts(folder: Path) -> Iterator[bytes]:
         yield header
         yield file_nbytes.to_bytes(8, "little")
         yield (blob_id(folder, file) or "").encode()
+
+
+def _gguf_parts(path: Path) -> Iterator[bytes]:
+    for file in split_files(path.name):
+        descriptor = open_inside(path.parent, file)
+        try:
+            header_nbytes = read_gguf_header(descriptor, file).nbytes
+            yield file.encode()
+            yield os.pread(descriptor, header_nbytes, 0)
+            yield os.fstat(descriptor).st_size.to_bytes(8, "little")
+        finally:
+            os.close(descriptor)
+        yield (blob_id(path.parent, file) or "").encode()

@@ -96,7 +96,11 @@ def _eos_ids(folder: Path) -> Iterator[int]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            yield from _as_ids(_json(path).get("eos_token_id"), path)
+            content = _json(path)
+            inner = content.get("text_config")
+            # A model that also sees or hears has the configuration of its text model inside its own.
+            given = content.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+            yield from _as_ids(given, path)
             return
 
 

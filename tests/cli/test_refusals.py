@@ -30,10 +30,10 @@ json.dump(results, sys.stdout)
 MODEL = str(Path(__file__).parents[2] / "examples" / "tiny_moe" / "model")
 REFUSALS: list[tuple[list[str], int, str]] = [
     (["batch", "no-such-model", "in.jsonl", "-o", "out.jsonl"], 5, "neither a folder nor a hub id"),
-    (["batch", "models/tiny.gguf", "in.jsonl", "-o", "out.jsonl"], 5, "is a GGUF file"),
+    (["batch", "models/tiny.gguf", "in.jsonl", "-o", "out.jsonl"], 5, "not GGUF"),
     (["batch", "models/model.safetensors", "in.jsonl", "-o", "out.jsonl"], 5, "is a file; give the folder"),
     (["batch", "models/gone.safetensors", "in.jsonl", "-o", "out.jsonl"], 5, "names a file; give the folder"),
-    (["batch", "models", "in.jsonl", "-o", "out.jsonl"], 5, "holds GGUF files (tiny.gguf)"),
+    (["batch", "models", "in.jsonl", "-o", "out.jsonl"], 5, "give one of them, such as models/tiny.gguf"),
     (["batch", MODEL, "bad.jsonl", "-o", "out.jsonl"], 7, "invalid_json_line"),
     (["batch", MODEL, "missing.jsonl", "-o", "out.jsonl"], 7, "missing.jsonl"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--until", "noon"], 2, "--until noon"),
@@ -41,7 +41,7 @@ REFUSALS: list[tuple[list[str], int, str]] = [
     (["batch", MODEL, "in.jsonl", "-o", "in.jsonl"], 2, "in.jsonl"),
     (["run", "no-such-model", "hello"], 5, "neither a folder nor a hub id"),
     (["prepare", "no-such-model"], 5, "neither a folder nor a hub id"),
-    (["plan", "models/tiny.gguf"], 5, "is a GGUF file"),
+    (["plan", "models/tiny.gguf"], 5, "not GGUF"),
 ]
 
 

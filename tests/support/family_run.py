@@ -54,7 +54,11 @@ def prompts() -> list[list[int]]:
 def run_family(family: str, folder: Path) -> FamilyRun:
     """Raises what refuses the family."""
     save_tiny(family, folder / "checkpoint")
-    expected = stock_tokens(folder / "checkpoint")
+    return run_checkpoint(folder, stock_tokens(folder / "checkpoint"))
+
+
+def run_checkpoint(folder: Path, expected: list[list[int]]) -> FamilyRun:
+    """Runs folder/checkpoint, of which transformers' tokens are `expected`."""
     job = Workload(len(LENGTHS), max(LENGTHS) + NEW_TOKENS)
     settings = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=48, max_sequences=8, deterministic=True)
     with open_source(str(folder / "checkpoint")) as source:
@@ -73,6 +77,11 @@ def stock_tokens(folder: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return tokens_of(model)
+
+
+def tokens_of(model: Any) -> list[list[int]]:
+    """A stock model's greedy tokens after each prompt."""
     return [_generate(model, ids) for ids in prompts()]
 
 

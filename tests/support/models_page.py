@@ -14,9 +14,11 @@ in a batch with other sequences; with `--dtype fp32 --deterministic` its greedy 
 transformers' `generate`. The columns are releases of transformers at both ends of the supported range.
 
 The family is the `model_type` in config.json; the models of a family share its code, whatever their size. The family
-of a model with image or audio input is its text model (`gemma4_text` of `gemma4`); checkpoints of such whole models
-are not supported yet. Rotary embeddings that depend on the longest sequence (`dynamic`, `longrope`) are refused in
-every family: a row's answer would depend on the other rows of its batch.
+of a model with image or audio input is its text model (`gemma4_text` of `gemma4`). Such a checkpoint runs for text if
+its own type is `aria`, `gemma3`, `gemma4`, `gemma4_unified`, `llama4`, `llava` or `mistral3`: tensors of its other
+parts are not read and not counted, and rows with images are refused. Rotary embeddings that depend on the longest
+sequence (`dynamic`, `longrope`) are refused in every family: a row's answer would depend on the other rows of its
+batch.
 """
 
 
@@ -64,6 +66,12 @@ written by the format's own library (compressed-tensors, bitsandbytes, transform
 AWQ), and its weights were those of that library. After *packed in* is what `--quant auto` takes where everything fits;
 `nf4 loses` is the relative L2 error of packing the weights again in nf4. Other methods (AQLM, HQQ, TorchAO, Quark,
 ModelOpt, ...) are refused with their name.
+
+GGUF files (`pip install 'moedge[formats]'`) are given by their path, or as `owner/repository/FILE.gguf`; any part
+names a split one. Their architectures are llama (with experts: `mixtral`), qwen2, qwen2moe, qwen3, qwen3moe, gpt-oss,
+gemma2 and gemma3; configuration, tokenizer and chat template are those of the file. Llama 3's rotary scaling, which a
+file does not name, is recognized by its factors. Types that are not in the table are widened, too. The package gguf
+wrote the files of the table, with random blocks where it only dequantizes a type.
 """
 _NAMES = {
     "fp8 blocks": "FP8, blocks (`weight_scale_inv`)", "mxfp8": "MXFP8", "fbgemm": "FP8, rows (FBGEMM)",

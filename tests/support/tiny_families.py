@@ -177,3 +177,51 @@ def save_tiny(family: str, folder: Path, **sizes: Any) -> Any:
     model.save_pretrained(folder)
     build_tokenizer(folder, model.config.get_text_config().vocab_size)
     return model
+
+
+# The other parts of a model that also sees: as small as they can be.
+_VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "aria": ("aria_text", {"vision_config": {**_VISION, "model_type": "idefics3_vision"}}),
+    "gemma3": (
+        "gemma3_text",
+        {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {"vision_config": {**_VISION, **_HEADS, "model_type": "gemma4_vision"}, "audio_config": None},
+    ),
+    "gemma4_unified": ("gemma4_unified_text", {}),
+    "llama4": (
+        "llama4_text",
+        {"vision_config": {
+            **_VISION, "model_type": "llama4_vision_model", "vision_output_dim": 32, "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        }},
+    ),
+    "llava": ("llama", {"vision_config": {**_VISION, "model_type": "clip_vision_model"}}),
+    "mistral3": ("mistral", {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16}}),
+}  # fmt: skip
+
+
+def save_multimodal(model_type: str, folder: Path) -> Any:
+    """Writes the tiny checkpoint of a whole model around a family's tiny text model; returns the whole model."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text, others = MULTIMODAL[model_type]
+    inner = build_model(text)
+    config = CONFIG_MAPPING[model_type](
+        text_config=inner.config.to_dict(), tie_word_embeddings=inner.config.tie_word_embeddings, **others
+    )
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    model.get_decoder().load_state_dict(inner.get_decoder().state_dict())
+    model.get_output_embeddings().weight.data.copy_(inner.get_output_embeddings().weight)
+    model.save_pretrained(folder)
+    build_tokenizer(folder, inner.config.vocab_size)
+    return model

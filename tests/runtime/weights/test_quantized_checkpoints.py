@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,62 +14,24 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.quant.tensor import pack
-from moedge.runtime.engine.batch import Batch
-from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import precision, prepare
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.cost_model import CostModel
-from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import PlanRequest, SearchSpace, budget_range, make_plan
-from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.plan.planner import PlanRequest, SearchSpace
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
-from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.read import read_tensors
 from moedge.runtime.shape.shards import offered_formats
 from moedge.runtime.source.model_source import open_source
 from support.quantized_checkpoints import FORMATS, write_quantized
+from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
 from support.tiny_families import save_tiny
 
 pytestmark = pytest.mark.numerics
 
-PROMPTS = ([5, 80, 31, 200], [7, 7, 300])
-JOB = Workload(len(PROMPTS), 8)
-SETTINGS = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=16, max_sequences=2, deterministic=True)
 # Float32 sums in another order.
 TOLERANCE = 1e-5
-
-
-def streamed_logits(folder: Path, store: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The logits after each prompt, of an engine that reads its weights from disk at the smallest budget."""
-    rows: dict[int, torch.Tensor] = {}
-    sequences = [Sequence(prompt, SamplingParams(1, ignore_eos=True)) for prompt in PROMPTS]
-    forward = ModelRunner.forward
-
-    def kept(self: ModelRunner, batch: Batch) -> torch.Tensor:
-        logits = forward(self, batch)
-        rows.update((sequences.index(each), row.clone()) for each, row in zip(batch.sampling, logits, strict=True))
-        return logits
-
-    with open_source(str(folder)) as source, monkeypatch.context() as patch:
-        smallest, _ = budget_range(source.shape, settings, JOB)
-        prepare(source, store, *precision(source, settings.quant, settings.dtype), Budgets())
-        plan = make_plan(source.shape, settings, MemoryBudget(smallest), JOB)
-        with closing(load_engine(source, plan, store)) as loaded:
-            patch.setattr(ModelRunner, "forward", kept)
-            for sequence in sequences:
-                loaded.engine.add(sequence)
-            list(loaded.engine.run())
-            assert loaded.streamed.nbytes_from_disk
-    return torch.stack([rows[index] for index in range(len(PROMPTS))])
-
-
-def stock_logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS])
 
 
 @pytest.mark.sample("ct int4 g64 asym", "mxfp4")

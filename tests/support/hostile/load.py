@@ -4,22 +4,20 @@ from pathlib import Path
 
 import torch
 
-from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.definition import define
 from moedge.runtime.plan.placement import everything
-from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.checkpoint_shape import open_checkpoint, read_config, read_tensors
 from moedge.runtime.shape.model_shape import ModelShape
-from moedge.runtime.shape.read import read_tensors
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.weights.memory import WeightMemory
 from moedge.runtime.weights.preparation import MemorySink, Preparation
 
 
 def load_weights(folder: Path, shape: ModelShape) -> None:
-    config = ModelConfig.read(folder)
+    config = read_config(folder)
     model = define(config, torch.float32)
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(config, folder) as checkpoint:
         shards = model_shards(shape, "none", "fp32")
         sink = MemorySink(WeightMemory(shards, everything(shards)))
         tensors = read_tensors(config, checkpoint)

@@ -1,0 +1,42 @@
+"""Writes the tokenizer and chat template of a GGUF file as transformers does, from the file's metadata."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ...offload.checkpoint.gguf_file import GgufCheckpoint
+from ..settings.errors import TokenizerError
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Writes the tokenizer's files into `folder`; none where the GGUF file has no vocabulary.
+
+    Raises TokenizerError for a kind of tokenizer that transformers does not build, BadCheckpoint.
+    """
+    # Read by the strict reader first: transformers trusts the counts of a file.
+    with GgufCheckpoint(path) as checkpoint:
+        if "tokenizer.ggml.tokens" not in checkpoint.metadata:
+            return
+    # A tokenizer's files beside the GGUF file may be another model's: it is read from a folder of its own.
+    with tempfile.TemporaryDirectory(prefix="moedge-") as alone:
+        Path(alone, path.name).symlink_to(path.resolve())
+        _convert(Path(alone, path.name), folder, path)
+
+
+def _convert(link: Path, folder: Path, path: Path) -> None:
+    # AutoTokenizer would build a configuration first, which fails for some families.
+    from transformers import PreTrainedTokenizerFast
+
+    # Its parts raise whatever they stumble over.
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(link.parent), gguf_file=link.name, local_files_only=True
+        )
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TokenizerError(
+            f"transformers cannot build the tokenizer of {path} ({type(error).__name__}: {reason}); use the checkpoint "
+            "that the file was made from"
+        ) from error

@@ -1,0 +1,110 @@
+"""Spoiled GGUF files are refused in a sentence, in little memory, or load with finite weights."""
+
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from moedge.offload.errors import BadCheckpoint
+from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_shape
+from support.gguf_files import build, to_gguf
+from support.hostile.load import load_weights
+
+MUTATIONS = 200
+# Numbers that counts, lengths, sizes and offsets of a file are replaced by.
+NUMBERS = (0, 1, 3, 31, 255, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+MOST_NBYTES = 16 << 20
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / "model.gguf"
+    return to_gguf(build("qwen3_moe", num_hidden_layers=1, num_experts=4, vocab_size=64), path, "Q8_0").read_bytes()
+
+
+def spoil(data: bytes, header_nbytes: int, rng: random.Random) -> bytes:
+    spoiled = bytearray(data)
+    kind = rng.randrange(5)
+    at = rng.randrange(header_nbytes - 8)
+    if kind == 0:
+        spoiled[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        spoiled[at : at + 8] = struct.pack("<Q", rng.choice(NUMBERS))
+    elif kind == 2:
+        spoiled[at : at + 4] = struct.pack("<I", rng.choice(NUMBERS) & 0xFFFFFFFF)
+    elif kind == 3:
+        del spoiled[rng.randrange(len(spoiled)) :]
+    else:
+        del spoiled[at : at + rng.randrange(1, 64)]
+    return bytes(spoiled)
+
+
+def header_nbytes(data: bytes, path: Path) -> int:
+    path.write_bytes(data)
+    return int(gguf.GGUFReader(path).data_offset)
+
+
+def is_refused(path: Path) -> bool:
+    """Whether a file is refused in a sentence; loads it otherwise."""
+    try:
+        load_weights(path, read_shape(path))
+    except (BadCheckpoint, UnsupportedModel) as error:
+        message = str(error)
+    else:
+        return False
+    assert len(message) < 2500
+    assert message.isprintable()
+    return True
+
+
+@pytest.mark.sample("0")
+@pytest.mark.parametrize("seed", range(4))
+def test_spoiled_headers_are_refused_or_load(seed: int, sound: bytes, tmp_path: Path) -> None:
+    path, rng = tmp_path / "model.gguf", random.Random(seed)
+    end = header_nbytes(sound, path)
+    assert not is_refused(path)
+    refused = 0
+    for _ in range(MUTATIONS // 4):
+        path.write_bytes(spoil(sound, end, rng))
+        refused += is_refused(path)
+    assert refused > MUTATIONS // 8
+
+
+@pytest.mark.parametrize("at", [8, 16, 24])
+@pytest.mark.parametrize("number", NUMBERS[5:])
+def test_counts_and_lengths_take_no_memory_before_they_are_checked(
+    at: int, number: int, sound: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(sound[:at] + struct.pack("<Q", number) + sound[at + 8 :])
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadCheckpoint):
+            read_shape(path)
+        assert tracemalloc.get_traced_memory()[1] < MOST_NBYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_scales_that_are_not_finite_are_refused(sound: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(sound)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    spoiled = bytearray(sound)
+    at = int(tensors["blk.0.ffn_up_exps.weight"].data_offset)
+    spoiled[at : at + 2] = np.float16("nan").tobytes()
+    path.write_bytes(spoiled)
+    assert is_refused(path)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for data in (b"", b"GGUF", b"GGUF\x03\x00\x00\x00", b"PK\x03\x04" * 20, b"GGUF" + struct.pack(">IQQ", 3, 0, 0)):
+        path.write_bytes(data)
+        with pytest.raises(BadCheckpoint, match=r"model\.gguf: "):
+            read_shape(path)

@@ -1,0 +1,70 @@
+"""Checkpoints of models that also see run for text: tokens are those of the whole model, other parts are not read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from moedge.offload.errors import BadCheckpoint
+from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_shape
+from moedge.runtime.shape.config import ModelConfig
+from moedge.runtime.shape.families import SUPPORTED
+from moedge.runtime.shape.multimodal import WRAPPERS
+from support.family_run import run_checkpoint, tokens_of
+from support.tiny_families import MULTIMODAL, save_multimodal
+
+
+def check_tokens(model_type: str, folder: Path) -> None:
+    model = save_multimodal(model_type, folder / "checkpoint")
+    assert run_checkpoint(folder, tokens_of(model)).failure == ""
+    tensors = load_file(folder / "checkpoint" / "model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if "language_model." in name or "lm_head" in name}
+    assert (len(own) < len(tensors)) == (model_type != "gemma4_unified")
+    assert read_shape(folder / "checkpoint").parameters == sum(tensor.numel() for tensor in own.values())
+
+
+def test_a_model_with_eyes_answers_text_as_a_whole(tmp_path: Path) -> None:
+    check_tokens("mistral3", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(MULTIMODAL.keys() - {"mistral3"}))
+def test_every_wrapper_answers_text_as_the_whole_model_does(model_type: str, tmp_path: Path) -> None:
+    check_tokens(model_type, tmp_path)
+
+
+def test_text_models_are_those_of_transformers_own_classes() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for model_type, text in WRAPPERS.items():
+        assert text in SUPPORTED
+        assert CONFIG_MAPPING[model_type]().get_text_config().model_type == text
+
+
+def test_a_wrapper_that_changes_its_text_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="'paligemma' wraps a text model of type 'gemma'; text models are read"):
+        ModelConfig({"model_type": "paligemma", "text_config": {"model_type": "gemma"}})
+
+
+def test_the_text_model_decides_whether_a_wrapper_runs() -> None:
+    with pytest.raises(UnsupportedModel, match="'deepseek_v3' has latent attention"):
+        ModelConfig({"model_type": "llava", "text_config": {"model_type": "deepseek_v3"}})
+
+
+def test_keys_of_other_parts_do_not_refuse_a_model(tmp_path: Path) -> None:
+    save_multimodal("gemma4_unified", tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "audio_config": {"conv_kernel_size": 5, "auto_map": {"A": "b.C"}}}))
+    assert read_shape(tmp_path).model_type == "gemma4_unified_text"
+
+
+def test_a_tensor_under_two_prefixes_is_refused(tmp_path: Path) -> None:
+    save_multimodal("gemma4_unified", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    norm = tensors["model.language_model.norm.weight"]
+    save_file({**tensors, "language_model.model.norm.weight": norm.clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"norm\.weight' is in the files twice, under two prefixes"):
+        read_shape(tmp_path)

@@ -1,0 +1,190 @@
+"""GGUF files load, stream at the smallest budget, and compute what gguf's own dequantizers make of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from moedge.offload.checkpoint.gguf_file import GgufCheckpoint
+from moedge.offload.errors import BadCheckpoint
+from moedge.offload.store.store import Store
+from moedge.runtime.model.dequantize import dequantize
+from moedge.runtime.settings.errors import ModelNotFound, UnsupportedModel
+from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
+from moedge.runtime.shape.gguf_config import ARCHITECTURES
+from moedge.runtime.source.headers import describe, read_headers
+from moedge.runtime.source.hub import find_model
+from moedge.runtime.source.model_source import model_fingerprint, open_source
+from moedge.runtime.text.tokenizer import Tokenizer
+from support import gguf_files
+from support.gguf_files import build, save_tokenizer, to_gguf
+from support.streamed_logits import SETTINGS, stock_logits, streamed_logits
+
+pytestmark = pytest.mark.numerics
+
+# Float32 sums in another order.
+TOLERANCE = 1e-5
+# Rows of whole blocks of K and I formats.
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+
+
+def check_logits(
+    family: str, kind: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any
+) -> None:
+    model = build(family, **sizes)
+    path = to_gguf(model, tmp_path / "model.gguf", kind, save_tokenizer(tmp_path / "tokenizer", 384))
+    wanted = stock_logits(model)
+    found = streamed_logits(path, tmp_path / "store", replace(SETTINGS, quant=quant), monkeypatch)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.sample("gpt_oss", "llama")
+@pytest.mark.parametrize("family", gguf_files.ARCHITECTURES)
+def test_logits_of_a_family_are_those_of_the_dequantized_weights(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_logits(family, "Q8_0", "none", tmp_path, monkeypatch)
+
+
+@pytest.mark.sample("Q6_K")
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32", "Q5_0", "Q6_K", "IQ4_XS", "IQ2_XXS"])
+def test_logits_of_a_type_are_those_of_the_dequantized_weights(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_logits("qwen3_moe", kind, "none", tmp_path, monkeypatch, **WIDE)
+
+
+KEPT = {"Q8_0": "int8-g32-f16", "Q4_0": "int4-g32-f16", "Q4_K": "q4_k", "MXFP4": "mxfp4-e8m0"}
+
+
+@pytest.mark.sample("Q4_K")
+@pytest.mark.parametrize("kind", KEPT)
+def test_kept_blocks_mean_what_they_meant(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {**WIDE, "num_hidden_layers": 4} if kind == "Q4_0" else WIDE
+    check_logits("llama" if kind == "Q4_0" else "qwen3_moe", kind, "kept", tmp_path, monkeypatch, **sizes)
+    with Store.open(tmp_path / "store") as store:
+        assert store.manifest.recipe["quant"] == KEPT[kind]
+        assert not store.manifest.extra["loss"]
+
+
+def test_gpt_oss_keeps_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_logits("gpt_oss", "MXFP4", "kept", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "IQ3_S"])
+def test_weights_of_a_type_are_those_of_gguf(kind: str, tmp_path: Path) -> None:
+    model = build("qwen3", **WIDE)
+    path = to_gguf(model, tmp_path / "model.gguf", kind)
+    state = model.state_dict()
+    with GgufCheckpoint(path) as checkpoint:
+        weights = read_tensors(read_config(path), checkpoint).quantized
+        for name, weight in weights.items():
+            assert torch.equal(dequantize(checkpoint, weight, torch.float32).float(), state[name])
+    assert {weight.label for weight in weights.values()} == {"fp32", f"gguf {kind}"}
+
+
+def test_a_split_file_is_read_from_any_part(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    whole = to_gguf(model, tmp_path / "whole.gguf", "Q8_0")
+    first = to_gguf(model, tmp_path / "model.gguf", "Q8_0", num_files=3)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) == 3
+    assert parts[0] == first
+    assert read_shape(first) == read_shape(parts[2]) == read_shape(whole)
+    parts[1].rename(tmp_path / "other.gguf")
+    with pytest.raises(BadCheckpoint, match=r"model-00002-of-00003\.gguf is missing"):
+        read_shape(first)
+
+
+def test_names_are_those_of_gguf() -> None:
+    """Every tensor of a family has the name that gguf's own map gives to it."""
+    for family, arch in gguf_files.ARCHITECTURES.items():
+        model = build(family)
+        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+        names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+        for name, tensor in model.state_dict().items():
+            wanted = names.get_name(name.removesuffix(".weight").removesuffix(".bias"))
+            written = [each for each, *_ in gguf_files._written(name, tensor, model.config)]
+            # Some names of stacked experts and gpt-oss's sinks are not in that map.
+            assert wanted is None or "gate_up" in name or written[0].startswith(f"{wanted}."), (family, name)
+
+
+def test_an_expert_is_read_without_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = to_gguf(build("qwen3_moe", **WIDE), tmp_path / "model.gguf", "Q6_K")
+    sizes = []
+    read_into = GgufCheckpoint.read_into
+
+    def noted(self: GgufCheckpoint, name: str, target: memoryview, begin: int = 0) -> None:
+        sizes.append(len(target))
+        read_into(self, name, target, begin)
+
+    with GgufCheckpoint(path) as checkpoint:
+        weight = read_tensors(read_config(path), checkpoint).quantized["model.layers.1.mlp.experts.3.up_proj.weight"]
+        monkeypatch.setattr(GgufCheckpoint, "read_into", noted)
+        dequantize(checkpoint, weight, torch.float32)
+        assert sizes == [checkpoint.entries["blk.1.ffn_up_exps.weight"].nbytes // 8] == [weight.nbytes]
+
+
+def test_all_parts_are_fetched_from_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(repository: str, file: str, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    name = "someone/model-GGUF@main/Q4_K_M/model-00002-of-00002.gguf"
+    assert find_model(name) == tmp_path / "Q4_K_M/model-00001-of-00002.gguf"
+    parts = [f"Q4_K_M/model-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert asked == [("someone/model-GGUF", part, "main") for part in parts]
+    with pytest.raises(ModelNotFound, match="neither a file nor a file of a hub repository"):
+        find_model("missing/model.gguf")
+
+
+def test_headers_alone_show_what_lies_in_a_file(tmp_path: Path) -> None:
+    path = to_gguf(build("qwen3_moe", **WIDE), tmp_path / "model.gguf", "Q4_K")
+    headers = read_headers(str(path))
+    stored = {(each["group"], each["format"]): each for each in describe(headers.shape).stored}
+    experts = stored["experts", "gguf Q4_K"]
+    assert experts["bits"] == 4.5
+    assert experts["becomes"] == "kept as q4_k"
+    assert headers.shape.num_experts == 16
+    assert model_fingerprint(path) == model_fingerprint(path)
+
+
+def test_the_tokenizer_and_template_are_those_of_the_file(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer", 384)
+    path = to_gguf(build("qwen3"), tmp_path / "model.gguf", "Q8_0", folder)
+    messages = [{"role": "user", "content": "Hello there"}]
+    with open_source(str(path)) as source, Tokenizer.load(source.folder) as found, Tokenizer.load(folder) as wanted:
+        assert found.encode_chat(messages) == wanted.encode_chat(messages)
+        assert found.eos_token_ids == wanted.eos_token_ids
+
+
+def test_llama_3_scaling_is_recognized_by_its_factors(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
+    }  # fmt: skip
+    model = build("llama", rope_parameters=rope, max_position_embeddings=131_072)
+    path = to_gguf(model, tmp_path / "model.gguf", "Q8_0", factors=True)
+    assert read_config(path).get("rope_parameters") == rope
+    other = to_gguf(model, tmp_path / "other.gguf", "Q8_0", factors=True, spoiled=True)
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight is not the scaling of Llama 3"):
+        read_config(other)
+
+
+def test_architectures_that_are_not_read_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "falcon")
+    writer.add_tensor("token_embd.weight", torch.ones(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match="architecture 'falcon' is not read; wanted one of gemma2, "):
+        read_shape(tmp_path / "model.gguf")
+    assert set(gguf_files.ARCHITECTURES.values()) == set(ARCHITECTURES)
