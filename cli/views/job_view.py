@@ -98,7 +98,7 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _computed(summary: RunSummary) -> int:
-    """Prompt tokens that this run computed; `tokens.prompt` counts answered rows only, and those of earlier runs too."""
+    """Prompt tokens that this run computed; `tokens.prompt` counts those of finished rows, over all runs of the job."""
     return round((summary.throughput.prompt_tok_s or 0) * (summary.seconds.generate or 0))
 
 
