@@ -66,7 +66,7 @@ def outcome(form: str, family: str, folder: Path) -> str:
     with open_source(str(folder / "quantized")) as source:
         quant, dtype = precision(source, "auto", "auto")
         kept = not prepare(source, folder / "store", quant, dtype, Budgets())
-        loss = prepare(source, folder / "nf4", "nf4", dtype, Budgets())
+        loss = prepare(source, folder / "nf4", "nf4", dtype, Budgets()).loss
     lossy = f"nf4 loses {100 * max(loss.values()):.0f} %"
     how = "kept as" if kept else "widened, packed in" if quant in QUANT_FORMATS else "in part kept as"
     return f"{how} `{quant}`; {lossy}"

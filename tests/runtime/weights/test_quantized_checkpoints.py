@@ -149,7 +149,7 @@ def test_auto_never_chooses_more_bits_than_the_checkpoint_has(
 def test_the_loss_of_packing_again_is_measured_by_group(tmp_path: Path) -> None:
     write_quantized("fp8 blocks", tmp_path / "quantized", tmp_path / "wide")
     with open_source(str(tmp_path / "quantized")) as source:
-        loss = prepare(source, tmp_path / "store", "nf4", "fp32", Budgets())
+        loss = prepare(source, tmp_path / "store", "nf4", "fp32", Budgets()).loss
     floats = load_file(tmp_path / "wide" / "model.safetensors")
     for group, part in (("experts", ".experts."), ("attention", ".self_attn.")):
         weights = [each for name, each in floats.items() if part in name and each.dim() == 2]
