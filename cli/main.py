@@ -23,6 +23,7 @@ from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
 from .options.options import say
+from .options.signals import Stopped, StopSignals
 from .plan import plan
 from .prepare import prepare
 from .run import run
@@ -68,7 +69,11 @@ def main() -> None:
     # The collector would walk through every object of torch for a second, to free what ends with the process.
     atexit.register(gc.freeze)
     try:
-        app()
+        # Before a command imports what takes long; a job and `prepare` say more about how they stopped.
+        with StopSignals():
+            app()
+    except Stopped as stopped:
+        sys.exit(stopped.code)
     except Exception as error:
         code = exit_code_of(error)
         if code is ExitCode.BUG:

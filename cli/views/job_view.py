@@ -90,16 +90,22 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
         *_link(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
-        ("prefix cache", _reused(kv.prefix_hit_tokens or 0, tokens.prompt)),
+        ("prefix cache", _reused(kv.prefix_hit_tokens or 0, _computed(summary))),
         ("preemptions", f"{kv.preemptions or 0:,}"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
         *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), summary.plan.get("notes", ()))),
     ]
 
 
-def _reused(hits: int, prompt_tokens: int) -> str:
-    share = f" ({hits / prompt_tokens:.0%})" if prompt_tokens else ""
-    return f"{hits:,} of {counted(prompt_tokens, 'prompt token')} reused{share}"
+def _computed(summary: RunSummary) -> int:
+    """Prompt tokens that this run computed; `tokens.prompt` counts those of finished rows, over all runs of the job."""
+    return round((summary.throughput.prompt_tok_s or 0) * (summary.seconds.generate or 0))
+
+
+def _reused(hits: int, computed: int) -> str:
+    total = hits + computed
+    share = f" ({hits / total:.0%})" if total else ""
+    return f"{hits:,} of {counted(total, 'prompt token')} reused{share}"
 
 
 def _link(summary: RunSummary) -> list[tuple[str, str]]:

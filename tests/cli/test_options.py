@@ -10,6 +10,7 @@ from moedge.cli.views import job_view
 from moedge.offload.store import stores
 from moedge.runtime.api import single_prompt
 from moedge.runtime.loading import prepare as making
+from moedge.runtime.loading.prepare import Written
 
 Cli = Callable[..., int]
 
@@ -35,12 +36,14 @@ def typed(flag: str, value: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("flag", RUN)
-def test_run_asks_for_what_was_typed(flag: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_asks_for_what_was_typed(
+    flag: str, checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(single_prompt, "answer", lambda model, prompt, *rest: seen.append(rest) or ["hello"])
     value, arrived, wanted = RUN[flag]
-    assert cli("run", "model", "hi") == 0
-    assert cli("run", "model", "hi", *typed(flag, value)) == 0
+    assert cli("run", checkpoint("llama"), "hi") == 0
+    assert cli("run", checkpoint("llama"), "hi", *typed(flag, value)) == 0
     plain, asked = (arrived(*rest) for rest in seen)
     assert asked == wanted != plain
 
@@ -61,9 +64,9 @@ def test_prepare_makes_what_was_typed(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def prepared(*made: Any, repair: bool) -> dict[str, float]:
+    def prepared(*made: Any, repair: bool) -> Written:
         seen.append(made)
-        return {}
+        return Written()
 
     monkeypatch.setattr(making, "prepare", prepared)
     value, arrived, wanted = PREPARE[flag]

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from moedge.cli.views import progress
+from moedge.cli.views import jobs_view, progress
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import PinLimit, save_machine
 from moedge.runtime.api import plan_report
@@ -29,6 +30,19 @@ from moedge.runtime.doctor.speeds import check_age, speed_findings
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs import session as sessions
+from moedge.runtime.jobs.journal.state import Counts
+from moedge.runtime.jobs.summary import (
+    KV,
+    Latency,
+    Memory,
+    Passes,
+    Percentiles,
+    RunSummary,
+    Seconds,
+    Throughput,
+    TierMemory,
+    summarise_rows,
+)
 from support import recorded_machine
 from support.jobs import fake_engine
 from support.recorded_machine import GIB, NAME, RECORDED
@@ -184,17 +198,18 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ).result
     assert result is not None
     hit = SimpleNamespace(experts=SimpleNamespace(cache=SimpleNamespace(counts=SimpleNamespace(wanted=100, hits=34))))
-    memory = SimpleNamespace(budget=result.request.budget, device=None, limit_pins=lambda profile: None)
+    memory = SimpleNamespace(budget=result.request.budget, device=None)
     fake_engine.install(lambda: fake_engine.FakeEngine(ctrl_c.before_pass), monkeypatch.setattr)
     load = states.load_engine
 
-    def load_engine(*given: Any) -> SimpleNamespace:
-        engine = load(*given)
+    def load_engine(*given: Any, **more: Any) -> SimpleNamespace:
+        engine = load(*given, **more)
         engine.streamed = hit
         return engine
 
     monkeypatch.setattr(states, "load_engine", load_engine)
     monkeypatch.setattr(states, "plan_job", lambda *_: result)
+    monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
     monkeypatch.setattr(states, "open_memory", lambda *_: memory)
     monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "7f3a91c0"))
@@ -202,6 +217,19 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(progress, "facts", lambda eta, left: FACTS)
     monkeypatch.setattr(states.Running, "eta", lambda running: StillEta())
     return tmp_path
+
+
+def measured(counts: Counts) -> RunSummary:
+    """The summary of a run that computed 576 prompt tokens and found 1,012 in the cache, with fixed measurements."""
+    summary = summarise_rows(counts)
+    summary.seconds = Seconds(12.0, 36.0, 48.5)
+    summary.throughput = Throughput(16.0, 28.4)
+    summary.predicted.generated_tok_s = 31.0
+    summary.passes = Passes(9, 42.0, 32.0)
+    summary.memory = Memory(TierMemory(7 * GIB, 6 * GIB), TierMemory(20 * GIB, 17 * GIB))
+    summary.kv = KV("int8", 16, 4096, waste=0.02, prefix_hit_tokens=1012, preemptions=0)
+    summary.latency = Latency(*(Percentiles(0.5, 1.5, 2.5) for _ in range(3)))
+    return summary
 
 
 @dataclass
@@ -235,7 +263,7 @@ def test_a_job_that_is_interrupted_and_resumed_fits_terminals_of_every_width(
         command = ["batch", NAME, "in.jsonl", "-o", f"out{width:03}.jsonl", *BUDGETS]
         ctrl_c.at_pass = 10
         code, first = shown(width, *command)
-        assert code == 130, first
+        assert code == 130
         assert len((job / f"out{width:03}.partial.jsonl").read_text().splitlines()) >= 32
         code, second = shown(width, *command)
         assert code == 3, "two rows are longer than the context"
@@ -253,3 +281,29 @@ def test_a_job_that_is_interrupted_and_resumed_fits_terminals_of_every_width(
     ):
         assert words in text, words
     golden("batch", screens)
+
+
+def at(hour: int) -> type[datetime]:
+    """The class of a clock that stands still."""
+    return type("Then", (datetime,), {"now": classmethod(lambda cls, tz=None: cls(2026, 1, 1, hour))})
+
+
+def test_the_list_of_jobs_fits_terminals_of_every_width(
+    shown: Shown, job: Path, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is finished, shown with all of its numbers, and a later one that Ctrl-C stopped."""
+    monkeypatch.setattr(sessions, "datetime", at(9))
+    code, _ = shown(200, "batch", NAME, "in.jsonl", "-o", "answers.jsonl", *BUDGETS)
+    assert code == 3
+    monkeypatch.setattr(sessions, "datetime", at(11))
+    monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "02d4c6e8"))
+    ctrl_c.at_pass = 10
+    code, stopped = shown(200, "batch", NAME, "in.jsonl", "-o", "weather.jsonl", "--verbose", *BUDGETS)
+    assert code == 130
+    assert "1,012 of 1,588 prompt tokens reused (64%)" in stopped, "not of those of finished rows alone"
+    monkeypatch.setattr(jobs_view, "datetime", at(12))
+    screens = {}
+    for width in WIDTHS:
+        code, screens[width] = shown(width, "jobs", "ls")
+        assert code == 0
+    golden("jobs", screens)
