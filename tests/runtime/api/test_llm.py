@@ -221,7 +221,9 @@ def test_other_arguments_that_make_no_sense_are_refused(model: Path, llm: LLM) -
         llm.chat([{"role": "robot", "content": "x"}])
     with pytest.raises(BadArgument, match="did you mean ram"):
         LLM(model, rams="1GiB")  # type: ignore[call-arg]
-    with pytest.raises(BadArgument, match="quant must be one of auto, none, int8, int4, nf4, mxfp4, kept; found 'int3'"):
+    with pytest.raises(
+        BadArgument, match="quant must be one of auto, none, int8, int4, nf4, mxfp4, kept; found 'int3'"
+    ):
         LLM(model, quant="int3")  # type: ignore[arg-type]
     with pytest.raises(BadArgument, match="ram must be a number of bytes"):
         LLM(model, ram=1.5)  # type: ignore[arg-type]
