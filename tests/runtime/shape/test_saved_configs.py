@@ -57,8 +57,7 @@ def test_the_defaults_of_a_family_are_read_as_transformers_saves_them(family: st
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     with torch.device("meta"), pytest.raises(TypeError):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        model(torch.zeros(1, 2, dtype=torch.int64))
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)(torch.zeros(1, 2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
