@@ -14,7 +14,7 @@ from support.random_planes import defined, random_planes
 pytestmark = pytest.mark.numerics
 
 NAMES = sorted(set(FORMATS) - {"none"})
-ORDERED = [(name, order) for name in NAMES for order in {ROWS, FORMATS[name].order}]
+ORDERED = [(name, order) for name in NAMES for order in sorted({ROWS, FORMATS[name].order})]
 SHAPE = (70, 512)
 
 
