@@ -19,6 +19,7 @@ from .readers.content import Content, ReadCode, ReadFailure
 from .text_cache import TextCache
 
 _PIECE_NBYTES = 1 << 20
+DEFAULTS = ReadOptions()
 
 
 def iter_documents(
@@ -26,7 +27,7 @@ def iter_documents(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    options: ReadOptions = ReadOptions(),
+    options: ReadOptions = DEFAULTS,
     cache: str | os.PathLike[str] | None = None,
     workers: int | None = None,
 ) -> Iterator[Document | UnreadDocument]:

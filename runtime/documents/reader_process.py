@@ -36,7 +36,7 @@ class ReadLimits:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """`reader` is `module:function` of a reader of the user's own; `languages` are those of Tesseract, None for none."""
+    """`reader` is `module:function` of a reader of the user's own; `languages` are Tesseract's, None for no OCR."""
 
     reader: str | None = None
     languages: str | None = "eng"

@@ -52,7 +52,7 @@ _HEADING = re.compile(r"^(?=#{1,6} \S)", re.MULTILINE)
 _SETEXT = re.compile(r"^(?=\S[^\n]*\n(?:={3,}|-{3,})[ \t]*$)", re.MULTILINE)
 _PARAGRAPH = re.compile(r"\n[ \t]*\n\s*")
 _LINE = re.compile(r"\n")
-_SENTENCE = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]")
+_SENTENCE = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]")  # noqa: RUF001 (as texts have them)
 _WORD = re.compile(r"\s+")
 
 
@@ -150,8 +150,7 @@ def _overlap_start(text: str, first: int, end: int, overlap: int, length: Length
     """Where the chunk behind `end` begins: the first boundary from which on the text up to `end` is short enough."""
     if not overlap:
         return end
-    # No character is shorter than a thousandth of a token; most have a quarter.
-    for offset in boundaries.between(max(first, end - 16 * overlap), end - 1):
-        if boundaries.kind(offset) >= Boundary.WORD and length(text[offset:end]) <= overlap:
-            return offset
-    return end
+    # A token has four characters on average, and seldom more than sixteen.
+    offsets = boundaries.between(max(first, end - 16 * overlap), end - 1)
+    at = bisect_left(offsets, True, key=lambda offset: length(text[offset:end]) <= overlap)
+    return offsets[at] if at < len(offsets) else end

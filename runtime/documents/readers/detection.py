@@ -14,9 +14,10 @@ _ZIP, _OLE = b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 # Part names that only one kind of office document has.
 _OFFICE = (("word/document.xml", "docx"), ("ppt/presentation.xml", "pptx"), ("xl/workbook.xml", "xlsx"))
 _BINARY = (
-    (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"), (b"GIF8", "a GIF image"), (b"II*\0", "a TIFF image"),
-    (b"MM\0*", "a TIFF image"), (b"\x1f\x8b", "a gzip file"), (b"7z\xbc\xaf", "a 7z archive"), (b"Rar!", "a RAR archive"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file"), (b"\x7fELF", "a program"), (b"MZ", "a program"), (b"{\\rtf", "an RTF document"),
+    (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"), (b"GIF8", "a GIF image"),
+    (b"II*\0", "a TIFF image"), (b"MM\0*", "a TIFF image"), (b"\x1f\x8b", "a gzip file"),
+    (b"7z\xbc\xaf", "a 7z archive"), (b"Rar!", "a RAR archive"), (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"\x7fELF", "a program"), (b"MZ\x90", "a program"), (b"{\\rtf", "an RTF document"),
     (b"SQLite format 3", "a database"), (b"PAR1", "a Parquet file"), (b"ID3", "audio"), (b"OggS", "audio"),
 )  # fmt: skip
 _HTML = re.compile(
@@ -115,7 +116,7 @@ def open_zip(data: bytes) -> zipfile.ZipFile:
 
 
 def open_office(data: bytes) -> zipfile.ZipFile:
-    """The same for an office document, whose XML may have no document type: there are entities that grow without end."""
+    """The same for an office document, whose XML may declare no document type: its entities could grow without end."""
     archive = open_zip(data)
     for name in archive.namelist():
         if name.endswith((".xml", ".rels")):
