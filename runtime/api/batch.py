@@ -64,9 +64,10 @@ class JobObserver:
 def run_job(request: BatchRequest, observer: JobObserver) -> Ended:
     """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published."""
     with Checked.open(request) as checked:
-        running = None if checked.finished else _load(checked, observer).run()
-        with observer.working():
-            return checked.publish() if running is None else _run(running, observer)
+        if checked.finished:
+            with observer.working():
+                return checked.publish()
+        return run_loaded(_load(checked, observer), observer)
 
 
 def _load(checked: Checked, observer: JobObserver) -> Loaded:
@@ -80,17 +81,19 @@ def _load(checked: Checked, observer: JobObserver) -> Loaded:
     return loaded
 
 
-def _run(running: Running, observer: JobObserver) -> Ended:
-    reason = None
-    with observer.running(running):
-        for _ in running.passes():
-            reason = observer.after_pass(running)
-            if reason is not None:
-                break
-    return running.end(reason)
+def run_loaded(loaded: Loaded, observer: JobObserver) -> Ended:
+    """All passes of a job whose engine is ready, and its output."""
+    running, reason = loaded.run(), None
+    with observer.working():
+        with observer.running(running):
+            for _ in running.passes():
+                reason = observer.after_pass(running)
+                if reason is not None:
+                    break
+        return running.end(reason)
 
 
-class _Progress(JobObserver):
+class ProgressObserver(JobObserver):
     """A bar where it is wanted, and a stop after the pass in which Ctrl-C was pressed."""
 
     def __init__(self, wanted: bool) -> None:
@@ -148,7 +151,7 @@ def run_batch(
     """
     request = batch_request(model, input_file, output, **options)
     reset_host_peak()
-    ended = run_job(request, _Progress(progress))
+    ended = run_job(request, ProgressObserver(progress))
     refuse_over_budget(ended.over_budget, ended.summary)
     return ended.summary
 

@@ -110,8 +110,10 @@ class Merger:
         return self._prompts.of_merge(entry.facts, "\n\n".join(_shown(entry, part) for part in group))
 
 
-_TOO_LONG = "two of its partial answers do not fit into one prompt; lower --max-tokens, raise --chunk-tokens, or use "
+_TOO_LONG = (
+    "two of its partial answers do not fit into one prompt; lower --max-tokens, raise --chunk-tokens, or use "
     "--long split"
+)
 
 
 def _shown(entry: Entry, part: _Part) -> str:
