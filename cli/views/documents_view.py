@@ -79,8 +79,8 @@ class DocumentsView(JobView, DocumentsObserver):
             shown = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
             print(f"{escape_controls(row['id'])}\n  {escape_controls(shown)}")
         self._say(
-            f"{counted(len(ended.sample), 'row')} tried in {duration(seconds)}, of {ended.report.num_files:,} files with "
-            f"{gib(self._nbytes)}; the same command without --try keeps them and answers the others"
+            f"{counted(len(ended.sample), 'row')} tried in {duration(seconds)}, of {ended.report.num_files:,} files "
+            f"with {gib(self._nbytes)}; the same command without --try keeps them and answers the others"
         )
 
     def _outcome(self, ended: DocumentsEnded) -> ExitCode:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -280,17 +279,15 @@ class DocumentJob:
 
 def spread(files: list[FoundFile], count: int) -> list[FoundFile]:
     """`count` files of all suffixes and sizes, in the order of `files`."""
-    if count >= len(files):
-        return files
-    by_size: dict[str, list[FoundFile]] = {}
-    for each in sorted(files, key=lambda each: (Path(each.path).suffix.lower(), each.nbytes)):
-        by_size.setdefault(Path(each.path).suffix.lower(), []).append(each)
-    # The middle of every suffix first, then its other parts, evenly.
-    ordered = chain.from_iterable(
-        sorted(((_turn(position, len(group)), suffix, each) for position, each in enumerate(group)), key=lambda t: t[0])
-        for suffix, group in by_size.items()
-    )
-    chosen = {each.path for _, _, each in sorted(ordered, key=lambda turn: turn[:2])[:count]}
+    groups: dict[str, list[FoundFile]] = {}
+    for each in sorted(files, key=lambda each: each.nbytes):
+        groups.setdefault(Path(each.path).suffix.lower(), []).append(each)
+    ranked: list[tuple[int, str, str]] = []
+    for suffix, group in groups.items():
+        # The middle size first, then the quarters, and so on.
+        order = sorted(range(len(group)), key=lambda position: (_turn(position, len(group)), position))
+        ranked += [(rank, suffix, group[position].path) for rank, position in enumerate(order)]
+    chosen = {path for _, _, path in sorted(ranked)[:count]}
     return [each for each in files if each.path in chosen]
 
 

@@ -56,6 +56,11 @@ class Round:
         return self.answers.with_suffix(".errors.jsonl")
 
     @property
+    def partial(self) -> Path:
+        """The answers and errors of a round that was stopped."""
+        return self.answers.with_suffix(".partial.jsonl")
+
+    @property
     def job(self) -> Path:
         return self.answers.with_suffix(".job")
 
@@ -107,8 +112,10 @@ class Rounds:
         return made
 
     def answers(self) -> Answers:
-        """Those of the rounds that are finished now."""
-        return Answers(path for each in self.all if each.finished for path in (each.answers, each.errors))
+        """Those of the rounds that are finished now, and those that a stopped one has so far."""
+        return Answers(
+            path for each in self.all for path in ((each.answers, each.errors) if each.finished else (each.partial,))
+        )
 
 
 class Answers:
