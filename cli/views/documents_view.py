@@ -68,7 +68,6 @@ class DocumentsView(JobView, DocumentsObserver):
 
     def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
-        self._num_rows = found.num_rows
         resumed = f", {done:,} of them done" if done else ""
         self._say(f"{checked.paths.out.name.split('.')[0]}: {counted(found.num_rows, 'row')}{resumed}")
 

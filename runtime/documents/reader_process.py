@@ -20,7 +20,7 @@ _PIECE_NBYTES = 1 << 20
 # Pages that Tesseract reads count as progress; a file has at most this many.
 _MOST_PROGRESS = 20_000
 # -P keeps the current folder out of the import path; a reader of the user's own gets it behind everything else.
-_COMMAND = (sys.executable, "-P", "-m", "moedge.runtime.documents.worker")
+_COMMAND = (sys.executable, "-P", "-m", "moedge.runtime.documents.readers.worker")
 
 
 @dataclass(frozen=True, slots=True)

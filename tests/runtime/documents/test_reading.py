@@ -192,7 +192,7 @@ def test_archives_are_refused_by_their_sizes(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_reading_loads_no_torch() -> None:
     code = (
-        "import sys, moedge.runtime.documents.iterate, moedge.runtime.documents.worker\n"
+        "import sys, moedge.runtime.documents.iterate, moedge.runtime.documents.readers.worker\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

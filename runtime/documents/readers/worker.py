@@ -1,4 +1,4 @@
-"""The process in which files are read: `python -m moedge.runtime.documents.worker`.
+"""The process in which files are read: `python -m moedge.runtime.documents.readers.worker`.
 
 It gets the bytes of one file after the other on stdin and answers on stdout; it opens no document, writes no file, and
 can open no socket. It ends with its parent.
@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..text.template import pack, read_body, unpack
-from .readers.content import ReadCode, ReadFailure
-from .readers.read import OwnReader, load_own, read
+from ...text.template import pack, read_body, unpack
+from .content import ReadCode, ReadFailure
+from .read import OwnReader, load_own, read
 
 _MOST_FILES = 64
 
