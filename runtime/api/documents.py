@@ -12,7 +12,7 @@ from ...offload.memory import reset_host_peak
 from ..documents.job import DocumentJob, FolderReport, Tokens
 from ..documents.question import Long, Question, make_question
 from ..documents.reader_process import ReadOptions
-from ..documents.request import DocumentPaths, DocumentsRequest, settle_question
+from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
 from ..documents.rounds import Round
 from ..documents.table import Totals
 from ..jobs.folder import JobFolder
@@ -64,14 +64,15 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
     """
     with ExitStack() as resources:
         source = resources.enter_context(open_source(request.batch.model))
-        paths = DocumentPaths(_claimed(request, source))
+        paths = DocumentPaths(_claimed(request, source), facts_digest(request.facts))
         resources.enter_context(lock_folder(paths.outputs))
-        settle_question(paths, request.question, request.batch.resume.drift)
+        settle_question(paths, request)
         tokenizer = resources.enter_context(Tokenizer.load(source.folder))
         job = DocumentJob(request, paths, _tokens(request, source, tokenizer))
         rounds = resources.enter_context(_RoundRunner(request.batch, request.question, job, observer))
         reason = _run_rounds(job, rounds, observer)
-        made_by, sample = rounds.made_by(), ()
+        made_by = rounds.made_by()
+        sample: tuple[Mapping[str, Any], ...] = ()
         if request.sample is not None:
             sample = tuple(job.finished_rows(made_by))
         elif reason is None:
@@ -98,7 +99,7 @@ def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObser
 
 def _claimed(request: DocumentsRequest, source: ModelSource) -> OutputPaths:
     paths = OutputPaths(request.batch.output)
-    if DocumentPaths(paths).question.exists():
+    if DocumentPaths(paths, "").published.exists():
         # What is there is compared with what was written, when it is written again.
         return paths
     return claim_output(request.batch.output, request.batch.input, source.folder)

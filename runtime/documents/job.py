@@ -102,9 +102,8 @@ class DocumentJob:
         `progress` gets the number of files read, and of all. Raises InputUnreadable, SettingError.
         """
         request, folder = self._request, Path(self._request.batch.input)
-        inside = self._paths.outputs.job.resolve()
         listed = find_files(folder, include=request.include, exclude=request.exclude)
-        files = self.report.found(each for each in listed if not self._own(folder, each, inside))
+        files = self.report.found(each for each in listed if not self._own(folder, each))
         if request.sample is not None:
             files = spread(files, request.sample)
         before = {each.source: each.sha256 for each in read_entries(self.index)} if self.index.exists() else {}
@@ -177,12 +176,13 @@ class DocumentJob:
                 self.totals.add(row, names)
                 yield row
 
-    def _own(self, folder: Path, found: FoundFile, inside: Path) -> bool:
+    def _own(self, folder: Path, found: FoundFile) -> bool:
         """Whether a file is one of this job: its output may be in the folder of the documents."""
-        path = (folder / found.path).parent.resolve() / Path(found.path).name
-        outputs = self._paths.outputs
-        ours = {each.parent.resolve() / each.name for each in (outputs.out, outputs.errors, outputs.partial)}
-        return path in ours or path.is_relative_to(inside)
+        outputs, path = self._paths.outputs, Path(found.path)
+        if outputs.job.name in path.parts:
+            return (folder / path).resolve().is_relative_to(outputs.job.resolve())
+        ours = (each for each in (outputs.out, outputs.errors, outputs.partial) if each.name == path.name)
+        return any((folder / path).parent.resolve() == each.parent.resolve() for each in ours)
 
     def _rows(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,27 @@ class DocumentsRequest:
     workers: int | None = None
     sample: int | None = None
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What answers depend on beside the model and its settings, by the names of the options."""
+        found = {**asdict(self.batch.defaults), **self.question.facts}
+        return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+ROUNDS = "rounds"
+
+
+def facts_digest(facts: Mapping[str, Any]) -> str:
+    """Names the folder of the rounds that answer these."""
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentPaths:
-    """The files of a job over documents, in the folder beside its output."""
+    """The files of a job over documents, in the folder beside its output. `digest` is that of `facts_digest`."""
 
     outputs: OutputPaths
+    digest: str
 
     @property
     def folder(self) -> JobFolder:
@@ -61,7 +77,8 @@ class DocumentPaths:
 
     @property
     def rounds(self) -> Path:
-        return self.outputs.job / "rounds"
+        """Those of one question: whoever tries several keeps the answers to each."""
+        return self.outputs.job / ROUNDS / self.digest
 
     @property
     def question(self) -> Path:
@@ -73,23 +90,34 @@ class DocumentPaths:
         return self.outputs.job / "published.json"
 
 
-def settle_question(paths: DocumentPaths, question: Question, accepted: Collection[str]) -> None:
-    """Notes the question of a new job. Raises JobMismatch where the output belongs to another question or job."""
-    facts = {**question.facts, "long": str(question.long)}
-    if not paths.question.exists():
-        if paths.folder.begun:
-            raise JobMismatch(f"{paths.outputs.job} belongs to a job of `moedge batch`; choose another output name")
+def settle_question(paths: DocumentPaths, request: DocumentsRequest) -> None:
+    """Notes the question of a job that is not only tried. Raises JobMismatch, OutputExists.
+
+    A question that has no answer yet, or was only tried, may be replaced by another.
+    """
+    if paths.folder.begun:
+        raise JobMismatch(f"{paths.outputs.job} belongs to a job of `moedge batch`; choose another output name")
+    if not paths.published.exists():
         paths.outputs.refuse_existing()
-        write_atomically(paths.question, json.dumps(facts, indent=1).encode())
+    if request.sample is not None:
         return
-    recorded: dict[str, Any] = json.loads(paths.question.read_bytes())
-    different = [name for name in facts if name not in accepted and recorded.get(name) != facts[name]]
-    if different:
+    recorded: dict[str, Any] = json.loads(paths.question.read_bytes()) if paths.question.exists() else {}
+    facts = request.facts
+    different = [name for name in facts if recorded.get(name) != facts[name]]
+    if recorded and different and _answered(paths, recorded):
         raise JobMismatch(
             f"{paths.outputs.out} was made with another question: {', '.join(different)} differ. Use the old one, or "
-            f"another -o with --cache {paths.texts}, which reads no file again. To continue anyway, for new documents: "
-            + " ".join(f"--accept-drift {name}" for name in different)
+            f"another -o with --cache {paths.texts}, which reads no file again, or start over: "
+            f"rm -r {paths.outputs.job} {paths.outputs.out}"
         )
+    if different:
+        write_atomically(paths.question, json.dumps(facts, indent=1).encode())
+
+
+def _answered(paths: DocumentPaths, recorded: Mapping[str, Any]) -> bool:
+    """Whether a row of the question that was recorded has begun."""
+    folder = paths.outputs.job / ROUNDS / facts_digest(recorded)
+    return any(folder.glob("*.job/journal"))
 
 
 def refuse_foreign(paths: DocumentPaths, hashes: dict[str, str | None]) -> None:

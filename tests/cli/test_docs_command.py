@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +14,9 @@ import pytest
 
 from support.document_folder import BAD, GOOD, pdf
 
-MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "tiny_moe" / "model"
+PAGE = (ROOT / "docs" / "documents.md").read_text()
 # Everything that could leave the machine ends the process, in it and in the processes that it starts.
 GUARD = """
 import os, sys
@@ -78,3 +82,38 @@ def test_prompts_are_printed_to_be_edited(folder: Path, tmp_path: Path) -> None:
     schema = json.loads(printed.stdout.rpartition("--- --schema\n")[2])
     assert schema["properties"] == {"kind": {"enum": ["a", "b"]}}
     assert not (tmp_path / "o.job").exists()
+
+
+@pytest.mark.slow
+def test_the_recipes_of_the_page_run_as_shown(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "documents", tmp_path / "work")
+    recipes = re.findall(r"```sh\n(.*?)```", PAGE.partition("## Three recipes")[2], re.DOTALL)
+    assert len(recipes) == 3
+    program = Path(sys.executable).parent
+    environment = {
+        **os.environ, "MODEL": str(MODEL), "PATH": f"{program}:{os.environ['PATH']}", "MOEDGE_RAM": "2GiB",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }  # fmt: skip
+    for recipe in recipes:
+        done = subprocess.run(
+            ["bash", "-ec", recipe], cwd=tmp_path / "work", env=environment, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, recipe + done.stderr
+    with (tmp_path / "work" / "invoices.csv").open() as file:
+        assert [row["id"] for row in csv.DictReader(file)] == ["2024-017.html", "2024-021.txt"]
+    mails = [json.loads(line) for line in (tmp_path / "work" / "mail.jsonl").read_text().splitlines()]
+    assert [(mail["id"], mail["type"]) for mail in mails] == [("offer.eml", "email"), ("roof.eml", "email")]
+    (notice,) = [json.loads(line) for line in (tmp_path / "work" / "notice.jsonl").read_text().splitlines()]
+    assert notice["source"] == "lease.md"
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_runs_as_shown(tmp_path: Path) -> None:
+    code = PAGE.partition("## From Python")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "lease.md None # Lease of a boat shed" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 Counter()"

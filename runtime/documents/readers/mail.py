@@ -15,7 +15,7 @@ _SHOWN = ("Subject", "From", "To", "Cc", "Date")
 
 def read_mail(data: bytes) -> Content:
     """The plain text of a mail, or its HTML as Markdown, behind its headers."""
-    mail = cast(EmailMessage, BytesParser(policy=policy.default).parsebytes(data))
+    mail: EmailMessage = BytesParser(policy=policy.default).parsebytes(data)
     facts: dict[str, Any] = {name.lower(): clean(str(mail[name])) for name in _SHOWN if mail[name] is not None}
     attached = [clean(part.get_filename() or part.get_content_type()) for part in mail.iter_attachments()]
     if attached:

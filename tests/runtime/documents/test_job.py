@@ -195,6 +195,7 @@ def test_the_output_may_be_in_the_folder_of_the_documents(ask: Ask, tmp_path: Pa
 
 def test_a_sample_is_answered_and_kept(ask: Ask, tmp_path: Path) -> None:
     folder = write(tmp_path / "in", **{f"f{number}": f"K{number}." for number in range(5)})
+    ask(folder, sample=2, prompt="A first try?")
     ended = ask(folder, sample=2)
     assert len(ended.sample) == 2
     assert not (tmp_path / "out.jsonl").exists()
