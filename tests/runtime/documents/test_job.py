@@ -2,18 +2,22 @@
 
 import csv
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moedge.offload.atomic_file import AtomicFile
 from moedge.runtime.api.documents import DocumentsEnded
 from moedge.runtime.documents import job as jobs
 from moedge.runtime.documents.file_walk import FoundFile
 from moedge.runtime.documents.job import spread
 from moedge.runtime.settings.errors import BadArgument, InputRefused, JobMismatch, OutputExists, SettingError
 from support import document_folder
+from support import killing as killing_support
 from support.document_folder import BAD, GOOD, pdf
 from support.jobs.documents_oracle import Stopper
 
@@ -250,3 +254,47 @@ def test_four_hundred_pages_and_two_megabytes_are_merged(ask: Ask, tmp_path: Pat
         assert set(range(part["pages"][0] + 1, part["pages"][1])) <= set(found)
         assert all(part["pages"][0] <= number <= part["pages"][1] for number in found)
     assert text["parts"][-1]["end"] == (folder / "text.txt").stat().st_size
+
+
+def killed_at(number: int) -> Callable[[AtomicFile], None]:
+    """`AtomicFile.publish` of a process that is killed before (even numbers) or behind one of its calls."""
+    publish, count = AtomicFile.publish, 0
+
+    def step() -> None:
+        nonlocal count
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    def killing(file: AtomicFile) -> None:
+        step()
+        publish(file)
+        step()
+
+    return killing
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_around_any_file_that_it_publishes_ends_with_the_same_bytes(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "".join(f"K{number}. Filler words.\n" for number in range(40))
+    folder = write(tmp_path / "in", a="K1.", b=long, empty="")
+    options = {"chunk_tokens": 300, "context": 1600, "max_tokens": 300, "cache": tmp_path / "cache"}
+    ask(folder, out="whole.jsonl", **options)
+    publish, kills = AtomicFile.publish, 0
+    for number in range(100):
+        out = f"killed{number}.jsonl"
+        monkeypatch.setattr(AtomicFile, "publish", killed_at(number))
+        process = killing_support.start(lambda out=out: ask(folder, out=out, **options))
+        status = os.waitpid(process, 0)[1]
+        monkeypatch.setattr(AtomicFile, "publish", publish)
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        kills += 1
+        ask(folder, out=out, **options)
+        for suffix in (".jsonl", ".errors.jsonl"):
+            found, wanted = (tmp_path / out).with_suffix(suffix), (tmp_path / "whole.jsonl").with_suffix(suffix)
+            assert found.read_bytes() == wanted.read_bytes(), number
+    assert kills > 10
