@@ -150,7 +150,7 @@ def docs(
 
 def _print(question: Question) -> None:
     print(f"--- --prompt\n{question.prompt.replace('{{ instruction }}', question.instruction)}")
-    if question.long == Long.MAP_REDUCE:
+    if question.long.value == Long.MAP_REDUCE.value:
         print(f"--- --merge-prompt\n{question.merge}")
     if question.schema is not None:
         print(f"--- --schema\n{question.schema}")

@@ -18,13 +18,12 @@ from ...offload.atomic_file import AtomicFile, write_atomically
 from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
 from .document import Document, UnreadDocument
-from .entry import Entry, read_entries, row_id
 from .file_walk import FoundFile, Skipped, find_files
 from .iterate import read_files
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Answers, Round, Rounds
+from .rounds import Answers, Entry, Round, Rounds, read_entries, row_id
 from .splitting import Chunk, split
 from .table import DocumentTable, Totals
 from .text_cache import TextCache

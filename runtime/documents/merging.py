@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .entry import Entry, row_id
 from .question import Prompts, pages_text
-from .rounds import Answer, Answers
+from .rounds import Answer, Answers, Entry, row_id
 
 # Tokens of a prompt: of a conversation where the model has one.
 PromptTokens = Callable[[str], int]

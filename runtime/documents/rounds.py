@@ -1,15 +1,17 @@
 """The rows of a job over documents, in rounds: files of rows that do not change, each answered by a batch job.
 
 The first round are chunks of documents; later ones are merges of partial answers, and whatever was added to the folder
-since. An answer is found again by the id of its row, which says document, level and number.
+since. An answer is found again by the id of its row, which says document, level and number. An index has an entry for
+each document.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,49 @@ class Answers:
             for line in file:
                 self._offsets[json.loads(line)["id"]] = path, offset
                 offset += len(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`chunks` are [start, end, first page, last page] with pages of 0 for texts that have none.
+
+    `facts` are what prompts may use of the document. `error` says why it is not asked about.
+    """
+
+    source: str
+    sha256: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    chunks: tuple[tuple[int, int, int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> str:
+        """Identifies the document by its path and its bytes."""
+        return document_key(self.source, self.sha256)
+
+    def pages(self, first: int, last: int) -> tuple[int, int] | None:
+        """The pages of the chunks `first` to `last`, counted from 0."""
+        pages = self.chunks[first][2], self.chunks[last][3]
+        return pages if all(pages) else None
+
+    def dumped(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+def document_key(source: str, sha256: str) -> str:
+    return blake2b(f"{sha256}:{source}".encode(), digest_size=10).hexdigest()
+
+
+def row_id(key: str, level: int, index: int) -> str:
+    """Of chunk `index` at level 0, and of the merge of that number at higher ones."""
+    return f"{key}.{level}.{index}"
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """The entries of an index, one at a time."""
+    with path.open("rb") as file:
+        for line in file:
+            found = json.loads(line)
+            chunks = tuple(tuple(each) for each in found.pop("chunks"))
+            yield Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)

@@ -11,10 +11,9 @@ from typing import Any
 
 from ..rows.answer_formats import with_own
 from .document import Document
-from .entry import Entry, row_id
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
-from .rounds import Answer, Answers
+from .rounds import Answer, Answers, Entry, row_id
 from .schemas import find_quote, quotes
 from .text_cache import TextCache
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from .content import Content, ReadCode, ReadFailure, clean
 from .detection import detect
-from .mail import read_mail
 from .office import read_docx, read_pptx, read_xlsx
 from .pdf import Progress, read_pdf
 from .plain_text import read_text
-from .web import read_epub, read_html
+from .web import read_epub, read_html, read_mail
 
 # A reader of the user's own: the bytes and the file's name to its text, its pages, or None for a file of other readers.
 OwnReader = Callable[[bytes, str], str | list[str] | None]

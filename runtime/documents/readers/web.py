@@ -1,11 +1,14 @@
-"""HTML and EPUB as Markdown."""
+"""HTML, EPUB and mail (.eml) as Markdown."""
 
 from __future__ import annotations
 
 import posixpath
 import re
 from collections.abc import Iterator
-from typing import Any
+from email import policy
+from email.message import EmailMessage
+from email.parser import BytesParser
+from typing import Any, cast
 from urllib.parse import unquote
 from zipfile import ZipFile
 
@@ -19,6 +22,7 @@ _CHARSET = re.compile(
 _DROPPED = ["script", "style", "noscript", "template", "svg", "iframe", "object", "img", "form", "nav"]
 _BLANK_LINES = re.compile(r"\n{3,}")
 _CONTAINER = "{urn:oasis:names:tc:opendocument:xmlns:container}"
+_SHOWN = ("Subject", "From", "To", "Cc", "Date")
 _OPF = "{http://www.idpf.org/2007/opf}"
 
 
@@ -88,3 +92,28 @@ def _xml(archive: ZipFile, name: str) -> Any:
 
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
     return etree.fromstring(archive.read(name), parser)
+
+
+def read_mail(data: bytes) -> Content:
+    """The plain text of a mail, or its HTML as Markdown, behind its headers."""
+    mail: EmailMessage = BytesParser(policy=policy.default).parsebytes(data)
+    facts: dict[str, Any] = {name.lower(): clean(str(mail[name])) for name in _SHOWN if mail[name] is not None}
+    attached = [clean(part.get_filename() or part.get_content_type()) for part in mail.iter_attachments()]
+    if attached:
+        facts["attachments"] = attached
+    head = "\n".join(f"{name}: {facts[name.lower()]}" for name in _SHOWN if name.lower() in facts)
+    names = f"\n\nAttachments: {', '.join(attached)}" if attached else ""
+    return Content("email", (f"{head}\n\n{_body(mail)}{names}\n",), front_matter=facts)
+
+
+def _body(mail: EmailMessage) -> str:
+    part = mail.get_body(preferencelist=("plain", "html"))
+    if part is None:
+        return ""
+    try:
+        text = str(cast(Any, part).get_content())
+    except (LookupError, KeyError, AttributeError):
+        # An encoding that Python does not know.
+        payload = part.get_payload(decode=True)
+        text = payload.decode("utf-8", "replace") if isinstance(payload, bytes) else ""
+    return html_to_markdown(text)[0] if part.get_content_subtype() == "html" else clean(text).strip()

@@ -3,14 +3,21 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from moedge.runtime.api import documents as api
+from moedge.runtime.documents.reader_process import ReaderProcess
+from moedge.runtime.documents.readers.content import Content
+from moedge.runtime.documents.readers.read import read
 from moedge.runtime.jobs import job as states
 from support.jobs import fake_engine
 from support.jobs.documents_oracle import END, OracleText, Stopper, oracle
+
+
+def read_here(process: ReaderProcess, file: BinaryIO, nbytes: int, name: str, digest: str) -> Content:
+    return read(file.read(nbytes), name, None, None, lambda page: None)
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., api.Do
 
         def with_streams(*arguments: Any) -> Any:
             engine = load(*arguments)
-            engine.streamed = SimpleNamespace(start_counting=lambda: None)
+            engine.streamed = SimpleNamespace(start_counting=lambda: None, nbytes_moved=0)
             return engine
 
         class Tokenizer(fake_engine.FakeTokenizer):
@@ -45,6 +52,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., api.Do
                 return super().load(folder, now)
 
         monkeypatch.setattr(states, "load_engine", with_streams)
+        # Processes are tested by themselves: here their start would take most of the time.
+        monkeypatch.setattr(ReaderProcess, "read", read_here)
         monkeypatch.setattr(api, "open_source", states.open_source)
         monkeypatch.setattr(api, "Tokenizer", Tokenizer)
         given = {"prompt": "Which facts?", "max_tokens": 200, "workers": 1, **options}

@@ -107,6 +107,7 @@ def test_globs_choose_files(folder: Path) -> None:
         list(find_files(folder / "plain.txt"))
 
 
+@pytest.mark.slow
 def test_faults_of_a_reader_are_errors_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_reader.py").write_text(OWN_READER)
     names = ["bomb", "call", "crash", "flood", "loop", "number", "raise", "write", "zzz"]
@@ -131,6 +132,7 @@ def test_faults_of_a_reader_are_errors_of_their_files(tmp_path: Path, monkeypatc
         list(iter_documents(tmp_path, options=ReadOptions("nowhere:read"), workers=1))
 
 
+@pytest.mark.slow
 def test_processes_are_replaced_after_their_share_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pid_reader.py").write_text("import os\ndef read(data, name): return str(os.getpid())\n")
     for number in range(5):
@@ -178,7 +180,8 @@ def test_scans_are_read_by_tesseract_where_it_is(tmp_path: Path, monkeypatch: py
     options = ReadOptions(languages="deu")
     (found,) = iter_documents(files, options=options, workers=1)
     assert isinstance(found, Document)
-    assert found.text.split("\n\n") == ["b'P5' deu\n", "typed", "b'P5' deu\n"]
+    assert found.text.split() == ["b'P5'", "deu", "typed", "b'P5'", "deu"]
+    assert found.pages(found.text.index("typed"), found.text.index("typed") + 5) == (2, 2)
     assert found.notes == ("2 of 3 pages read by Tesseract",)
     (found,) = iter_documents(files, options=ReadOptions(languages=None), workers=1)
     assert found.notes == ("2 of 3 pages have no text (pages 1, 3)",) if isinstance(found, Document) else False
