@@ -1,6 +1,7 @@
 """Slips of a person at the command line: refused in a sentence before any work begins, and nothing is overwritten."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def test_every_option_that_takes_a_path_is_checked_before_work_begins(
         assert cli(*name, *needed, option.opts[0], value) == 2, value
         said = capsys.readouterr().err
         assert "internal error" not in said
-        assert value.split("/")[0] in said.replace("\n", "")
+        # A long path breaks anywhere in the frame that typer draws.
+        assert value.split("/")[0] in re.sub(r"[│\s]", "", said)
     assert (tmp_path / "foreign.txt").read_text() == "mine"
 
 
