@@ -10,6 +10,7 @@ import typer
 
 from ..offload.errors import ExitCode
 from .options import options
+from .options.paths import new_folder, writable_file
 
 if TYPE_CHECKING:
     from ..runtime.documents.question import Question
@@ -29,7 +30,13 @@ class Each(StrEnum):
 
 FOLDER = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder with the documents.")]
 OUTPUT = Annotated[
-    Path, typer.Option("--output", "-o", help="File for the answers: .jsonl, .csv or .parquet, a row per document.")
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        callback=writable_file,
+        help="File for the answers: .jsonl, .csv or .parquet, a row per document.",
+    ),
 ]
 PROMPT = Annotated[
     str | None,
@@ -79,7 +86,12 @@ READER = Annotated[
 OCR = Annotated[str, typer.Option("--ocr", metavar="LANGUAGES", help="Languages of Tesseract, for scans: eng+deu.")]
 CACHE = Annotated[
     Path | None,
-    typer.Option("--cache", metavar="FOLDER", help="Keep what was read here; in the job's folder by default."),
+    typer.Option(
+        "--cache",
+        metavar="FOLDER",
+        callback=new_folder,
+        help="Keep what was read here; in the job's folder by default.",
+    ),
 ]
 TRY = Annotated[
     int | None,
