@@ -19,36 +19,52 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .offload.errors import MoedgeError
     from .runtime.api.batch import run_batch
+    from .runtime.api.documents import run_documents
     from .runtime.api.llm import LLM
     from .runtime.api.outputs import CompletionOutput, Logprob, RequestOutput
     from .runtime.api.plan_report import PlanReport, plan
     from .runtime.api.sampling_params import SamplingParams
+    from .runtime.documents.document import Document, UnreadDocument
+    from .runtime.documents.iterate import iter_documents
+    from .runtime.documents.splitting import Chunk, split
 
     __version__: str
 
 _MODULES = {
+    "Chunk": ".runtime.documents.splitting",
     "CompletionOutput": ".runtime.api.outputs",
+    "Document": ".runtime.documents.document",
     "LLM": ".runtime.api.llm",
     "Logprob": ".runtime.api.outputs",
     "MoedgeError": ".offload.errors",
     "PlanReport": ".runtime.api.plan_report",
     "RequestOutput": ".runtime.api.outputs",
     "SamplingParams": ".runtime.api.sampling_params",
+    "UnreadDocument": ".runtime.documents.document",
+    "iter_documents": ".runtime.documents.iterate",
     "plan": ".runtime.api.plan_report",
     "run_batch": ".runtime.api.batch",
+    "run_documents": ".runtime.api.documents",
+    "split": ".runtime.documents.splitting",
 }
 
 __all__ = [
+    "Chunk",
     "CompletionOutput",
+    "Document",
     "LLM",
     "Logprob",
     "MoedgeError",
     "PlanReport",
     "RequestOutput",
     "SamplingParams",
+    "UnreadDocument",
     "__version__",
+    "iter_documents",
     "plan",
     "run_batch",
+    "run_documents",
+    "split",
 ]
 
 

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "bytes --model {model} --stores {out} --passes 2",
         "speed --model {model} --stores {out} --ram {ram} --sequences 2 --passes 2 --warm 1",
     ),
+    "first_output": ("--runs 1 --only refuse",),
     "gpu": ("budgets --out {out}/gpu.json",),
     "host_cost": ("--layers 2 --experts 16 --tokens 4 --repeats 3",),
     "job_scale": ("--rows 300 --small 50 --seconds 0.5",),

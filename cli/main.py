@@ -18,6 +18,7 @@ from ..runtime.settings.process import settle
 from .batch import batch
 from .config import app as config
 from .demo import demo
+from .docs import docs
 from .doctor import doctor
 from .jobs import app as jobs
 from .models import app as models
@@ -37,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ConfiguredCommand)(batch)
+app.command(cls=ConfiguredCommand)(docs)
 app.command(cls=ConfiguredCommand)(run)
 app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)

@@ -77,9 +77,10 @@ def run_job(request: BatchRequest, observer: JobObserver, given: LoadedModel | N
         # The hub's library shows its downloads itself.
         with stage(f"checking {request.input}") if Path(request.model).is_dir() else nullcontext():
             checked = resources.enter_context(Checked.open(request, given))
-        running = None if checked.finished else _load(checked, observer).run()
-        with observer.working():
-            return checked.publish() if running is None else running.end(_passes(running, observer))
+        if checked.finished:
+            with observer.working():
+                return checked.publish()
+        return run_loaded(_load(checked, observer), observer)
 
 
 def _load(checked: Checked, observer: JobObserver) -> Loaded:
@@ -94,6 +95,13 @@ def _load(checked: Checked, observer: JobObserver) -> Loaded:
     loaded = planned.load()
     observer.loaded(loaded)
     return loaded
+
+
+def run_loaded(loaded: Loaded, observer: JobObserver) -> Ended:
+    """All passes of a job whose engine is ready, and its output."""
+    running = loaded.run()
+    with observer.working():
+        return running.end(_passes(running, observer))
 
 
 def _passes(running: Running, observer: JobObserver) -> str | None:

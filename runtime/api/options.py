@@ -31,6 +31,9 @@ Stream = Literal["auto", "all", "wanted", "wanted+forecast"]
 HeldExperts = Literal["popular", "lru"]
 RowFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Task = Literal["summarize", "extract", "classify", "translate", "qa"]
+LongDocuments = Literal["map-reduce", "split", "error"]
+RowsFor = Literal["document", "chunk"]
 
 _CHOICES = {
     "dtype": get_args(DType),
@@ -42,13 +45,19 @@ _CHOICES = {
     "hold": get_args(HeldExperts),
     "reasoning_effort": get_args(ReasoningEffort),
     "input_format": get_args(RowFormat),
+    "task": get_args(Task),
+    "long": get_args(LongDocuments),
+    "each": get_args(RowsFor),
 }
 # Options that somebody else sets where they are None: the model, or a row.
-_UNSET = ("temperature", "max_thinking_tokens", "reasoning_effort")
-_TEXTS = ("prompt_column", "id_column")
-_TEXTS_OR_FILES = ("prompt", "system", "schema")
+_UNSET = ("temperature", "max_thinking_tokens", "reasoning_effort", "task", "long")
+_TEXTS = ("prompt_column", "id_column", "fields", "reader", "ocr")
+_TEXTS_OR_FILES = ("prompt", "system", "schema", "merge_prompt", "cache")
 _SIZES = ("ram", "gpu_mem", "disk")
-_COUNTS = ("tokens_per_pass", "max_sequences", "max_model_len", "max_rows", "rows", "prompt_tokens", "output_tokens")
+_COUNTS = (
+    "tokens_per_pass", "max_sequences", "max_model_len", "max_rows", "rows", "prompt_tokens", "output_tokens",
+    "chunk_tokens", "workers", "sample",
+)  # fmt: skip
 
 
 class EngineOptions(TypedDict, total=False):
@@ -125,6 +134,43 @@ class PlanOptions(EngineOptions, WorkloadOptions, RowOptions, total=False):
     max_tokens: int
     machine: str | Path | None
     gpu: str | None
+
+
+class DocumentOptions(EngineOptions, StreamingOptions, total=False):
+    """The options of `moedge docs` (docs/documents.md): what is asked about every document, and how files are read.
+
+    `prompt`, `system` and `merge_prompt` are templates, or files of one; `schema` is a file of a JSON schema, or
+    `module:Class` of a pydantic model, and `fields` its short form. The others are those of `BatchOptions`.
+    """
+
+    prompt: str | Path | None
+    system: str | Path | None
+    task: Task | None
+    schema: str | Path | None
+    fields: str | None
+    merge_prompt: str | Path | None
+    long: LongDocuments | None
+    each: RowsFor
+    chunk_tokens: int | None
+    overlap: int
+    include: list[str] | None
+    exclude: list[str] | None
+    reader: str | None
+    ocr: str | None
+    cache: str | Path | None
+    workers: int | None
+    sample: int | None
+    max_tokens: int
+    temperature: float
+    seed: int
+    reasoning_effort: ReasoningEffort | None
+    max_thinking_tokens: int | None
+    chat_template_kwargs: str | Mapping[str, Any] | None
+    plan: str | Path | None
+    until: str | None
+    max_rows: int | None
+    max_failures: str | int | None
+    accept_drift: str | list[str] | None
 
 
 class JobOptions(RowOptions, total=False):

@@ -8,11 +8,13 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import accumulate
 from types import MappingProxyType, TracebackType
@@ -96,8 +98,9 @@ class Child:
         return bytes(body)
 
     def kill(self) -> None:
-        """Ends the process at once, whatever it is doing."""
-        self._process.kill()
+        """Ends the process at once, whatever it is doing, and those that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:
             self._process.wait()
 

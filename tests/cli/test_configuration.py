@@ -22,11 +22,13 @@ from moedge.cli.options.configured_command import ConfigError, configured_comman
 from moedge.cli.views import job_view
 from moedge.offload.store import stores
 from moedge.runtime.api import single_prompt
+from moedge.runtime.doctor import packages
 from moedge.runtime.jobs.request import BatchRequest
 
 Cli = Callable[..., int]
 COMMANDS = configured_commands(get_command(app))
 BATCH = COMMANDS["batch"].options
+COMPUTING = "computing on a device of this test"
 
 
 class Places:
@@ -49,6 +51,7 @@ class Places:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    monkeypatch.setattr(packages, "computing_line", lambda budgets: COMPUTING)
     return Places(tmp_path, monkeypatch)
 
 
@@ -154,11 +157,10 @@ def test_what_stands_is_said_with_its_origin_unless_a_flag_outdoes_it(
     places.project.write_text('# mine\nram = "3GiB"\n[batch]\nseed = 3\n')
     places.variable("MOEDGE_KV", "int8")
     requested()
-    assert (
-        capsys.readouterr().err == "settings: kv int8 (MOEDGE_KV), seed 3 (moedge.toml:4), ram 3GiB (moedge.toml:2)\n"
-    )
+    said = "settings: kv int8 (MOEDGE_KV), seed 3 (moedge.toml:4), ram 3GiB (moedge.toml:2)\n"
+    assert capsys.readouterr().err == f"{said}{COMPUTING}\n"
     requested("--ram", "4GiB", "--kv", "int4", "--seed", "1")
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == f"{COMPUTING}\n"
     for silent in ("-q", "--format=json"):
         requested(silent)
         assert capsys.readouterr().err == ""
@@ -421,7 +423,7 @@ def test_run_takes_what_stands(
     seen: list[Any] = []
     monkeypatch.setattr(single_prompt, "answer", lambda *arguments: seen.append(arguments) or ["hello"])
     places.project.write_text('[run]\nmax-tokens = 9\nkv = "int8"\n')
-    assert cli("run", "model", "hi") == 0
+    assert cli("run", files("moedge.demo") / "model", "hi") == 0
     _, _, wanted, _, asked = seen[0]
     assert (wanted.kv, asked.max_tokens) == ("int8", 9)
     assert capsys.readouterr().out == "hello\n", "what stands is said on stderr"

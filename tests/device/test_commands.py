@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moedge.runtime.doctor import packages
 from moedge.runtime.loading import machine_memory
 from support.row_files import read_rows, write_rows
 
@@ -29,6 +30,8 @@ def batch(
     def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
         out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
         monkeypatch.setattr(machine_memory, "find_device", lambda: fake and fake.device)
+        # The first line of the command asks the driver, which is not there.
+        monkeypatch.setattr(packages, "computing_line", lambda budgets: "computing on a simulated device")
         arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
         monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:

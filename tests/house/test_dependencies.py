@@ -6,6 +6,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+# Packages whose module has another name.
+MODULES = {"python_pptx": "pptx", "beautifulsoup4": "bs4", "pyyaml": "yaml"}
 ROOT = Path(__file__).parents[2]
 FLOORS = ("quant", "offload", "moe", "runtime", "cli", "api")
 
@@ -25,9 +27,9 @@ def imported(sources: list[str]) -> set[str]:
 
 
 def unused(requirements: list[str], modules: set[str]) -> list[str]:
-    """Requirements whose module is not among `modules`. Each is imported by its own name, with `_` for `-`."""
+    """Requirements whose module is not among `modules`: the own name with `_` for `-`, or the one in MODULES."""
     names = [Requirement(line).name.lower().replace("-", "_") for line in requirements]
-    return [name for name in names if name not in modules]
+    return [name for name in names if MODULES.get(name, name) not in modules]
 
 
 def product_imports() -> set[str]:

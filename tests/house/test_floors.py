@@ -16,7 +16,7 @@ FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4, "api": 5}
 RUNTIME = [
     {"settings"},
     {"text", "shape"},
-    {"sampling", "kv"},
+    {"sampling", "kv", "documents.readers"},
     {"rows"},
     {"engine", "jobs.journal", "attention.kernels"},
     {"attention"},
@@ -25,6 +25,7 @@ RUNTIME = [
     {"loading"},
     {"calibration"},
     {"jobs", "doctor"},
+    {"documents"},
     {"api"},
 ]
 MAX_FILES = 16

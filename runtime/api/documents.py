@@ -1,0 +1,293 @@
+"""`run_documents`: the job behind `moedge docs`, which answers a question about every file of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from ...offload.memory import reset_host_peak
+from ..documents.job import DocumentJob, FolderReport, Tokens
+from ..documents.question import Long, Question, make_question
+from ..documents.reader_process import ReadOptions
+from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
+from ..documents.rounds import Round
+from ..documents.table import Totals
+from ..jobs.folder import JobFolder
+from ..jobs.job import Loaded, Measured
+from ..jobs.job_plan import with_workload
+from ..jobs.journal.state import JobState, read_state
+from ..jobs.outputs import OutputPaths, claim_output
+from ..jobs.request import BatchRequest, identity, settle
+from ..jobs.session import Checked, Ended, lock_folder
+from ..jobs.stop import StopRule
+from ..loading.engine_loader import LoadedModel
+from ..rows.tables import InputFormat
+from ..settings.errors import BadArgument, InputRefused
+from ..source.model_source import ModelSource, open_source
+from ..text.folder import has_chat_template
+from ..text.tokenizer import Tokenizer
+from .batch import BatchProgress, JobObserver, request_of, run_loaded
+from .model import refuse_over_budget
+from .options import DocumentOptions, check
+
+
+class DocumentsObserver(JobObserver):
+    """What follows a job over documents: the reading of the folder, then every round as a job of its own."""
+
+    def reading(self, done: int, total: int) -> None:
+        """After each file."""
+
+    def read(self, report: FolderReport) -> None:
+        """The folder is read, and every document split."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsEnded:
+    """The result of a run: `reason` is None where every document has its row, else it says why not.
+
+    `rounds` are the jobs that this run did, `sample` the rows of documents that were only tried.
+    """
+
+    paths: OutputPaths
+    report: FolderReport
+    totals: Totals
+    rounds: tuple[Ended, ...] = ()
+    reason: str | None = None
+    sample: tuple[Mapping[str, Any], ...] = ()
+
+
+def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) -> DocumentsEnded:
+    """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published.
+
+    The folder is read first; then its rows are answered in rounds, which share one engine.
+    """
+    with ExitStack() as resources:
+        source = resources.enter_context(open_source(request.batch.model))
+        paths = DocumentPaths(_claimed(request, source), facts_digest(request.facts))
+        resources.enter_context(lock_folder(paths.outputs))
+        settle_question(paths, request)
+        tokenizer = resources.enter_context(Tokenizer.load(source.folder))
+        job = DocumentJob(request, paths, _tokens(request, source, tokenizer))
+        rounds = resources.enter_context(_RoundRunner(request.batch, request.question, job, observer))
+        reason = _run_rounds(job, rounds, observer)
+        made_by = rounds.made_by()
+        sample: tuple[Mapping[str, Any], ...] = ()
+        if request.sample is not None:
+            sample = tuple(job.finished_rows(made_by))
+        elif reason is None:
+            job.publish(made_by)
+        else:
+            job.publish_partial(made_by)
+        return DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample)
+
+
+def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:
+    """Why the rounds ended before the last row; None where they did not."""
+    if (begun := job.rounds.unfinished) is not None and (reason := rounds.run(begun)):
+        return reason
+    current = job.read(observer.reading)
+    if not job.report.num_files:
+        raise InputRefused(f"{rounds.folder} has no file to read; {job.report.skipped.total():,} were skipped")
+    observer.read(job.report)
+    while (current := current or job.merge()) is not None:
+        if reason := rounds.run(current):
+            return reason
+        current = None
+    return None
+
+
+def _claimed(request: DocumentsRequest, source: ModelSource) -> OutputPaths:
+    paths = OutputPaths(request.batch.output)
+    if DocumentPaths(paths, "").published.exists():
+        # What is there is compared with what was written, when it is written again.
+        return paths
+    return claim_output(request.batch.output, request.batch.input, source.folder)
+
+
+def _tokens(request: DocumentsRequest, source: ModelSource, tokenizer: Tokenizer) -> Tokens:
+    system, chat = request.question.system, has_chat_template(source.folder)
+    beside = [] if system is None else [{"role": "system", "content": system}]
+
+    def prompt(text: str) -> int:
+        if chat:
+            return len(tokenizer.encode_chat([*beside, {"role": "user", "content": text}]))
+        return len(tokenizer.encode(text))
+
+    context, answer = source.shape.context, request.batch.defaults.max_tokens
+    return Tokens.within(lambda text: len(tokenizer.encode(text)), prompt, context, answer)
+
+
+class _RoundRunner:
+    """Runs rounds, each as a batch job, on an engine that stays loaded between them."""
+
+    def __init__(
+        self, request: BatchRequest, question: Question, job: DocumentJob, observer: DocumentsObserver
+    ) -> None:
+        self._request = request
+        self._question = question
+        self._job = job
+        self._observer = observer
+        self._held = ExitStack()
+        self._model: LoadedModel | None = None
+        self._stop_rule = StopRule(request.limits)
+        self._rows_left = request.limits.max_rows
+        self.ended: list[Ended] = []
+
+    @property
+    def folder(self) -> Path:
+        return self._request.input
+
+    def run(self, current: Round) -> str | None:
+        """Why the round stopped early; None where all of its rows have answers."""
+        with ExitStack() as resources:
+            opened = Checked.open(self._round_request(current))
+            resources.callback(opened.resources.close)
+            checked = replace(opened, stop_rule=self._stop_rule)
+            self._refuse_other(checked)
+            done = checked.claim.num_done
+            if checked.finished:
+                with self._observer.working():
+                    ended = checked.publish()
+            else:
+                loaded = self._load(checked)
+                if self._model is None:
+                    # The first job of an engine stays open as long as the engine is in use.
+                    self._hold(loaded, resources.pop_all())
+                ended = run_loaded(loaded, self._observer)
+        self.ended.append(ended)
+        if self._rows_left is not None:
+            self._rows_left -= ended.session.journal.state.counts.rows - done
+            if self._rows_left <= 0 and ended.reason is None:
+                return f"--max-rows {self._request.limits.max_rows:,} reached"
+        return ended.reason
+
+    def made_by(self) -> dict[str, Any]:
+        """The columns that every row of the output has."""
+        opened = self._opened()
+        if opened is None:
+            return {"model": self._request.model, "quant": None}
+        return {"model": opened["model_name"], "quant": opened["identity"]["quant"]}
+
+    def __enter__(self) -> _RoundRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def _hold(self, loaded: Loaded, resources: ExitStack) -> None:
+        self._held.push(resources)
+        planned, plan = loaded.planned, loaded.policy.plan
+        # Rows of later rounds may be as long as the cache allows.
+        longest = replace(planned.workload, longest=plan.kv_tokens)
+        chosen = with_workload(planned.chosen, plan, longest)
+        source, tokenizer = planned.measured.checked.source, planned.measured.tokenizer
+        self._model = LoadedModel(source, tokenizer, planned.memory, chosen, loaded.policy, loaded.engine)
+
+    def _load(self, checked: Checked) -> Loaded:
+        """On the engine of the rounds before, unless this one has a longer row than it has memory for."""
+        observer, given = self._observer, self._model
+        observer.checked(checked)
+        measured = Measured.of(replace(checked, given=given))
+        observer.measured(measured)
+        if given is not None and not measured.size.longer_than(given.longest):
+            return measured.plan().load()
+        self._held.close()
+        self._model = None
+        planned = replace(measured, checked=checked).plan()
+        observer.planned(planned)
+        loaded = planned.load()
+        observer.loaded(loaded)
+        return loaded
+
+    def _round_request(self, current: Round) -> BatchRequest:
+        request, opened = self._request, self._opened()
+        defaults = replace(
+            request.defaults, prompt_column="prompt", system=self._question.system, schema=self._question.grammar
+        )
+        return replace(
+            request,
+            input=current.rows,
+            input_format=InputFormat.JSONL,
+            output=current.answers,
+            defaults=defaults,
+            settings=request.settings if opened is None else settle(request.settings, opened),
+            limits=replace(request.limits, max_rows=self._rows_left),
+            # Rows that templates spoiled are errors of their documents.
+            lenient=True,
+        )
+
+    def _refuse_other(self, checked: Checked) -> None:
+        """Raises JobMismatch where the first round was answered by another model, or under other settings."""
+        if (state := self._state()) is not None:
+            facts = identity(checked.source, checked.request.defaults, checked.request.lenient)
+            settings, accepted = self._request.settings, self._request.resume.drift
+            facts.refuse_other(state, settings, accepted, checked.paths, to_do=not checked.finished)
+
+    def _opened(self) -> Mapping[str, Any] | None:
+        """The first record of the first round, where it has begun."""
+        state = self._state()
+        return None if state is None else state.opened
+
+    def _state(self) -> JobState | None:
+        first = self._job.rounds.first
+        folder = None if first is None else JobFolder(first.job)
+        return read_state(folder.journal) if folder is not None and folder.begun else None
+
+
+class _Progress(BatchProgress, DocumentsObserver):
+    """A bar for every round."""
+
+
+def run_documents(
+    model: str | Path,
+    folder: str | Path,
+    output: str | Path,
+    *,
+    progress: bool = True,
+    **options: Unpack[DocumentOptions],
+) -> DocumentsEnded:
+    """Answers a question about every file of `folder`: the same job as `moedge docs model folder -o output`.
+
+    Every file gives one row of `output`, or of its `.errors.jsonl`; with `each="chunk"`, every chunk. The same call
+    resumes a job that was stopped or killed, and adds files that are new or changed. docs/documents.md has the options.
+
+    Returns the counts of files and rows; `reason` says why a run stopped early, `rounds` have the numbers of its jobs.
+
+    Raises what the command exits with: SettingError, InputUnreadable, DoesNotFit, JobMismatch, OutputExists and others,
+    all of them MoedgeErrors. Ctrl-C stops after the pass, keeps all answers, and raises KeyboardInterrupt.
+    """
+    check(options, DocumentOptions)
+    reset_host_peak()
+    ended = run_documents_job(documents_request(model, folder, output, options), _Progress(progress))
+    for each in ended.rounds:
+        refuse_over_budget(each.over_budget, each.summary)
+    return ended
+
+
+def documents_request(
+    model: str | Path, folder: str | Path, output: str | Path, options: Mapping[str, Any]
+) -> DocumentsRequest:
+    """The request that these of `DocumentOptions` make. Raises BadArgument, SettingError, InputUnreadable."""
+    if not Path(folder).is_dir():
+        raise BadArgument(f"{folder} is not a folder; give the folder that holds the documents")
+    each, long = options.get("each") or "document", options.get("long")
+    if each == "chunk" and long not in (None, Long.SPLIT):
+        raise BadArgument(f"--each chunk gives a row for every chunk, and --long {long} merges or refuses them")
+    question = make_question({**options, "long": Long.SPLIT if each == "chunk" else long})
+    # Prompts and schemas are the question's; nothing is sampled unless it is asked for.
+    rest = {name: value for name, value in options.items() if name not in ("prompt", "system", "schema")}
+    batch = replace(request_of(model, folder, output, rest), unset=frozenset())
+    cache = options.get("cache")
+    return DocumentsRequest(
+        batch=batch,
+        question=question,
+        include=tuple(options.get("include") or ()),
+        exclude=tuple(options.get("exclude") or ()),
+        reading=ReadOptions(options.get("reader"), options.get("ocr", "eng")),
+        cache=None if cache is None else Path(cache),
+        workers=options.get("workers"),
+        sample=options.get("sample"),
+    )

@@ -1,0 +1,319 @@
+"""A job over documents on disk: the folder is read and split into rows, answers are merged, and the output is written.
+
+Everything but the answers themselves is computed again from the folder, so a job may be killed at any moment. Who
+answers rows is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ...offload.atomic_file import AtomicFile, write_atomically
+from ..jobs.table_files import is_table, schema_fields, write_table
+from ..rows.failure import InvalidRow
+from .document import Document, UnreadDocument
+from .file_walk import FoundFile, Skipped, find_files
+from .iterate import read_files
+from .merging import Merger, Missing, PromptTokens
+from .question import Long, Prompts, document_facts
+from .request import DocumentPaths, DocumentsRequest, refuse_foreign
+from .rounds import Answers, Entry, Round, Rounds, read_entries, row_id
+from .splitting import Chunk, split
+from .table import DocumentTable, Totals
+from .text_cache import TextCache
+
+MAX_CHUNK_TOKENS = 32_768
+# Tokens that may appear where a text meets the prompt around it.
+_SEAM_TOKENS = 8
+
+
+@dataclass(slots=True)
+class FolderReport:
+    """The files of a folder: those that are documents by suffix, the others by reason, and what is new since before."""
+
+    num_files: int = 0
+    nbytes: int = 0
+    suffixes: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[Skipped] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    new: int = 0
+    changed: int = 0
+    removed: int = 0
+    split: int = 0
+
+    def found(self, files: Iterable[FoundFile]) -> list[FoundFile]:
+        """Counts files; returns those that are to be read."""
+        taken = []
+        for each in files:
+            if each.skipped is not None:
+                self.skipped[each.skipped] += 1
+                continue
+            self.num_files += 1
+            self.nbytes += each.nbytes
+            self.suffixes[Path(each.path).suffix.lower() or "no suffix"] += 1
+            taken.append(each)
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The counts of one tokenizer: of a text, and of a prompt as it will be asked; `limit` is what a prompt may have.
+
+    `context` holds a prompt and its answer.
+    """
+
+    text: Callable[[str], int]
+    prompt: PromptTokens
+    limit: int
+
+    @classmethod
+    def within(cls, text: Callable[[str], int], prompt: PromptTokens, context: int, max_tokens: int) -> Tokens:
+        return cls(text, prompt, context - max_tokens)
+
+
+class DocumentJob:
+    """The job in one folder, which the caller has locked."""
+
+    def __init__(self, request: DocumentsRequest, paths: DocumentPaths, tokens: Tokens) -> None:
+        self._request = request
+        self._paths = paths
+        self._tokens = tokens
+        self._question = request.question
+        self._prompts = Prompts(request.question)
+        self._merger = Merger(self._prompts, tokens.prompt, tokens.limit)
+        self.rounds = Rounds(paths.rounds)
+        self.report = FolderReport()
+        self.totals = Totals()
+
+    @property
+    def index(self) -> Path:
+        return self._paths.index if self._request.sample is None else self._paths.sample
+
+    def read(self, progress: Callable[[int, int], None]) -> Round | None:
+        """Reads the folder and returns the round of chunks that have no answer yet; None where all have.
+
+        `progress` gets the number of files read, and of all. Raises InputUnreadable, SettingError.
+        """
+        request, folder = self._request, Path(self._request.batch.input)
+        listed = find_files(folder, include=request.include, exclude=request.exclude)
+        files = self.report.found(each for each in listed if not self._own(folder, each))
+        if request.sample is not None:
+            files = spread(files, request.sample)
+        before = {each.source: each.sha256 for each in read_entries(self.index)} if self.index.exists() else {}
+        answers, index = self.rounds.answers(), AtomicFile(self.index)
+        try:
+            made = self.rounds.add(self._rows(folder, files, before, answers, index, progress))
+            index.publish()
+        finally:
+            index.discard()
+        self.report.removed = len(before)
+        return made
+
+    def merge(self) -> Round | None:
+        """The round of merges that the answers so far allow; None where every document has its answer."""
+        if self._question.long is not Long.MAP_REDUCE:
+            return None
+        answers = self.rounds.answers()
+        return self.rounds.add(self._merges(answers))
+
+    def publish(self, made_by: Mapping[str, Any]) -> None:
+        """Writes OUT and the errors beside it. Raises OutputExists where something else has their names."""
+        outputs = self._paths.outputs
+        out, errors = (
+            AtomicFile(outputs.out, self._paths.folder.unfinished("out")),
+            AtomicFile(outputs.errors, self._paths.folder.unfinished("errors")),
+        )
+        try:
+            failed = self._write(made_by, out, errors, is_table(outputs.out))
+            hashes = {"out": _sha256(outputs.out), "errors": _sha256(outputs.errors)}
+            refuse_foreign(self._paths, hashes)
+            out.flush()
+            errors.flush()
+            now = {"out": _sha256(out.hidden), "errors": _sha256(errors.hidden)}
+            # Before the files themselves: after a kill between the two, either is what this job wrote.
+            known = {name: sorted({each for each in (hashes[name], now[name]) if each}) for name in now}
+            write_atomically(self._paths.published, json.dumps(known).encode())
+            if failed:
+                errors.publish()
+            else:
+                outputs.errors.unlink(missing_ok=True)
+            out.publish()
+            outputs.partial.unlink(missing_ok=True)
+        finally:
+            out.discard()
+            errors.discard()
+
+    def publish_partial(self, made_by: Mapping[str, Any]) -> None:
+        """Writes what is finished under the partial name, always as JSON lines."""
+        partial = AtomicFile(self._paths.outputs.partial)
+        try:
+            self._write(made_by, partial, partial, table=False)
+            partial.publish()
+        finally:
+            partial.discard()
+
+    def finished_rows(self, made_by: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The rows of the output that are finished, in their order; counts them in `totals`."""
+        self.totals = Totals()
+        if not self.index.exists():
+            return
+        texts = TextCache(self._request.cache or self._paths.texts, self._request.reading)
+        table = DocumentTable(self._question, self._merger, self.rounds.answers(), texts, made_by)
+        names = schema_fields(self._question.schema) or ()
+        for entry in read_entries(self.index):
+            rows = table.rows(entry)
+            if rows is None:
+                self.totals.pending += 1
+                continue
+            for row in rows:
+                self.totals.add(row, names)
+                yield row
+
+    def _own(self, folder: Path, found: FoundFile) -> bool:
+        """Whether a file is one of this job: its output may be in the folder of the documents."""
+        outputs, path = self._paths.outputs, Path(found.path)
+        if outputs.job.name in path.parts:
+            return (folder / path).resolve().is_relative_to(outputs.job.resolve())
+        ours = (each for each in (outputs.out, outputs.errors, outputs.partial) if each.name == path.name)
+        return any((folder / path).parent.resolve() == each.parent.resolve() for each in ours)
+
+    def _rows(
+        self,
+        folder: Path,
+        files: list[FoundFile],
+        before: dict[str, str],
+        answers: Answers,
+        index: AtomicFile,
+        progress: Callable[[int, int], None],
+    ) -> Iterator[dict[str, Any]]:
+        request, cache = self._request, self._request.cache or self._paths.texts
+        for number, found in enumerate(read_files(folder, files, request.reading, cache, request.workers), 1):
+            entry, rows = self._split(found)
+            self._count(entry, before.pop(entry.source, None))
+            index.write(entry.dumped() + b"\n")
+            yield from (row for row in rows if row["id"] not in answers)
+            progress(number, len(files))
+
+    def _count(self, entry: Entry, digest: str | None) -> None:
+        self.report.new += digest is None
+        self.report.changed += digest is not None and digest != entry.sha256
+        self.report.split += len(entry.chunks) > 1
+        if entry.error is not None:
+            self.report.unread[entry.error["code"]] += 1
+
+    def _split(self, found: Document | UnreadDocument) -> tuple[Entry, list[dict[str, Any]]]:
+        """The entry of a document, and the rows that ask about its chunks."""
+        if isinstance(found, UnreadDocument):
+            return Entry(found.source, found.sha256, error={"code": found.code, "message": found.message}), []
+        try:
+            chunks = list(self._chunks(found))
+            prompts = [self._prompts.of_chunk(found, chunk, len(chunks)) for chunk in chunks]
+        except InvalidRow as error:
+            return self._refused(found, str(error.failure.code), error.failure.message), []
+        except ValueError as error:
+            return self._refused(found, "context_length_exceeded", str(error)), []
+        if self._question.long is Long.ERROR and len(chunks) > 1:
+            message = f"it takes {len(chunks)} chunks; use --long map-reduce or split, or raise --chunk-tokens"
+            return self._refused(found, "document_too_long", message), []
+        spans = tuple((each.start, each.end, *(each.pages or (0, 0))) for each in chunks)
+        entry = Entry(found.source, found.sha256, document_facts(found), spans, found.notes)
+        rows = [{"id": row_id(entry.key, 0, number), "prompt": each} for number, each in enumerate(prompts)]
+        return entry, rows
+
+    def _refused(self, found: Document, code: str, message: str) -> Entry:
+        facts = document_facts(found)
+        return Entry(found.source, found.sha256, facts, error={"code": code, "message": message})
+
+    def _chunks(self, document: Document) -> Iterator[Chunk]:
+        """Raises ValueError where the prompt leaves no tokens for the text."""
+        question = self._question
+        empty = Chunk(9999, 0, 0, "", (9999, 9999) if document.page_starts else None)
+        around = self._tokens.prompt(self._prompts.of_chunk(document, empty, 9999)) + _SEAM_TOKENS
+        fits = self._tokens.limit - around
+        if fits < 1:
+            raise ValueError(
+                f"the prompt without the document has {around} tokens, and the context leaves {self._tokens.limit} "
+                "beside the answer; shorten the prompt, or lower --max-tokens"
+            )
+        limit = min(fits, question.chunk_tokens or MAX_CHUNK_TOKENS)
+        overlap = min(question.overlap, (limit - 1) // 2)
+        return split(document.text, limit, self._tokens.text, overlap=overlap, page_starts=document.page_starts)
+
+    def _merges(self, answers: Answers) -> Iterator[dict[str, Any]]:
+        for entry in read_entries(self.index):
+            if entry.error is None and len(entry.chunks) > 1:
+                found = self._merger.advance(entry, answers)
+                if isinstance(found, Missing):
+                    yield from ({"id": each, "prompt": prompt} for each, prompt in found.prompts)
+
+    def _write(self, made_by: Mapping[str, Any], out: AtomicFile, errors: AtomicFile, table: bool) -> bool:
+        """Whether there are errors; a table has them, too."""
+        failed = False
+        lines = AtomicFile(self._paths.outputs.job / "table.jsonl") if table else out
+        try:
+            for row in self.finished_rows(made_by):
+                line = _line(row)
+                if "error" in row:
+                    failed = True
+                    errors.write(line)
+                elif not table:
+                    out.write(line)
+                if table:
+                    lines.write(_line({name: value for name, value in row.items() if name != "answer"}))
+            if table:
+                lines.flush()
+                fields = schema_fields(self._question.schema)
+                write_table(self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out)
+        finally:
+            if table:
+                lines.discard()
+        return failed
+
+
+def spread(files: list[FoundFile], count: int) -> list[FoundFile]:
+    """`count` files of all suffixes and sizes, in the order of `files`."""
+    groups: dict[str, list[FoundFile]] = {}
+    for each in sorted(files, key=lambda each: each.nbytes):
+        groups.setdefault(Path(each.path).suffix.lower(), []).append(each)
+    ranked: list[tuple[int, str, str]] = []
+    for suffix, group in groups.items():
+        # The middle size first, then the quarters, and so on.
+        order = sorted(range(len(group)), key=lambda position: (_turn(position, len(group)), position))
+        ranked += [(rank, suffix, group[position].path) for rank, position in enumerate(order)]
+    chosen = {path for _, _, path in sorted(ranked)[:count]}
+    return [each for each in files if each.path in chosen]
+
+
+def _turn(position: int, size: int) -> int:
+    """In which round of a bisection the middle of `size` items comes to `position`."""
+    first, last, turn = 0, size, 0
+    while True:
+        middle = (first + last) // 2
+        if middle == position:
+            return turn
+        first, last, turn = (middle + 1, last, turn + 1) if position > middle else (first, middle, turn + 1)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="ascii") as file:
+        yield from file
+
+
+def _sha256(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        digest = sha256()
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""Partial answers to one: a tree of merges, each of neighbours that fit a prompt together, to any depth.
+
+A tree is a function of the answers: a job that was killed computes the same one again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .question import Prompts, pages_text
+from .rounds import Answer, Answers, Entry, row_id
+
+# Tokens of a prompt: of a conversation where the model has one.
+PromptTokens = Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a document has no answer."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Prompts by the ids of their rows: those of the next level that have no answer yet."""
+
+    prompts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The answer to the whole document, how many levels of merges made it, and the tokens of all rows for it."""
+
+    answer: Answer
+    levels: int
+    usage: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An answer that covers chunks `first` to `last`, counted from 0."""
+
+    first: int
+    last: int
+    answer: Answer
+
+
+class Merger:
+    """Merges of one question; a prompt has at most `limit` tokens."""
+
+    def __init__(self, prompts: Prompts, tokens: PromptTokens, limit: int) -> None:
+        self._prompts = prompts
+        self._tokens = tokens
+        self._limit = limit
+
+    def advance(self, entry: Entry, answers: Answers) -> Missing | Merged | Failed | None:
+        """What a document lacks, or its answer; None where chunks of it have no answer yet."""
+        ids = [row_id(entry.key, 0, index) for index in range(len(entry.chunks))]
+        if not all(each in answers for each in ids):
+            return None
+        parts = [_Part(index, index, answers[each]) for index, each in enumerate(ids)]
+        level = 0
+        if failed := _first_failure(entry, parts):
+            return failed
+        usage = _usage(Counter(), parts)
+        while len(parts) > 1:
+            level += 1
+            groups = self._groups(entry, parts)
+            if groups is None:
+                return Failed("document_merge_too_long", _TOO_LONG)
+            missing, parts = self._level(entry, level, groups, answers)
+            if missing:
+                return Missing(tuple(missing))
+            if failed := _first_failure(entry, parts):
+                return failed
+            usage = _usage(usage, [part for part, group in zip(parts, groups, strict=True) if len(group) > 1])
+        return Merged(parts[0].answer, level, usage)
+
+    def _level(
+        self, entry: Entry, level: int, groups: Sequence[Sequence[_Part]], answers: Answers
+    ) -> tuple[list[tuple[str, str]], list[_Part]]:
+        """(rows that have no answer, the parts that the others made). A group of one is passed on as it is."""
+        missing, merged = [], []
+        for index, group in enumerate(groups):
+            each = row_id(entry.key, level, index)
+            if len(group) == 1:
+                merged.append(group[0])
+            elif each in answers:
+                merged.append(_Part(group[0].first, group[-1].last, answers[each]))
+            else:
+                missing.append((each, self._prompt(entry, group)))
+        return missing, merged
+
+    def _groups(self, entry: Entry, parts: Sequence[_Part]) -> list[list[_Part]] | None:
+        """Neighbours that fit together, as many as possible; None where no two of them do."""
+        groups: list[list[_Part]] = []
+        for part in parts:
+            if groups and self._tokens(self._prompt(entry, [*groups[-1], part])) <= self._limit:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        return groups if len(groups) < len(parts) else None
+
+    def _prompt(self, entry: Entry, group: Sequence[_Part]) -> str:
+        return self._prompts.of_merge(entry.facts, "\n\n".join(_shown(entry, part) for part in group))
+
+
+_TOO_LONG = (
+    "two of its partial answers do not fit into one prompt; lower --max-tokens, raise --chunk-tokens, or use "
+    "--long split"
+)
+
+
+def _shown(entry: Entry, part: _Part) -> str:
+    pages = entry.pages(part.first, part.last)
+    chunks = pages_text((part.first + 1, part.last + 1))
+    where = f"part {chunks}" if pages is None else f"pages {pages_text(pages)}"
+    return f"[{where} of {entry.facts['pages'] if pages else len(entry.chunks)}]\n{part.answer.shown}"
+
+
+def _usage(before: Mapping[str, int], parts: Iterable[_Part]) -> Mapping[str, int]:
+    counts = Counter(before)
+    for part in parts:
+        counts.update({name: part.answer.usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")})
+    return counts
+
+
+def _first_failure(entry: Entry, parts: Sequence[_Part]) -> Failed | None:
+    for part in parts:
+        if part.answer.error is not None:
+            where = f" (part {part.first + 1} of {len(entry.chunks)})" if len(entry.chunks) > 1 else ""
+            return Failed(str(part.answer.error["code"]), f"{part.answer.error['message']}{where}")
+    return None

@@ -1,0 +1,144 @@
+"""Reads files in a process that is replaced after a fault, after a limit, and after 200 files. Knows no folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, BinaryIO
+
+from ..settings.errors import SettingError
+from ..text.template import Child, pack, unpack
+from .readers.content import Content, ReadCode, ReadFailure
+
+# Files that one process reads: whatever a parser leaks goes with the process.
+FILES_PER_PROCESS = 200
+_START_LIMIT_S = 60.0
+_PIECE_NBYTES = 1 << 20
+# Pages that Tesseract reads count as progress; a file has at most this many.
+_MOST_PROGRESS = 20_000
+# -P keeps the current folder out of the import path; a reader of the user's own gets it behind everything else.
+_COMMAND = (sys.executable, "-P", "-m", "moedge.runtime.documents.readers.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """What one file may take: its own bytes, the memory of its reader, seconds (for each page that Tesseract reads),
+    and bytes of text."""
+
+    file_nbytes: int = 256 << 20
+    memory_nbytes: int = 2 << 30
+    seconds: float = 60.0
+    text_nbytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """`reader` is `module:function` of a reader of the user's own; `languages` are Tesseract's, None for no OCR."""
+
+    reader: str | None = None
+    languages: str | None = "eng"
+    limits: ReadLimits = ReadLimits()
+
+
+class ReaderProcess:
+    """One file at a time. The process starts with the first file, and again when it had to end."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._child: Child | None = None
+        self._busy: Child | None = None
+        self._num_files = 0
+
+    def read(self, file: BinaryIO, nbytes: int, name: str, digest: str) -> Content:
+        """The text of the `nbytes` of a file whose sha256 is `digest`. Raises ReadFailure, SettingError."""
+        if self._num_files >= FILES_PER_PROCESS:
+            self.close()
+        # Without an answer, interrupted ones included, the child is ended: a late one must not reach another file.
+        child, self._child = self._child or self._start(), None
+        self._busy = child
+        seconds = self._options.limits.seconds
+        try:
+            self._send(child, file, nbytes, name, digest)
+            answer = self._receive(child)
+        except TimeoutError:
+            child.kill()
+            message = f"reading it took more than {seconds:g} s; raise --read-seconds, or give --reader"
+            raise ReadFailure(ReadCode.TIME_LIMIT, message) from None
+        except (EOFError, OSError, OverflowError, ValueError):
+            child.kill()
+            message = "its reader crashed, as it does for damaged files and where memory ends; open and save it again"
+            raise ReadFailure(ReadCode.CRASHED, message) from None
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            self._busy = None
+        self._num_files += 1
+        self._child = child
+        return self._content(answer)
+
+    def close(self) -> None:
+        """Ends the process, and whatever another thread reads in it; the next file starts another."""
+        child, self._child = self._child, None
+        self._num_files = 0
+        for each in (child, self._busy):
+            if each is not None:
+                each.kill()
+
+    def _content(self, answer: dict[str, Any]) -> Content:
+        if "content" in answer:
+            found = answer["content"]
+            return Content(**{**found, "pages": tuple(found["pages"]), "notes": tuple(found["notes"])})
+        code, message = ReadCode(answer["code"]), answer["message"]
+        if code is ReadCode.MEMORY_LIMIT:
+            # What the parser still holds would count against the next file.
+            self.close()
+            message = f"reading it takes more than {self._options.limits.memory_nbytes >> 20:,} MiB of memory"
+        raise ReadFailure(code, message)
+
+    def _send(self, child: Child, file: BinaryIO, nbytes: int, name: str, digest: str) -> None:
+        deadline = time.monotonic() + self._options.limits.seconds
+        child.send(pack({"name": name, "nbytes": nbytes}), deadline)
+        sent, hashed = 0, sha256()
+        while data := file.read(min(_PIECE_NBYTES, nbytes - sent)):
+            child.send(data, deadline)
+            hashed.update(data)
+            sent += len(data)
+        if sent != nbytes or hashed.hexdigest() != digest:
+            raise ReadFailure(ReadCode.CHANGED, "it was written to while it was read; run the command again")
+
+    def _receive(self, child: Child) -> dict[str, Any]:
+        limits = self._options.limits
+        # JSON may write one character in six bytes.
+        most = 6 * limits.text_nbytes + (1 << 20)
+        for _ in range(_MOST_PROGRESS):
+            answer = unpack(child.receive(time.monotonic() + limits.seconds, most))
+            if not isinstance(answer, dict):
+                raise ValueError("the answer is not an object")
+            if "page" not in answer:
+                return answer
+        raise ValueError("too many pages")
+
+    def _start(self) -> Child:
+        limits, options = self._options.limits, self._options
+        hello = {
+            "reader": options.reader, "folder": os.getcwd(), "languages": options.languages,
+            "memory_nbytes": limits.memory_nbytes, "output_nbytes": limits.text_nbytes, "alarm_s": limits.seconds + 1,
+        }  # fmt: skip
+        child = Child(_COMMAND)
+        deadline = time.monotonic() + _START_LIMIT_S
+        try:
+            child.send(pack(hello), deadline)
+            answer = unpack(child.receive(deadline, max_nbytes=4096))
+        except (EOFError, OSError) as error:
+            child.kill()
+            raise RuntimeError(
+                f"The process that reads documents did not start; run `{' '.join(_COMMAND)} < /dev/null` to see why."
+            ) from error
+        if "error" in answer:
+            child.kill()
+            raise SettingError(f"--reader {answer['error']}; give module:function, importable from this folder")
+        return child

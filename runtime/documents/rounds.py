@@ -1,0 +1,196 @@
+"""The rows of a job over documents, in rounds: files of rows that do not change, each answered by a batch job.
+
+The first round are chunks of documents; later ones are merges of partial answers, and whatever was added to the folder
+since. An answer is found again by the id of its row, which says document, level and number. An index has an entry for
+each document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ...offload.atomic_file import AtomicFile
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one row: its `text`, None where it has none, or `error` with a code and a message.
+
+    `partial` is the text of an answer that was cut within its JSON.
+    """
+
+    text: str | None = None
+    finish_reason: str | None = None
+    usage: Mapping[str, int] = field(default_factory=dict)
+    error: Mapping[str, Any] | None = None
+    partial: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """What later rounds get of it."""
+        return (self.text if self.text is not None else self.partial) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """`rows` is the input of a batch job, `answers` its output."""
+
+    number: int
+    folder: Path
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / f"{self.number:04d}.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        return self.folder / f"{self.number:04d}.answers.jsonl"
+
+    @property
+    def errors(self) -> Path:
+        return self.answers.with_suffix(".errors.jsonl")
+
+    @property
+    def partial(self) -> Path:
+        """The answers and errors of a round that was stopped."""
+        return self.answers.with_suffix(".partial.jsonl")
+
+    @property
+    def job(self) -> Path:
+        return self.answers.with_suffix(".job")
+
+    @property
+    def finished(self) -> bool:
+        return self.answers.exists()
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Returns their number; without any, nothing is written."""
+        file, count = AtomicFile(self.rows), 0
+        try:
+            for row in rows:
+                file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+                count += 1
+            if count:
+                file.publish()
+        finally:
+            file.discard()
+        return count
+
+
+class Rounds:
+    """The rounds in a folder, and the answers of those that are finished: 200 bytes of memory for each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def all(self) -> list[Round]:
+        numbers = sorted(int(path.name.split(".")[0]) for path in self._folder.glob("????.jsonl"))
+        return [Round(number, self._folder) for number in numbers]
+
+    @property
+    def first(self) -> Round | None:
+        """The one that says with what settings the others are answered."""
+        return self.all[0] if self.all else None
+
+    @property
+    def unfinished(self) -> Round | None:
+        return next((each for each in self.all if not each.finished), None)
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> Round | None:
+        """The next round, of these rows; None where there are none."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = Round(self.all[-1].number + 1 if self.all else 1, self._folder)
+        if not made.write(rows):
+            return None
+        self.all.append(made)
+        return made
+
+    def answers(self) -> Answers:
+        """Those of the rounds that are finished now, and those that a stopped one has so far."""
+        return Answers(
+            path for each in self.all for path in ((each.answers, each.errors) if each.finished else (each.partial,))
+        )
+
+
+class Answers:
+    """Answers by the ids of their rows, read from their files one at a time."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._offsets: dict[str, tuple[Path, int]] = {}
+        for path in paths:
+            if path.exists():
+                self._index(path)
+
+    def __contains__(self, row_id: str) -> bool:
+        return row_id in self._offsets
+
+    def __getitem__(self, row_id: str) -> Answer:
+        path, offset = self._offsets[row_id]
+        with path.open("rb") as file:
+            file.seek(offset)
+            found = json.loads(file.readline())
+        return Answer(
+            found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
+            found.get("partial"), found.get("reasoning_content"),
+        )  # fmt: skip
+
+    def _index(self, path: Path) -> None:
+        offset = 0
+        with path.open("rb") as file:
+            for line in file:
+                self._offsets[json.loads(line)["id"]] = path, offset
+                offset += len(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`chunks` are [start, end, first page, last page] with pages of 0 for texts that have none.
+
+    `facts` are what prompts may use of the document. `error` says why it is not asked about.
+    """
+
+    source: str
+    sha256: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    chunks: tuple[tuple[int, int, int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> str:
+        """Identifies the document by its path and its bytes."""
+        return document_key(self.source, self.sha256)
+
+    def pages(self, first: int, last: int) -> tuple[int, int] | None:
+        """The pages of the chunks `first` to `last`, counted from 0."""
+        pages = self.chunks[first][2], self.chunks[last][3]
+        return pages if all(pages) else None
+
+    def dumped(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+def document_key(source: str, sha256: str) -> str:
+    return blake2b(f"{sha256}:{source}".encode(), digest_size=10).hexdigest()
+
+
+def row_id(key: str, level: int, index: int) -> str:
+    """Of chunk `index` at level 0, and of the merge of that number at higher ones."""
+    return f"{key}.{level}.{index}"
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """The entries of an index, one at a time."""
+    with path.open("rb") as file:
+        for line in file:
+            found = json.loads(line)
+            chunks = tuple(tuple(each) for each in found.pop("chunks"))
+            yield Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)

@@ -1,0 +1,152 @@
+"""The output of a job over documents: a row for each document, or for each chunk, from the answers of its rounds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import Any
+
+from ..rows.answer_formats import with_own
+from .document import Document
+from .merging import Failed, Merged, Merger
+from .question import Long, Question
+from .rounds import Answer, Answers, Entry, row_id
+from .schemas import find_quote, quotes
+from .text_cache import TextCache
+
+_SHORTEST = 10
+_TOKENS = ("prompt_tokens", "completion_tokens")
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the rows of the output come to: documents and rows with an answer, errors by code, and how full fields are.
+
+    `shortest` are (characters, id) of the shortest answers; `quotes` are those found in their text, and all.
+    """
+
+    answered: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    pending: int = 0
+    cut: int = 0
+    filled: Counter[str] = field(default_factory=Counter)
+    structured: int = 0
+    shortest: list[tuple[int, str]] = field(default_factory=list)
+    quotes_found: int = 0
+    quotes: int = 0
+
+    @property
+    def num_failed(self) -> int:
+        return self.failed.total()
+
+    def add(self, row: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        if "error" in row:
+            self.failed[row["error"]["code"]] += 1
+            return
+        self.answered += 1
+        self.cut += row["finish_reason"] == "length"
+        self.shortest = nsmallest(_SHORTEST, [*self.shortest, (len(row["text"] or ""), row["id"])])
+        if isinstance(answer := row.get("answer"), dict):
+            self.structured += 1
+            self.filled.update(name for name in names if answer.get(name) not in (None, "", [], {}))
+        for each in row.get("quotes", ()):
+            self.quotes += 1
+            self.quotes_found += each["found"]
+
+
+class DocumentTable:
+    """The rows of the output in the order of the documents."""
+
+    def __init__(
+        self, question: Question, merger: Merger, answers: Answers, texts: TextCache, made_by: Mapping[str, Any]
+    ) -> None:
+        """`made_by` are the columns that every row has: the model and its quantization."""
+        self._question = question
+        self._merger = merger
+        self._answers = answers
+        self._texts = texts
+        self._schema = None if question.schema is None else json.loads(question.schema)
+        self._common = {"prompt_hash": question.digest, **made_by}
+
+    def rows(self, entry: Entry) -> Iterator[dict[str, Any]] | None:
+        """Those of one document; None where it lacks an answer."""
+        if entry.error is not None:
+            return iter([self._failure(entry, entry.source, Failed(entry.error["code"], entry.error["message"]))])
+        if self._question.long is Long.SPLIT:
+            ids = [row_id(entry.key, 0, index) for index in range(len(entry.chunks))]
+            return self._chunks(entry, ids) if all(each in self._answers for each in ids) else None
+        found = self._merger.advance(entry, self._answers)
+        if isinstance(found, Failed):
+            return iter([self._failure(entry, entry.source, found)])
+        return iter([self._whole(entry, found)]) if isinstance(found, Merged) else None
+
+    def _chunks(self, entry: Entry, ids: list[str]) -> Iterator[dict[str, Any]]:
+        for index, each in enumerate(ids):
+            answer, name = self._answers[each], f"{entry.source}#{index + 1}"
+            if answer.error is not None:
+                yield self._failure(entry, name, Failed(answer.error["code"], answer.error["message"]))
+                continue
+            pages = entry.pages(index, index)
+            own = {"chunk": index + 1, "first_page": pages and pages[0], "last_page": pages and pages[1]}
+            yield self._row(entry, name, answer, answer.usage, own)
+
+    def _whole(self, entry: Entry, merged: Merged) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        if merged.levels:
+            own = {"merges": merged.levels, "parts": [self._part(entry, index) for index in range(len(entry.chunks))]}
+        return self._row(entry, entry.source, merged.answer, merged.usage, own)
+
+    def _part(self, entry: Entry, index: int) -> dict[str, Any]:
+        """The partial answer to a chunk, with what it covers: characters of the text, and pages."""
+        start, end = entry.chunks[index][:2]
+        answer = self._answers[row_id(entry.key, 0, index)]
+        pages = entry.pages(index, index)
+        return {"chunk": index + 1, "start": start, "end": end, "pages": pages and list(pages), "text": answer.shown}
+
+    def _row(
+        self, entry: Entry, name: str, answer: Answer, usage: Mapping[str, int], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {"id": name, "text": answer.text}
+        if answer.partial is not None:
+            row["partial"] = answer.partial
+        if answer.reasoning is not None:
+            row["reasoning_content"] = answer.reasoning
+        row |= {"finish_reason": answer.finish_reason, "usage": {each: usage.get(each, 0) for each in _TOKENS}}
+        value = _parsed(answer.text) if self._schema is not None else None
+        found = {} if self._schema is None else {"answer": value} | self._quotes(entry, value)
+        return with_own(row, {**found, **self._columns(entry), **own})
+
+    def _failure(self, entry: Entry, name: str, failed: Failed) -> dict[str, Any]:
+        error = {"code": failed.code, "message": failed.message, "param": None}
+        return with_own({"id": name, "error": error}, self._columns(entry))
+
+    def _columns(self, entry: Entry) -> dict[str, Any]:
+        own = {
+            "source": entry.source, "sha256": entry.sha256, "type": entry.facts.get("type"),
+            "pages": entry.facts.get("pages"), "chunks": len(entry.chunks),
+        }  # fmt: skip
+        return own | ({"notes": list(entry.notes)} if entry.notes else {}) | self._common
+
+    def _quotes(self, entry: Entry, value: Any) -> dict[str, Any]:
+        """Whether each quote of an answer is in the text of its document, and on which page."""
+        asked = list(quotes(self._schema, value))
+        if not asked:
+            return {}
+        content = self._texts.get(entry.sha256, entry.source)
+        document = None if content is None else Document.of(entry.source, entry.sha256, content)
+        found = []
+        for path, quote in asked:
+            span = None if document is None else find_quote(quote, document.text)
+            pages = None if document is None or span is None else document.pages(*span)
+            found.append({"field": path, "found": span is not None, "page": pages and pages[0]})
+        return {"quotes": found}
+
+
+def _parsed(text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return None
