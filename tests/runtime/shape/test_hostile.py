@@ -67,7 +67,9 @@ def _allocates(name: str) -> bool:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FEATURES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) if name == "longcat_flash" else name for name in FEATURES]
+)
 @given(odd_numbers())
 @settings(max_examples=12, deadline=None)
 def test_what_passes_makes_a_model_or_is_refused(family: str, values: dict[str, Any]) -> None:
