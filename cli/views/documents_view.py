@@ -18,7 +18,7 @@ from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import duration, escape_controls
 from ..options.options import Progress
 from ..options.signals import Stopped
-from .job_view import JobView, summary_table
+from .job_view import JobView, prefix_cache, summary_table
 
 # Seconds between two lines while a folder is read.
 _EVERY_SECONDS = 10.0
@@ -45,6 +45,7 @@ class DocumentsView(JobView, DocumentsObserver):
         for each in ended.rounds:
             if each.summary.passes.count is not None:
                 self._console.print(summary_table(each.summary))
+                self._say(f"prefix cache: {prefix_cache(each.summary)}")
         if ended.sample:
             self._say_sample(ended, time.monotonic() - begun)
         return self._outcome(ended)
@@ -70,7 +71,7 @@ class DocumentsView(JobView, DocumentsObserver):
     def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
         resumed = f", {done:,} of them done" if done else ""
-        self._say(f"{checked.paths.out.name.split('.')[0]}: {counted(found.num_rows, 'row')}{resumed}")
+        self._say(f"round {int(checked.paths.out.name.split('.')[0])}: {counted(found.num_rows, 'row')}{resumed}")
 
     def _say_sample(self, ended: DocumentsEnded, seconds: float) -> None:
         for row in ended.sample:

@@ -90,11 +90,16 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
         *_link(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
         ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
-        ("prefix cache", _reused(kv.prefix_hit_tokens or 0, _computed(summary))),
+        ("prefix cache", prefix_cache(summary)),
         ("preemptions", f"{kv.preemptions or 0:,}"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
         *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), summary.plan.get("notes", ()))),
     ]
+
+
+def prefix_cache(summary: RunSummary) -> str:
+    """`480 of 700 prompt tokens reused (69%)`."""
+    return _reused(summary.kv.prefix_hit_tokens or 0, _computed(summary))
 
 
 def _computed(summary: RunSummary) -> int:

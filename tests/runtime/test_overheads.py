@@ -7,7 +7,7 @@ import pytest
 
 from moedge.moe.expected_rows import expected_union
 from moedge.offload.machine.profile import Overheads
-from moedge.runtime.calibration.pass_rates import LEAST_S, Timed, solve_overheads, streaming, timed_passes
+from moedge.runtime.calibration.pass_rates import LEAST_S, PASS_TOKENS, Timed, solve_overheads, streaming, timed_passes
 from moedge.runtime.calibration.pass_rates import PASS_KINDS as MEASURED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
@@ -60,7 +60,8 @@ def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
 def test_every_prompt_is_computed_each_time() -> None:
     """The cache would find prompts that it has seen: passes of prompts would have hardly a token."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
-        plan = make_plan(source.shape, Settings(quant="none"), MemoryBudget(2 << 30), Workload(64, 128))
+        settings = Settings(quant="none", tokens_per_pass=PASS_TOKENS)
+        plan = make_plan(source.shape, settings, MemoryBudget(2 << 30), Workload(64, 128))
         passes = list(timed_passes(source, plan, None))
     assert max(one.tokens for one in passes) == max(count * length for count, length in MEASURED)
     assert {one.tokens for one in passes if one.tokens == one.sequences} == {count for count, _ in MEASURED}

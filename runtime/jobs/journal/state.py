@@ -6,11 +6,12 @@ Applies records one by one, read or just written: both ways give the same state.
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -108,6 +109,35 @@ def read_state(path: Path) -> JobState:
     return state
 
 
+class _Counted:
+    """What a cut row added to the counts, some 150 bytes a row: all rows of a long job may be cut, and replaced."""
+
+    _LAYOUT = struct.Struct("<QQQ?I")
+
+    def __init__(self) -> None:
+        self._packed: dict[int, bytes] = {}
+        self._outcomes: dict[tuple[tuple[str, int], ...], int] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._packed
+
+    def tokens(self) -> Iterator[tuple[int, int]]:
+        """Each row, and the tokens after which it was cut."""
+        return ((row, self._LAYOUT.unpack(packed)[0]) for row, packed in self._packed.items())
+
+    def put(self, done: Done) -> None:
+        outcome = self._outcomes.setdefault(tuple(sorted(done.outcome.items())), len(self._outcomes))
+        numbers = done.cut, done.prompt_tokens, done.generated_tokens, done.failed, outcome
+        self._packed[done.row] = self._LAYOUT.pack(*numbers)
+
+    def pop(self, row: int) -> Done | None:
+        if (packed := self._packed.pop(row, None)) is None:
+            return None
+        cut, prompt, generated, failed, index = self._LAYOUT.unpack(packed)
+        outcome = next(dict(each) for each, at in self._outcomes.items() if at == index)
+        return Done(row, failed, prompt, generated, "", "", outcome, cut)
+
+
 class JobState:
     """`opened` is the first record, `key_offsets` the digest of the offsets of quantized keys, None for none.
 
@@ -126,9 +156,9 @@ class JobState:
         self.key_offsets: str | None = None
         self._started: set[int] = set()
         self._offsets = array("Q")
-        # Codes are shared strings; of a cut row all but its line and its tokens is kept, because it can be replaced.
+        # Codes are shared strings.
         self._failed: dict[int, str] = {}
-        self._cut: dict[int, Done] = {}
+        self._cut = _Counted()
         self._num_continued = 0
 
     @property
@@ -147,7 +177,7 @@ class JobState:
     @property
     def failed_rows(self) -> list[int]:
         """Rows with an error that another run may answer; cut rows are continued instead."""
-        return sorted(self._failed.keys() - self._cut.keys())
+        return sorted(row for row in self._failed if row not in self._cut)
 
     @property
     def num_continued(self) -> int:
@@ -156,12 +186,12 @@ class JobState:
 
     def cut_rows(self, max_tokens: int) -> list[int]:
         """Cut rows that have a cut choice with fewer than `max_tokens` tokens."""
-        return sorted(row for row, done in self._cut.items() if done.cut < max_tokens)
+        return sorted(row for row, cut in self._cut.tokens() if cut < max_tokens)
 
     @property
     def longest_cut(self) -> int:
         """The most tokens after which a row was cut; 0 for none."""
-        return max((done.cut for done in self._cut.values()), default=0)
+        return max((cut for _, cut in self._cut.tokens()), default=0)
 
     def cut_offset(self, row: int) -> int | None:
         """Where the record of a cut row begins; None for every other row."""
@@ -233,7 +263,7 @@ class JobState:
         if done.failed:
             self._failed[done.row] = sys.intern(next(iter(done.outcome), ""))
         if done.cut:
-            self._cut[done.row] = replace(done, line="", choices=())
+            self._cut.put(done)
         self.counts.add(done)
         self._started.discard(done.row)
         self.suspects.pop(done.row, None)
@@ -250,7 +280,7 @@ class JobState:
 
     def _forget_cut(self, row: int) -> None:
         """Its answer is replaced by the continued one."""
-        if (before := self._cut.pop(row, None)) is not None:
+        if (before := self._cut.pop(row)) is not None:
             self.counts.add(before, times=-1)
             self._failed.pop(row, None)
             self._num_continued += 1
