@@ -26,17 +26,20 @@ from typing import NamedTuple
 
 import psutil
 
+from moedge.offload.errors import ExitCode
+
 MODEL = str(Path(__file__).parents[1] / "examples" / "tiny_moe" / "model")
 FIRST_S, REFUSED_S = 0.5, 1.0
 
 
 class Taken(NamedTuple):
-    """Seconds of one run, by the clock and of the processor: until the first byte, and until the exit."""
+    """Seconds of one run, by the clock and of the processor: until the first byte, and until the exit; its code."""
 
     first: float
     first_cpu: float
     ended: float
     cpu: float
+    code: int
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
@@ -80,7 +83,11 @@ def main() -> None:
         print(f"{'command':18} {'first':>10} {'CPU':>10} {'exit':>10} {'CPU':>10}", flush=True)
         for command, arguments in commands(folder).items():
             if options.only in command:
-                report(command, [fresh(arguments, folder) for _ in range(options.runs)])
+                runs = [fresh(arguments, folder) for _ in range(options.runs)]
+                for code in {run.code for run in runs}:
+                    if code == ExitCode.BUG or (code == ExitCode.OK) == command.startswith("refuse"):
+                        raise SystemExit(f"{command} ended with {code}: that is not what was to be timed")
+                report(command, runs)
 
 
 def fresh(arguments: list[str], folder: Path) -> Taken:
@@ -97,7 +104,7 @@ def timed(arguments: list[str], folder: Path) -> Taken:
     screen, terminal = pty.openpty()
     before, begun = os.times(), time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-m", "moedge.cli", *arguments],
+        [sys.executable, "-m", "moedge", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=terminal,
         stderr=terminal,
@@ -112,7 +119,7 @@ def timed(arguments: list[str], folder: Path) -> Taken:
     os.close(screen)
     ended, after = time.perf_counter() - begun, os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return Taken(first, used.user + used.system, ended, cpu)
+    return Taken(first, used.user + used.system, ended, cpu, process.returncode)
 
 
 def _read(screen: int) -> bytes:
@@ -124,7 +131,9 @@ def _read(screen: int) -> bytes:
 
 
 def report(command: str, runs: list[Taken]) -> None:
-    first, first_cpu, ended, cpu = (statistics.median(values) for values in zip(*runs, strict=True))
+    first, first_cpu, ended, cpu = (
+        statistics.median(values) for values in zip(*(run[:4] for run in runs), strict=True)
+    )
     refused = command.startswith("refuse")
     late = "  late" if first > FIRST_S or (refused and ended > REFUSED_S) else ""
     slow = "  slow" if first_cpu > FIRST_S or (refused and cpu > REFUSED_S) else ""
