@@ -51,7 +51,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "--version": ["--version"],
         "batch --help": ["batch", "--help"],
         "batch": [*batch, str(folder / "new.jsonl"), "--max-tokens", "2"],
-        "batch, finished": [*batch, out],
+        "batch, finished": [*batch, out, "--max-tokens", "2"],
         "plan": ["plan", MODEL],
         "plan, rows": ["plan", MODEL, rows],
         "run": ["run", MODEL, "hello", "--max-tokens", "2"],
