@@ -116,8 +116,8 @@ def _tokens(request: DocumentsRequest, source: ModelSource, tokenizer: Tokenizer
             return len(tokenizer.encode_chat([*beside, {"role": "user", "content": text}]))
         return len(tokenizer.encode(text))
 
-    context, answer = source.shape.context, request.batch.defaults.max_tokens
-    return Tokens.within(lambda text: len(tokenizer.encode(text)), prompt, context, answer)
+    limit = source.shape.context - request.batch.defaults.max_tokens
+    return Tokens(lambda text: len(tokenizer.encode(text)), prompt, limit)
 
 
 class _RoundRunner:
@@ -233,7 +233,7 @@ class _RoundRunner:
 
     def _state(self) -> JobState | None:
         first = self._job.rounds.first
-        folder = None if first is None else JobFolder(first.job)
+        folder = None if first is None else JobFolder(first.outputs.job)
         return read_state(folder.journal) if folder is not None and folder.begun else None
 
 

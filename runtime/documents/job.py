@@ -10,11 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from ...offload.atomic_file import AtomicFile, write_atomically
+from ..jobs.outputs import file_sha256
 from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
 from .document import Document, UnreadDocument
@@ -63,18 +63,11 @@ class FolderReport:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The counts of one tokenizer: of a text, and of a prompt as it will be asked; `limit` is what a prompt may have.
-
-    `context` holds a prompt and its answer.
-    """
+    """The counts of one tokenizer: of a text, and of a prompt as it will be asked; a prompt may have `limit`."""
 
     text: Callable[[str], int]
     prompt: PromptTokens
     limit: int
-
-    @classmethod
-    def within(cls, text: Callable[[str], int], prompt: PromptTokens, context: int, max_tokens: int) -> Tokens:
-        return cls(text, prompt, context - max_tokens)
 
 
 class DocumentJob:
@@ -131,11 +124,11 @@ class DocumentJob:
         )
         try:
             failed = self._write(made_by, out, errors, is_table(outputs.out))
-            hashes = {"out": _sha256(outputs.out), "errors": _sha256(outputs.errors)}
+            hashes = {"out": file_sha256(outputs.out), "errors": file_sha256(outputs.errors)}
             refuse_foreign(self._paths, hashes)
             out.flush()
             errors.flush()
-            now = {"out": _sha256(out.hidden), "errors": _sha256(errors.hidden)}
+            now = {"out": file_sha256(out.hidden), "errors": file_sha256(errors.hidden)}
             # Before the files themselves: after a kill between the two, either is what this job wrote.
             known = {name: sorted({each for each in (hashes[name], now[name]) if each}) for name in now}
             write_atomically(self._paths.published, json.dumps(known).encode())
@@ -307,13 +300,3 @@ def _line(row: Mapping[str, Any]) -> bytes:
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="ascii") as file:
         yield from file
-
-
-def _sha256(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        digest = sha256()
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...offload.atomic_file import AtomicFile
+from ..jobs.outputs import OutputPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,14 @@ class Round:
         return self.folder / f"{self.number:04d}.answers.jsonl"
 
     @property
-    def errors(self) -> Path:
-        return self.answers.with_suffix(".errors.jsonl")
+    def outputs(self) -> OutputPaths:
+        return OutputPaths(self.answers)
 
     @property
-    def partial(self) -> Path:
-        """The answers and errors of a round that was stopped."""
-        return self.answers.with_suffix(".partial.jsonl")
-
-    @property
-    def job(self) -> Path:
-        return self.answers.with_suffix(".job")
+    def files(self) -> tuple[Path, ...]:
+        """Those that have its answers and errors so far."""
+        paths = self.outputs
+        return (paths.out, paths.errors) if self.finished else (paths.partial,)
 
     @property
     def finished(self) -> bool:
@@ -115,9 +113,7 @@ class Rounds:
 
     def answers(self) -> Answers:
         """Those of the rounds that are finished now, and those that a stopped one has so far."""
-        return Answers(
-            path for each in self.all for path in ((each.answers, each.errors) if each.finished else (each.partial,))
-        )
+        return Answers(path for each in self.all for path in each.files)
 
 
 class Answers:

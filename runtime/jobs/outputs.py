@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def is_exported(state: JobState, paths: OutputPaths) -> bool:
     if not (state.finished and state.export_is_current):
         return False
     wanted = Exported(**_hashes(state.exported))
-    return _sha256(paths.out) == wanted.out and _sha256(paths.errors) == wanted.errors
+    return file_sha256(paths.out) == wanted.out and file_sha256(paths.errors) == wanted.errors
 
 
 def refuse_foreign_outputs(state: JobState, paths: OutputPaths) -> None:
@@ -179,21 +179,19 @@ def _hashes(record: Any) -> dict[str, str | None]:
 
 def _refuse_foreign(path: Path, own: set[str | None]) -> None:
     # A dangling link counts: renaming over it would destroy it.
-    if os.path.lexists(path) and _sha256(path) not in own - {None}:
+    if os.path.lexists(path) and file_sha256(path) not in own - {None}:
         raise OutputExists(
             f"{path} exists and is not what this job wrote; move it away, then start the same command again. "
             "No answer is lost"
         )
 
 
-def _sha256(path: Path) -> str | None:
+def file_sha256(path: Path) -> str | None:
+    """Of a file's bytes, in hex; None where there is no file."""
     if not path.is_file():
         return None
-    digest = sha256()
     with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()
+        return file_digest(file, sha256).hexdigest()
 
 
 class _HashedFile:
