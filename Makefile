@@ -24,7 +24,7 @@ test-isa: $(STAMP)
 
 # The tests that need an NVIDIA GPU; skipped where there is none.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu
 
 coverage: $(STAMP)
 	$(BIN)/coverage run -m pytest --quiet

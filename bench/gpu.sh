@@ -17,6 +17,7 @@ python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("moedge") is None)'; then
     mkdir -p .links/moedge
     for floor in quant offload moe runtime cli; do ln -sfn "../../$floor" ".links/moedge/$floor"; done
+    for file in __init__.py __main__.py; do ln -sfn "../../api/$file" ".links/moedge/$file"; done
     export PYTHONPATH="$PWD/.links${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONUNBUFFERED=1

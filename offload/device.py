@@ -41,6 +41,11 @@ class Device:
         return self.cuda.cudart()
 
     @property
+    def is_real(self) -> bool:
+        """Whether CUDA runs it, and not a simulation."""
+        return self.cuda is torch.cuda
+
+    @property
     def capability(self) -> tuple[int, int]:
         """The compute capability, such as (8, 6)."""
         properties = self.cuda.get_device_properties(self.torch_device)

@@ -139,7 +139,7 @@ def _launch(
 ) -> None:
     wide, cached = out.dtype == torch.float32, _cached(pool)
     if case.kernel == "extend":
-        cut = extend_cut(case.head_dim, _GROUP, wide)
+        cut = extend_cut(case.head_dim, _GROUP, wide, cached.is_mixed)
     else:
         cut = decode_cut(gpu.capability, case.head_dim, _GROUP, wide, cached.kind)
     tokens = cut.rows // cut.heads if case.kernel == "extend" else 1

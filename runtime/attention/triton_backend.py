@@ -134,7 +134,7 @@ class _LayerPass:
         self._launch(cached, chunks, 1, cut, num_splits(programs, gpu.processors, visible, cut.keys))
 
     def extend(self, cached: Cached, chunks: tuple[int, ...]) -> None:
-        cut = extend_cut(self.q.shape[2], self.q.shape[1] // cached.kv_heads, self._wide)
+        cut = extend_cut(self.q.shape[2], self.q.shape[1] // cached.kv_heads, self._wide, cached.is_mixed)
         self._launch(cached, chunks, cut.rows // cut.heads, cut)
 
     @property

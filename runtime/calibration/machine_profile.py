@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 from ...offload.machine.disk import large_files, measure_cold_reads, measure_disk
@@ -36,6 +35,8 @@ def measure_machine(
     `most_nbytes`, at least 64 MiB, bounds the host memory that each measurement takes; the default is a quarter of the
     available memory. `measure_flop_s` is called with "cpu", and with "cuda" if there is a device.
     """
+    from torch import __version__ as release
+
     budget = max(_LEAST_NBYTES, host_available() // 4 if most_nbytes is None else most_nbytes)
     link = measure_link(min(_BUFFER_NBYTES, budget))
     return Machine(
@@ -48,7 +49,8 @@ def measure_machine(
         device_memory_bytes_s=measure_device_memory(min(_BUFFER_NBYTES, budget)),
         device_flop_s={} if link is None else measure_flop_s("cuda"),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        torch=version("torch"),
+        # Names the build too, as in 2.11.0+cu130, which the package's metadata may leave out.
+        torch=str(release),
     )
 
 

@@ -1,14 +1,15 @@
 """Tries all Triton kernels at tiny sizes: which of them run on a GPU and compute correct results.
 
-They are tried by family: where one does not compile, does not start or is wrong, the others stay in use. Those of
-experts are launched again once weights are loaded, in every variant that a job can need: Triton compiles a kernel when
-it is first launched, which takes from a third of a second to more than one and is better done before the first row.
+They are tried by family: where one does not compile, does not start or is wrong, the others stay in use. On a GPU
+each is tried first in a process of its own (`isolated_trial`), since a kernel that reads beyond its memory ends every
+CUDA call of its process. Those of experts are launched again once weights are loaded, in every variant that a job can
+need: Triton compiles a kernel when it is first launched, which takes from a third of a second to more than one and is
+better done before the first row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,16 +26,9 @@ from ..attention.choice import LARGEST_HEAD
 from ..model.assembly import LayerAssembly
 from ..model.experts_seam import PackedExperts
 from ..plan.planner import choose_dtype
+from .isolated_trial import KernelNeeds, try_apart
 
 _NO_TENSOR_CORES = "Triton uses tensor cores from compute capability {} on, this GPU has {}; matrices are widened whole"
-
-
-@dataclass(frozen=True, slots=True)
-class KernelNeeds:
-    """What kernels are tried with: the dtype of a run and its head dimensions."""
-
-    dtype: str
-    head_dims: frozenset[int] = frozenset({128})
 
 
 def usual_needs(device: Device) -> KernelNeeds:
@@ -48,20 +42,22 @@ def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
     if lack := triton_lack(gpu.capability):
         return gpu._replace(lacks=Lacks.everything(lack))
     # Imports Triton.
-    trials = _trials(device.torch_device, gpu, needs)
+    trials = family_trials(device.torch_device, gpu, needs)
     lacks = {}
-    for family, trial in trials.items():
-        if family == "experts" and not tuning.supports(gpu.capability):
-            lacks[family] = _NO_TENSOR_CORES.format(dotted(tuning.DOT_CAPABILITY), dotted(gpu.capability))
-            continue
-        lacks[family] = lack_of(trial)
+    if not tuning.supports(gpu.capability):
+        lacks["experts"] = _NO_TENSOR_CORES.format(dotted(tuning.DOT_CAPABILITY), dotted(gpu.capability))
+        del trials["experts"]
+    if device.is_real:
+        lacks |= {family: lack for family, lack in try_apart(device, needs, tuple(trials)).items() if lack}
+    for family in trials.keys() - lacks.keys():
+        lacks[family] = lack_of(trials[family])
         if lacks[family]:
             # Else the next CUDA call would report it.
             device.clear_error()
     return gpu._replace(lacks=Lacks(**lacks))
 
 
-def _trials(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> dict[str, Callable[[], str]]:
+def family_trials(torch_device: torch.device, gpu: Gpu, needs: KernelNeeds) -> dict[str, Callable[[], str]]:
     """The trials by family of `Lacks`. Modules are imported in the trials, which catch their errors."""
     dtype = TORCH_DTYPES[needs.dtype]
     heads = frozenset(head for head in needs.head_dims if head <= LARGEST_HEAD)

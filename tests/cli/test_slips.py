@@ -26,6 +26,12 @@ def commands(group: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield (*name, word), command
 
 
+def takes_path(option: Any) -> bool:
+    """Typer says it by an annotation since 0.28, by a type of click's before."""
+    found = getattr(option, "type_descriptor", None)
+    return found.annotation is Path if found is not None else option.type.name in {"path", "file", "directory"}
+
+
 def path_options() -> list[Any]:
     """(words of the command, the option, its required arguments) of every option that takes a path."""
     found = []
@@ -34,7 +40,7 @@ def path_options() -> list[Any]:
         if name in (("batch",), ("docs",)):
             needed += ["-o", "fine.jsonl"]
         for option in command.params:
-            if option.param_type_name == "option" and option.type_descriptor.annotation is Path:
+            if option.param_type_name == "option" and takes_path(option):
                 found.append(pytest.param(name, option, needed, id=" ".join([*name, option.opts[0]])))
     return found
 

@@ -17,7 +17,11 @@ AMPERE, TURING = Gpu((8, 6), 28), Gpu((7, 5), 14)
 
 def device(capability: tuple[int, int], cleared: list[bool] | None = None) -> Any:
     return SimpleNamespace(
-        torch_device=HOST, capability=capability, processors=28, clear_error=lambda: (cleared or []).append(True)
+        torch_device=HOST,
+        capability=capability,
+        processors=28,
+        is_real=False,
+        clear_error=lambda: (cleared or []).append(True),
     )
 
 

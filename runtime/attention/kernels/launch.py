@@ -30,6 +30,11 @@ class Cached(NamedTuple):
         return {16: "native", 8: "int8", 4: "int4"}[min(self.keys.bits, self.values.bits)]
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether keys and values have different formats."""
+        return self.keys.bits != self.values.bits
+
+    @property
     def kv_heads(self) -> int:
         return self.keys.codes.shape[1]
 

@@ -26,6 +26,9 @@ class Cut(NamedTuple):
 # (rows, keys, warps, stages) by head size, padded to a power of two.
 _DECODE = {64: (16, 64, 4, 2), 128: (16, 32, 4, 2), 256: (16, 32, 4, 2)}
 _EXTEND = {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
+# By head size, where keys and values differ in bits: with 64 rows, Triton 3.6 for sm90 multiplies int8 keys and int4
+# values of heads of 64 wrongly and reads beyond shared memory.
+_EXTEND_MIXED = {**_EXTEND, 64: (32, 64, 4, 2)}
 # Tensor cores would round float32: products are multiply-adds, which only few rows keep in registers.
 _WIDE = {64: (16, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)}
 # Below sm80 Triton (since 3.3) turns tl.dot into multiply-adds that spill: products are written out there, and only few
@@ -55,9 +58,10 @@ def decode_cut(capability: tuple[int, int], head_dim: int, group: int, wide: boo
     return Cut(_power(heads), heads, keys, warps, stages, dot=False)
 
 
-def extend_cut(head_dim: int, group: int, wide: bool) -> Cut:
-    """The sizes for runs of tokens, on GPUs with `has_dot`."""
-    return _with_dot((_WIDE if wide else _EXTEND)[_size(head_dim)], group)
+def extend_cut(head_dim: int, group: int, wide: bool, mixed: bool) -> Cut:
+    """The sizes for runs of tokens, on GPUs with `has_dot`; `mixed` if keys and values have different formats."""
+    sizes = _WIDE if wide else _EXTEND_MIXED if mixed else _EXTEND
+    return _with_dot(sizes[_size(head_dim)], group)
 
 
 def num_splits(programs: int, processors: int, longest: int, keys: int) -> int:

@@ -51,7 +51,7 @@ def _launches(layer: LayerSample, capability: tuple[int, int], tiled: bool) -> l
         decode = decode_cut(capability, q.shape[2], group, wide, layer.cached.kind)
         kinds += [(decode, 1), (decode, 2)]
     if has_dot(capability):
-        kinds.append((extend_cut(q.shape[2], group, wide), 1))
+        kinds.append((extend_cut(q.shape[2], group, wide, layer.cached.is_mixed), 1))
     for cut, splits in kinds:
         launches += attend_launches(q, out, layer.cached, pages, layer.features, cut, splits)
     return launches

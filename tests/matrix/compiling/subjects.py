@@ -151,7 +151,8 @@ def attention(capability: tuple[int, int], row: dict[str, Any]) -> Subject:
     wide = dtype == torch.float32
     kind = paged_cases.kind_of(keys, values)
     sizes = (head, row["group"], wide)
-    cut = extend_cut(*sizes) if row["kernel"] == "extend" else decode_cut(capability, *sizes, kind)
+    extends = row["kernel"] == "extend"
+    cut = extend_cut(*sizes, keys != values) if extends else decode_cut(capability, *sizes, kind)
     config = (
         f"{WORDS[row['dtype']]} head {head} group {row['group']} block {row['block']} {keys}/{values} {row['features']}"
     )

@@ -250,9 +250,11 @@ def test_without_a_device_nothing_is_said_of_one() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_device_s_link_and_pin_limit_are_measured_and_leave_nothing() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     link, pin = link_module.measure_link(64 * MIB), link_module.measure_pin_limit(512 * MIB)
     assert link is not None
     assert link.pinned_bytes_s is None or link.pinned_bytes_s > 1e8
     assert pin is not None
-    assert torch.cuda.memory_reserved() == 0
+    assert torch.cuda.memory_reserved() <= before
     assert torch.ones(4, device="cuda").sum().item() == 4

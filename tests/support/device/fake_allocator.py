@@ -6,6 +6,7 @@ expandable segments each pool is one, which grows by 2 or 20 MiB and gives such 
 
 from bisect import insort
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,14 @@ class Pool:
 
     def take(self, size: int) -> Block | None:
         """The smallest free run that has room, split where the rest is worth it."""
-        fitting = [run for run in self.free if run[1] - run[0] >= size]
-        if not fitting:
+        while fitting := [run for run in self.free if run[1] - run[0] >= size]:
+            begin, end = run = min(fitting, key=lambda run: run[1] - run[0])
+            # Meanwhile a tensor may have been collected, whose block has become part of this run.
+            with suppress(ValueError):
+                self.free.remove(run)
+                break
+        else:
             return None
-        begin, end = run = min(fitting, key=lambda run: run[1] - run[0])
-        self.free.remove(run)
         rest = end - begin - size
         if rest >= self.least_rest():
             insort(self.free, (begin + size, end))

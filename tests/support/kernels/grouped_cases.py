@@ -31,6 +31,8 @@ class Case:
     bias: bool = False
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    copies: bool = False
+    """Whether all matrices are copies of one, which is much faster to make."""
 
 
 @dataclass
@@ -65,11 +67,12 @@ class Product:
         rows = product.rows(self.spans, self.x)
         return product.launch(self.x, self.out, self.matrices, self.biases or [], rows, self.token_ids, self.case.gate)
 
-    def reference(self) -> torch.Tensor:
+    def reference(self, most: int | None = None) -> torch.Tensor:
+        """The rows of the first `most` matrices, of all by default."""
         x = self.x.cpu().double()
         gathered = x if self.token_ids is None else x[self.token_ids.cpu()]
         parts = []
-        for index, span in enumerate(self.spans):
+        for index, span in enumerate(self.spans[:most]):
             part = gathered[span] @ decoded(self.matrices[index]).T
             if self.biases is not None:
                 part += self.biases[index].cpu().double()
@@ -86,15 +89,20 @@ def pack_apart(case: Case, count: int) -> list[PackedTensor]:
     chosen = get_format(case.format).in_order(ROWS)
     layout = chosen.layout((case.num_rows, case.num_columns), dtype_name(case.dtype))
     matrices = []
+    original: torch.Tensor | None = None
     for place in torch.randperm(count).tolist():
         arena = torch.full((layout.nbytes + 128 * (place + 1),), 0xFF, dtype=torch.uint8, device=case.device)
         begin = -arena.data_ptr() % 64 + 64
         buffer = arena[begin : begin + layout.nbytes]
-        if case.format in FORMATS:
+        if case.copies and original is not None:
+            buffer.copy_(original)
+            matrices.append(PackedTensor.bind(layout, buffer))
+        elif case.format in FORMATS:
             weight = torch.randn(case.num_rows, case.num_columns).to(case.device, case.dtype)
             matrices.append(pack_into(weight, layout, buffer))
         else:
             matrices.append(fill(random_planes(chosen, layout.shape, place), layout, buffer))
+        original = buffer
     return matrices
 
 

@@ -147,7 +147,7 @@ class Cache:
 def cut_of(kernel: str, case: Case, capability: tuple[int, int] = (8, 6)) -> Cut:
     wide = case.dtype == torch.float32
     if kernel == "extend":
-        return extend_cut(case.head_dim, case.group, wide)
+        return extend_cut(case.head_dim, case.group, wide, case.keys != case.values)
     capability = (7, 5) if kernel == "decode without dot" else capability
     return decode_cut(capability, case.head_dim, case.group, wide, kind_of(case.keys, case.values))
 
