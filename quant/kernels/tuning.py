@@ -1,7 +1,7 @@
 """Tile sizes of the grouped product by format and number of rows; they are constants, so a job does not autotune.
 
-They were chosen because they compile without register spills (docs/kernels.md), not by timing: no GPU has timed them
-yet; `python -m bench.kernels` does. Triton-free.
+They were chosen because they compile without register spills (docs/kernels.md), not by timing: only an
+H100 has timed them so far; `python -m bench.kernels` does. Triton-free.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ HEAD = """# Plans
 This page shows the planner's choices for four models on GPUs of 6 to 24 GiB with 32 GiB of host memory, for a job of
 2,000 rows with 512 prompt tokens and 256 generated tokens each. It is generated from the models' published
 configurations and a profile of round numbers (a GPU with 20 TFLOP/s behind 22 GB/s, a disk of 3 GB/s): these are
-predictions, not measurements. None of it has run on a GPU. A test generates this page again and compares.
+predictions, not measurements. No GPU was measured for it. A test generates this page again and compares.
 """
 COLUMNS = (
     "GPU",

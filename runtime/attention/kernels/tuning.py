@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels, by GPU and head size. They are constants: nothing is tuned when a job starts.
 
-Chosen by what compiles without spills (docs/kernels.md), not by time: no GPU has timed them yet, and
-`python -m bench.kernels` is how one would. Free of Triton.
+Chosen by what compiles without spills (docs/kernels.md); only an H100 has timed them so far (docs/performance.md), and
+`python -m bench.kernels` times them on others. Free of Triton.
 """
 
 from __future__ import annotations
