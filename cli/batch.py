@@ -93,24 +93,23 @@ def batch(
     An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
     name with .job until you remove it.
     """
-    human = output_format is options.Format.HUMAN
-    options.say_device(gpu_mem, human and not quiet)
+    options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.api.batch import request_of
     from .views.job_view import JobView
 
     request, to_stdout = request_of(model, input_file, output, locals()), os.fspath(output) == "-"
-    _check(to_stdout, job_dir, partial, human)
+    _check(to_stdout, job_dir, partial, output_format)
     view = functools.partial(JobView, progress, quiet, output_format, verbose=verbose)
     raise typer.Exit(_to_stdout(request, job_dir, view, summary) if to_stdout else view().run(request, summary))
 
 
-def _check(to_stdout: bool, job_dir: Path | None, partial: bool, human: bool) -> None:
+def _check(to_stdout: bool, job_dir: Path | None, partial: bool, output_format: options.Format) -> None:
     """Raises OutputRefused for options that contradict each other."""
     from ..runtime.settings.errors import OutputRefused
 
     if to_stdout and partial:
         raise OutputRefused("--partial is for a file of answers; -o - writes them while the job runs")
-    if to_stdout and not human:
+    if to_stdout and output_format is options.Format.JSON:
         raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
     if job_dir is not None and not to_stdout:
         raise OutputRefused("--job-dir is for -o -; the folder of other jobs is beside OUTPUT")
