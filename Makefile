@@ -1,8 +1,9 @@
-# Every target makes .venv with pip when it is missing; PYTHON chooses the interpreter it is made from.
+# Every target makes .venv with pip when it is missing, or when the text of pyproject.toml is another one than at the
+# last time (git may write the same text anew); PYTHON chooses the interpreter it is made from.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | tr ' ' -)
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
 .PHONY: demo test test-all test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
@@ -70,10 +71,11 @@ links:
 	@ln -sfn ../bench .links/bench
 	@for package in support matrix; do ln -sfn ../tests/$$package .links/$$package; done
 
-$(STAMP): pyproject.toml
+$(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	rm -f $(VENV)/.installed*
 	touch $@
 
 clean:

@@ -16,7 +16,6 @@ from .options import options
 from .options.paths import new_folder, writable_file
 
 if TYPE_CHECKING:
-    from ..runtime.jobs.answer_stream import AnswerStream
     from ..runtime.jobs.request import BatchRequest
     from .views.job_view import JobView
 
@@ -94,50 +93,34 @@ def batch(
     An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
     name with .job until you remove it.
     """
-    human = output_format is options.Format.HUMAN
-    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir), human and not quiet)
+    options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.api.batch import request_of
-
-    request = request_of(model, input_file, output, locals())
-    run = _to_stdout if os.fspath(output) == "-" else _to_file
-    view = functools.partial(_view, progress, quiet, output_format, verbose)
-    raise typer.Exit(run(request, job_dir, view, summary))
-
-
-def _view(
-    progress: options.Progress,
-    quiet: bool,
-    output_format: options.Format,
-    verbose: bool,
-    answers: AnswerStream | None = None,
-) -> JobView:
-    from ..runtime.settings.errors import OutputRefused
     from .views.job_view import JobView
 
-    if answers is not None and output_format is options.Format.JSON:
-        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
-    return JobView(progress, quiet, output_format, verbose=verbose, answers=answers)
+    request, to_stdout = request_of(model, input_file, output, locals()), os.fspath(output) == "-"
+    _check(to_stdout, job_dir, partial, output_format)
+    view = functools.partial(JobView, progress, quiet, output_format, verbose=verbose)
+    raise typer.Exit(_to_stdout(request, job_dir, view, summary) if to_stdout else view().run(request, summary))
 
 
-def _to_file(
-    request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
-) -> ExitCode:
+def _check(to_stdout: bool, job_dir: Path | None, partial: bool, output_format: options.Format) -> None:
+    """Raises OutputRefused for options that contradict each other."""
     from ..runtime.settings.errors import OutputRefused
 
-    if job_dir is not None:
+    if to_stdout and partial:
+        raise OutputRefused("--partial is for a file of answers; -o - writes them while the job runs")
+    if to_stdout and output_format is options.Format.JSON:
+        raise OutputRefused("-o - and --format json both write to standard output; leave one of them out")
+    if job_dir is not None and not to_stdout:
         raise OutputRefused("--job-dir is for -o -; the folder of other jobs is beside OUTPUT")
-    return view().run(request, summary)
 
 
 def _to_stdout(
     request: BatchRequest, job_dir: Path | None, view: Callable[..., JobView], summary: Path | None
 ) -> ExitCode:
     from ..runtime.jobs.answer_stream import AnswerStream, into_folder, remove_finished
-    from ..runtime.settings.errors import OutputRefused
 
-    if request.follow:
-        raise OutputRefused("--partial is for a file of answers; -o - writes them while the job runs")
-    shown = view(AnswerStream(sys.stdout.buffer))
+    shown = view(answers=AnswerStream(sys.stdout.buffer))
     request = into_folder(request, job_dir)
     code = shown.run(request, summary)
     if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):

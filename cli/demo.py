@@ -14,7 +14,7 @@ from .options import options
 
 def demo() -> None:
     """Run a batch job on the bundled 5 M parameter mixture of experts."""
-    options.say_device(options.budgets("auto", "auto", "auto", None))
+    options.say_device()
     from ..runtime.jobs.request import BatchRequest
     from ..runtime.rows.row import Defaults
     from .views.job_view import JobView

@@ -31,7 +31,7 @@ def doctor(
     Every finding is ok, warn (it costs speed or memory) or fail (it prevents a run), with a fix. The measurements are
     saved for plans until the hardware changes. Exits with 6 if anything failed.
     """
-    options.say_device(options.budgets("auto", "auto", "auto", disk_dir))
+    options.say_device()
     from rich.console import Console
 
     from ..offload.store.stores import default_root

@@ -78,8 +78,7 @@ def resume(
     quiet: options.QUIET = False,
 ) -> None:
     """Resume a job with its original settings, under the budgets given here."""
-    budgets = options.budgets(ram, gpu_mem, disk, disk_dir)
-    options.say_device(budgets, output_format is options.Format.HUMAN and not quiet)
+    options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.jobs.journal.state import read_state
     from ..runtime.jobs.request import ResumeOptions, resumed
     from ..runtime.jobs.status import find_job
@@ -93,7 +92,7 @@ def resume(
         resumed(
             read_state(folder.journal).opened,
             folder.input,
-            budgets,
+            options.budgets(ram, gpu_mem, disk, disk_dir),
             Limits(until, max_rows, max_failures),
             ResumeOptions(failed=failed, drift=tuple(accept_drift or ()), cut_to=max_tokens),
         ),

@@ -78,7 +78,7 @@ def run(
 
 def _print_answer(model: str, prompt: str, settings: Settings, budgets: Budgets, asked: Mapping[str, Any]) -> None:
     """`asked` are the fields of PromptOptions."""
-    options.say_device(budgets)
+    options.say_device(budgets.gpu_mem)
     from rich.console import Console
 
     from ..runtime.settings.formatting import escape_controls

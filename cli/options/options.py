@@ -389,11 +389,11 @@ def budgets(ram: str, gpu_mem: str, disk: str, disk_dir: Path | None) -> Budgets
     return Budgets(ram=ram, disk=disk, disk_dir=disk_dir, gpu_mem=gpu_mem)
 
 
-def say_device(budgets: Budgets, wanted: bool = True) -> None:
-    """Says on stderr which device computes: the first line of a command, before it imports what takes long."""
+def say_device(gpu_mem: str = "auto", wanted: bool = True) -> None:
+    """Says on stderr which device computes under `--gpu-mem`: the first line of a command, before slow imports."""
     from ...runtime.doctor.packages import computing_line
 
-    line = computing_line(budgets)
+    line = computing_line(gpu_mem)
     if wanted:
         with suppress(OSError):
             say(line)

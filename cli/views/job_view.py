@@ -148,7 +148,7 @@ class JobView(JobObserver):
         self._signals = StopSignals()
         self._bar: ProgressView = NoProgress()
         self._eta: Eta | None = None
-        self._num_rows = self._said = 0
+        self._num_rows = self._said = self._ram_nbytes = 0
 
     def run(self, request: BatchRequest, summary_path: Path | None) -> ExitCode:
         with self._signals:
@@ -185,6 +185,7 @@ class JobView(JobObserver):
             self._say(note)
 
     def planned(self, planned: Planned) -> None:
+        self._ram_nbytes = planned.memory.budget.host_nbytes
         self._say_plan(planned, planned.measured.checked.claim.num_done)
 
     def loaded(self, loaded: Loaded) -> None:
@@ -281,8 +282,8 @@ class JobView(JobObserver):
         if self._events.wanted:
             return EventProgress(self._events)
         if style is Progress.BAR:
-            return BarProgress(self._console, total)
-        return PlainProgress(self._console) if style is Progress.PLAIN else NoProgress()
+            return BarProgress(self._console, total, self._ram_nbytes)
+        return PlainProgress(self._console, self._ram_nbytes) if style is Progress.PLAIN else NoProgress()
 
     def _conclude(self, ended: Ended) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths

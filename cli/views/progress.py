@@ -134,9 +134,10 @@ class SeldomProgress(NoProgress):
 class PlainProgress(SeldomProgress):
     """For logs: a line every ten seconds."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, ram_nbytes: int) -> None:
         super().__init__(PLAIN_INTERVAL_S)
         self._console = console
+        self._ram_nbytes = ram_nbytes
         self._left = SmoothedLeft()
 
     def show(self, eta: Eta) -> None:
@@ -144,7 +145,7 @@ class PlainProgress(SeldomProgress):
         super().show(eta)
 
     def print(self, eta: Eta) -> None:
-        say(self._console, plain_line(eta, self._left.of(eta)))
+        say(self._console, plain_line(eta, self._left.of(eta), self._ram_nbytes))
 
 
 class EventProgress(SeldomProgress):
@@ -233,9 +234,13 @@ def _field(name: str, min_width: int = 0) -> TextColumn:
 
 
 class BarProgress:
-    """Per cent, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate."""
+    """Per cent, rows done, failed, time left, tokens per second, memory and, if experts stream, their hit rate.
 
-    def __init__(self, console: Console, total: int) -> None:
+    `ram_nbytes` is the RAM budget.
+    """
+
+    def __init__(self, console: Console, total: int, ram_nbytes: int) -> None:
+        self._ram_nbytes = ram_nbytes
         self._left = SmoothedLeft()
         ranked = [
             (0, TaskProgressColumn("{task.fields[percent]}", table_column=_one_line(4, right=True))),
@@ -259,7 +264,7 @@ class BarProgress:
         self._task = self._progress.add_task("", total=total, **starting)
 
     def show(self, eta: Eta) -> None:
-        fields: dict[str, Any] = {**facts(eta, self._left.of(eta))}
+        fields: dict[str, Any] = {**facts(eta, self._left.of(eta), self._ram_nbytes)}
         self._progress.update(self._task, completed=eta.done, **fields)
 
     def __enter__(self) -> Self:
@@ -309,11 +314,8 @@ def left_text(seconds: float | None) -> str:
     return "almost done" if seconds < 1 else f"left {short_duration(seconds)}"
 
 
-def facts(eta: Eta, seconds_left: float | None) -> dict[str, str]:
-    """What a line of progress says beside the rows, by column."""
-    memory = f"RAM {gib(eta.resident_nbytes)}"
-    if eta.ram_nbytes:
-        memory = f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(eta.ram_nbytes)}"
+def facts(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> dict[str, str]:
+    """What a line of progress says beside the rows, by column; `ram_nbytes` is the RAM budget."""
     rate = eta.generated_tok_s
     tokens = f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s"
     return {
@@ -321,14 +323,14 @@ def facts(eta: Eta, seconds_left: float | None) -> dict[str, str]:
         "failed": f"{eta.failed:,} failed",
         "left": left_text(seconds_left),
         "rate": tokens if rate else "",
-        "memory": memory,
+        "memory": f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(ram_nbytes)}",
         "experts": "" if eta.hit_rate is None else f"expert hits {eta.hit_rate:.0%}",
     }
 
 
-def plain_line(eta: Eta, seconds_left: float | None) -> str:
+def plain_line(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> str:
     """One line for logs: everything that a wide terminal shows, and when the job will be ready."""
-    shown = facts(eta, seconds_left)
+    shown = facts(eta, seconds_left, ram_nbytes)
     if seconds_left is not None:
         shown["left"] += f", ready {clock(seconds_left)}"
     rows = shown.pop("percent").strip(), f"{eta.done:,}/{eta.total:,} rows"

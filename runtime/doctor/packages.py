@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...offload.budget import auto_device, parse_size
 from ...offload.machine.hardware import Driver, GpuInfo, cpu_text, find_driver, find_gpus, gpu_text, num_threads
-from ..settings.budgets import Budgets
+from ..settings.budgets import wants_device, without_device
 from .finding import Finding, Verdict, fail, ok
 
 if TYPE_CHECKING:
@@ -112,14 +112,16 @@ def choose_computing(torch: TorchBuild | None, driver: Driver | None, gpus: Sequ
     return Computing(gpus[0])
 
 
-def computing_line(budgets: Budgets) -> str:
-    """Which device computes on this machine under `budgets`, and why not the GPU. Raises SettingError, BadSize."""
-    computing = find_computing(budgets.wants_device)
+def computing_line(gpu_mem: str) -> str:
+    """Which device computes on this machine with this much of its memory, and why not the GPU.
+
+    Raises SettingError, BadSize.
+    """
+    computing = find_computing(wants_device(gpu_mem))
     if computing.gpu is None:
-        if budgets.wants_device:
-            budgets.without_device()
+        without_device(gpu_mem)
         return computing.line()
-    return computing.line(parse_size(budgets.gpu_mem, computing.gpu.nbytes, computing.gpu.nbytes, auto_device))
+    return computing.line(parse_size(gpu_mem, computing.gpu.nbytes, computing.gpu.nbytes, auto_device))
 
 
 def _found(need: Requirement, installed: Callable[[str], str]) -> str:

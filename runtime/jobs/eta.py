@@ -20,17 +20,13 @@ _NEWEST = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The remaining work of a run: rows of the job, answered rows, and the most tokens to compute.
-
-    `ram_nbytes` is the budget of host memory, 0 if unknown.
-    """
+    """The remaining work of a run: rows of the job, answered rows, and the most tokens to compute."""
 
     rows: int
     done: int
     prompt_tokens: int
     max_generated_tokens: int
     tokens_per_pass: int
-    ram_nbytes: int = 0
 
 
 class _Counters(NamedTuple):
@@ -56,7 +52,6 @@ class Eta:
         self.failed = 0
         self.prompt_tok_s = 0.0
         self.generated_tok_s = 0.0
-        self.ram_nbytes = work.ram_nbytes
         self.hit_rate: float | None = None
         self._work = work
         self._window_s = window_s

@@ -181,8 +181,7 @@ class Running:
         """The estimate of the remaining time; update it after every pass."""
         found, size, plan = self._checked.preflight, self._planned.measured.size, self._planned.plan
         done = self._checked.claim.num_done
-        ram = self._planned.memory.budget.host_nbytes
-        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass, ram))
+        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass))
 
     @property
     def expert_hit_rate(self) -> float | None:

@@ -15,8 +15,7 @@ from typing import Any
 from ...offload.atomic_file import AtomicFile, own_name
 from ..settings.errors import OutputExists, OutputRefused
 from .folder import JobFolder, now_text
-from .journal.answers import read_answers
-from .journal.journal import Journal
+from .journal.journal import Journal, read_answers
 from .journal.state import JobState
 from .table_files import Sink, is_table, refuse_suffix, schema_fields, write_table
 

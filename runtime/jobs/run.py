@@ -21,8 +21,7 @@ from ..text.chat_stream import ChatStream
 from ..text.stream import TextStream
 from ..text.tool_calls import FunctionCall, split_calls
 from .encode import Choices, RowEncoder
-from .journal.answers import CutRows
-from .journal.journal import Journal
+from .journal.journal import CutRows, Journal
 from .journal.record import CutChoice, Done
 from .journal.state import JobState
 

@@ -30,8 +30,7 @@ from ..settings.errors import ExportFailed, InputChanged, InputRefused, JobMisma
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, open_source
 from .folder import JobFolder, JobLock, json_lines, now_text, regular_input
-from .journal.answers import CutRows, read_answers
-from .journal.journal import Journal, Mark
+from .journal.journal import CutRows, Journal, Mark, read_answers
 from .journal.record import FINISHED
 from .journal.state import JobState, read_state
 from .outputs import OutputPaths, claim_output, export, export_partial, is_exported, refuse_foreign_outputs

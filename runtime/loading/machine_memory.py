@@ -13,7 +13,7 @@ from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
 from ...quant.kernels.gpu import Gpu
 from ..plan.planner import choose_dtype
-from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget
+from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from .kernel_trial import KernelNeeds, try_kernels, usual_needs
@@ -71,8 +71,7 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     host, disk = budgets.host_nbytes(), budgets.disk_nbytes()
     device = find_device() if budgets.wants_device else None
     if device is None:
-        if budgets.wants_device:
-            budgets.without_device()
+        without_device(budgets.gpu_mem)
         return MachineMemory(MemoryBudget(host, None, disk))
     nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.

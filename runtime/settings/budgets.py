@@ -79,6 +79,20 @@ def within(option: str, text: str, nbytes: int, total: int) -> int:
     return nbytes
 
 
+def wants_device(gpu_mem: str) -> bool:
+    """Whether a GPU may compute under a budget of this text."""
+    return gpu_mem.strip() != "0"
+
+
+def without_device(gpu_mem: str) -> None:
+    """Raises SettingError where a budget of this text asks for a device: this machine has none."""
+    if wants_device(gpu_mem) and not gpu_mem.strip().lower().startswith("auto"):
+        raise SettingError(
+            f"--gpu-mem {gpu_mem} was asked for and CUDA finds no device here; "
+            "give --gpu-mem 0 to compute on the CPU, or check `nvidia-smi`"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """Sizes as people write them; `disk` bounds all stores together, `disk_dir` is the folder of the stores."""
@@ -115,7 +129,7 @@ class Budgets:
 
     @property
     def wants_device(self) -> bool:
-        return self.gpu_mem.strip() != "0"
+        return wants_device(self.gpu_mem)
 
     def _expected_device(
         self, hardware: Hardware, tried: Mapping[str, str] | None, elsewhere: bool
@@ -124,7 +138,7 @@ class Budgets:
         if not self.wants_device:
             return None
         if not hardware.gpus:
-            self.without_device()
+            without_device(self.gpu_mem)
             return None
         first = hardware.gpus[0]
         nbytes = parse_size(self.gpu_mem, first.nbytes, first.nbytes, auto_device)
@@ -138,11 +152,3 @@ class Budgets:
             gpu = gpu._replace(lacks=Lacks(*(tried.get(family, "") for family in Lacks._fields)))
         context, process = ASSUMED_CONTEXT_NBYTES + LIBRARIES_NBYTES, PROCESS_NBYTES + LIBRARIES_NBYTES
         return DeviceBudget(nbytes, context, process, gpu)
-
-    def without_device(self) -> None:
-        """Raises SettingError where a device was asked for: this machine has none."""
-        if not self.gpu_mem.strip().lower().startswith("auto"):
-            raise SettingError(
-                f"--gpu-mem {self.gpu_mem} was asked for and CUDA finds no device here; "
-                "give --gpu-mem 0 to compute on the CPU, or check `nvidia-smi`"
-            )

@@ -51,7 +51,7 @@ class Places:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
-    monkeypatch.setattr(packages, "computing_line", lambda budgets: COMPUTING)
+    monkeypatch.setattr(packages, "computing_line", lambda gpu_mem: COMPUTING)
     return Places(tmp_path, monkeypatch)
 
 

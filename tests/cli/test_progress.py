@@ -25,6 +25,7 @@ from moedge.runtime.settings.stages import Stage, stage, watching
 GOLDEN = Path(__file__).parent / "golden"
 WIDTHS = (40, 60, 80, 200)
 GIB = 1 << 30
+RAM_NBYTES = 20 * GIB
 
 
 @dataclass
@@ -36,7 +37,6 @@ class FakeEta:
     prompt_tok_s: float = 1319.2
     seconds_left: float | None = 359.0
     resident_nbytes: int = 630 << 20
-    ram_nbytes: int = 20 * GIB
     hit_rate: float | None = 0.93
 
 
@@ -63,7 +63,7 @@ def golden(name: str, text: str) -> None:
 def bar(width: int, eta: FakeEta, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(SmoothedLeft, "of", lambda self, eta: eta.seconds_left)
     wide, stream = console(width)
-    with BarProgress(wide, eta.total) as progress:
+    with BarProgress(wide, eta.total, RAM_NBYTES) as progress:
         progress.show(eta)  # type: ignore[arg-type]
     return last_frame(stream.getvalue())
 
@@ -71,7 +71,7 @@ def bar(width: int, eta: FakeEta, monkeypatch: pytest.MonkeyPatch) -> str:
 ETAS = {
     "usual": FakeEta(),
     "begun": FakeEta(done=0, failed=0, generated_tok_s=0.0, seconds_left=None, hit_rate=None),
-    "large": FakeEta(123_456, 1_000_000, 12_345, 98_765.4, 1e5, 86_399.0, 19 * GIB, 20 * GIB, None),
+    "large": FakeEta(123_456, 1_000_000, 12_345, 98_765.4, 1e5, 86_399.0, 19 * GIB, None),
     "last row": FakeEta(299, 300, 0, 3.21, 0.0, 0.2, hit_rate=1.0),
 }
 
@@ -173,11 +173,11 @@ def test_the_time_left_is_smoothed_and_never_zero() -> None:
 
 
 def test_a_plain_line_says_what_a_wide_bar_says() -> None:
-    shown = facts(FakeEta(), None)  # type: ignore[arg-type]
-    line = plain_line(FakeEta(), None)  # type: ignore[arg-type]
+    shown = facts(FakeEta(), None, RAM_NBYTES)  # type: ignore[arg-type]
+    line = plain_line(FakeEta(), None, RAM_NBYTES)  # type: ignore[arg-type]
     assert line.startswith("22%  67/300 rows  2 failed")
     assert all(text.strip() in line for text in shown.values())
     wide, stream = console(80)
-    progress = PlainProgress(wide)
+    progress = PlainProgress(wide, RAM_NBYTES)
     progress.print(FakeEta())  # type: ignore[arg-type]
     assert "67/300 rows" in stream.getvalue()

@@ -214,7 +214,7 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "7f3a91c0"))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)
-    monkeypatch.setattr(progress, "facts", lambda eta, left: FACTS)
+    monkeypatch.setattr(progress, "facts", lambda *_: FACTS)
     monkeypatch.setattr(states.Running, "eta", lambda running: StillEta())
     return tmp_path
 

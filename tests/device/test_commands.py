@@ -31,7 +31,7 @@ def batch(
         out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
         monkeypatch.setattr(machine_memory, "find_device", lambda: fake and fake.device)
         # The first line of the command asks the driver, which is not there.
-        monkeypatch.setattr(packages, "computing_line", lambda budgets: "computing on a simulated device")
+        monkeypatch.setattr(packages, "computing_line", lambda gpu_mem: "computing on a simulated device")
         arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]
         monkeypatch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:

@@ -5,7 +5,7 @@ Cases M5 and M6 of the failure table.
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -110,7 +110,7 @@ def test_m6_wherever_a_pass_fails_its_rows_run_again_in_halves(
     name: str, moment: int, case: Any, fakes: ModuleType
 ) -> None:
     make, experts = PLANS[name]
-    tiny, fake = case("qwen3_moe"), fakes.FakeDevice(seed=moment)
+    tiny, fake = replace(case("qwen3_moe"), lengths=(3, 20, 9), new_tokens=3), fakes.FakeDevice(seed=moment)
     ended = run(tiny, fake, make(tiny, fake.device), refused=lambda number: number == moment, experts=experts)
     assert ended.refused == 1
     assert ended.tokens == tiny.run(tiny.plan(None)).tokens

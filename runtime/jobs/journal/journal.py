@@ -1,8 +1,8 @@
-"""A job's journal: created once, recovered at every start, appended to by one process at a time.
+"""A job's journal: created once, recovered at every start, appended to by one process at a time, and read back.
 
 Writing and making durable are apart: one thread, the `Committer`, makes the bytes durable and says up to where they
 are. A slow disk delays what counts as done, never the next pass; whatever was written while the last fdatasync ran goes
-with the next one.
+with the next one. Torch-free.
 """
 
 from __future__ import annotations
@@ -10,16 +10,29 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from ....offload.atomic_file import write_atomically
+from ...rows.row import Row
 from ...settings.errors import BadJournal, JournalFailed
-from .record import VERSION, Done, JournalScan, Kind, chained, encode, encode_done, frame
+from .record import (
+    HEAD_NBYTES,
+    VERSION,
+    CutChoice,
+    Done,
+    JournalScan,
+    Kind,
+    chained,
+    decode_done,
+    encode,
+    encode_done,
+    frame,
+)
 from .state import Ending, JobState, replay
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -337,3 +350,49 @@ def _recover(path: Path, descriptor: int) -> tuple[JobState, JournalScan]:
     if scan.torn_nbytes:
         os.ftruncate(descriptor, scan.end)
     return state, scan
+
+
+def read_answers(journal: Path, state: JobState) -> Iterable[Done]:
+    """Every answer and error so far, in the order of the input; one is in memory at a time."""
+    with journal.open("rb") as file:
+        for row, offset in state.answered():
+            yield _read_answer(file, row, offset)
+
+
+def read_answer(journal: Path, row: int, offset: int) -> Done:
+    """One answer, whose record begins at `offset`. Raises BadJournal."""
+    with journal.open("rb") as file:
+        return _read_answer(file, row, offset)
+
+
+def _read_answer(file: BinaryIO, row: int, offset: int) -> Done:
+    file.seek(offset)
+    done = decode_done(file.readline()[HEAD_NBYTES:-1])
+    if done is None or done.row != row:
+        raise BadJournal(f"{file.name} has no answer to row {row} at byte {offset}; the journal was changed")
+    return done
+
+
+class CutRows:
+    """The cut rows of a job that are continued to `max_tokens`, in all their choices that were cut."""
+
+    def __init__(self, journal: Path | None = None, state: JobState | None = None, max_tokens: int = 0) -> None:
+        """Without arguments, no row is continued. The choices are read from the journal when a row starts."""
+        self._journal = journal
+        self._state = state
+        self._max_tokens = max_tokens
+        self.rows: Sequence[int] = () if state is None else state.cut_rows(max_tokens)
+        self._members = frozenset(self.rows)
+
+    def longer(self, row: Row) -> Row:
+        """The row with its new `max_tokens`, if it is continued."""
+        if row.index not in self._members:
+            return row
+        return replace(row, params=replace(row.params, max_tokens=self._max_tokens))
+
+    def choices(self, row: int) -> Sequence[CutChoice]:
+        """What the choices of a row have generated so far; empty for a row that is not continued."""
+        if self._journal is None or self._state is None or row not in self._members:
+            return ()
+        offset = self._state.cut_offset(row)
+        return () if offset is None else read_answer(self._journal, row, offset).choices

@@ -274,7 +274,7 @@ def test_without_synchronised_data_power_loss_would_leave_a_wrong_store(
     assert wrong > 0
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("nothing-28", "another-5")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("before", BEFORE)
 def test_any_call_may_fail(

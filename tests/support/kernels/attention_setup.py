@@ -94,10 +94,13 @@ class Setup:
         sinks = torch.linspace(-2, 3, self.num_heads) if asked.get("sinks") else None
         self.call = AttentionCall(1, dim**-0.5, **(asked | {"sinks": sinks}))
 
-    def run(self, chunk: int, together: bool = True) -> list[torch.Tensor]:
+    def run(self, chunk: int, together: bool = True, last: int | None = None) -> list[torch.Tensor]:
+        """The attention of all rows; with `last`, only so many rows of each sequence come in chunks, after the others
+        came at once."""
         outs = [torch.full_like(q, float("nan")) for q in self.q]
         while pending := [sequence for sequence in self.sequences if sequence.num_pending]:
-            chosen = [(s, min(chunk, s.num_pending)) for s in (pending if together else pending[-1:])]
+            waiting = pending if together else pending[-1:]
+            chosen = [(s, max(min(chunk, s.num_pending), s.num_pending - (last or s.num_pending))) for s in waiting]
             for sequence, count in chosen:
                 assert self.cache.grow(sequence.table, sequence.table.num_tokens + count)
             batch = pack(chosen)
