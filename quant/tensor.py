@@ -15,7 +15,7 @@ from torch import Tensor
 from .formats import int4, int8, mxfp4, nf4, plain
 from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
-from .formats.format import ALIGNMENT, INT4PACK, ROWS, FormatError, Layout, Plane, get_format
+from .formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 
@@ -48,6 +48,7 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("int4", INT4PACK): int4,
         ("int4", ROWS): int4.RowCodec(),
         ("nf4", ROWS): nf4,
+        ("nf4", NF4PACK): nf4.FusedCodec(),
         ("e2m1", ROWS): mxfp4,
     }
 )
@@ -154,10 +155,11 @@ def bind_cleared(layout: Layout, buffer: Tensor) -> PackedTensor:
     return packed
 
 
-def pack(weight: Tensor, format_name: str) -> PackedTensor:
-    """Packs `weight` [N, K] into a new buffer on its device."""
+def pack(weight: Tensor, format_name: str, order: str | None = None) -> PackedTensor:
+    """Packs `weight` [N, K] into a new buffer on its device, with codes in `order` or the format's own."""
+    chosen = get_format(format_name)
     num_rows, num_columns = weight.shape
-    layout = get_format(format_name).layout((num_rows, num_columns), dtype_name(weight.dtype))
+    layout = chosen.in_order(order or chosen.order).layout((num_rows, num_columns), dtype_name(weight.dtype))
     return pack_into(weight, layout, weight.new_empty(layout.nbytes, dtype=torch.uint8))
 
 
