@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int4, int8, mxfp4, nf4, plain
+from .formats import chunks, int4, int8, mxfp4, nf4, plain
 from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
 from .formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, FormatError, Layout, Plane, get_format
@@ -123,10 +123,20 @@ class PackedTensor:
         return out
 
 
-def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
+# Calls a function for each of many slices, which do not depend on one another, and returns when all calls have ended.
+ForEach = Callable[[Iterable[slice], Callable[[slice], None]], None]
+
+
+def _in_turn(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+    for rows in slices:
+        work(rows)
+
+
+def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach = _in_turn) -> PackedTensor:
     """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums are equal.
 
-    Runs on the calling thread, whatever the number of torch's threads. Raises FormatError if weight, layout and buffer
+    `for_each` may share chunks of rows among threads; each chunk is packed on one thread, whatever the number of
+    torch's, and the bytes are the same. Raises FormatError if weight, layout and buffer
     do not match, or if weights are NaN or infinite.
     """
     if tuple(weight.shape) != layout.shape or weight.dtype != torch_dtype(layout.dtype):
@@ -142,8 +152,16 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
         )
     packed = bind_cleared(layout, buffer)
     codec = CODECS[layout.codes, layout.order]
-    for rows in row_chunks(layout.shape, layout.row_block):
-        codec.pack(weight[rows], packed.rows(rows))
+
+    def pack_rows(rows: slice) -> None:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            codec.pack(weight[rows], packed.rows(rows))
+        finally:
+            torch.set_num_threads(num_threads)
+
+    for_each(row_chunks(layout.shape, layout.row_block, chunks.PACK_CHUNK), pack_rows)
     return packed
 
 

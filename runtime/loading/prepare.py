@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...offload.budget import gib
+from ...offload.memory import keep_memory
 from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
@@ -95,11 +96,14 @@ def _pack(source: ModelSource, target: Path, made_of: Mapping[str, Any], budgets
     with StoreWriter(target, made_of, model_fingerprint(source.weights)) as writer:
         if writer.complete and not repair:
             return Written()
+        # Packing allocates and frees the same few buffers for every chunk.
+        keep_memory()
         config = ModelConfig.read(folder)
         model = define(config, TORCH_DTYPES[dtype])
         with open_checkpoint(config, source.weights) as checkpoint:
             tensors = read_tensors(config, checkpoint)
-            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
+            helpers = [Workspace(0) for _ in range(torch.get_num_threads() - 1)]
+            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0), helpers=helpers), window, tensors)
             with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:
                 preparation.run(shards, StoreSink(writer), advance)
         write_resident(writer, model, folder)
