@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import int4, mxfp4
+from .formats import int4, mxfp4, nf4
 from .formats.chunks import row_chunks
-from .formats.format import CODE_BITS, ROWS, FormatError, Layout, get_format
+from .formats.format import CODE_BITS, NF4PACK, ROWS, FormatError, Layout, get_format
 from .tensor import PackedTensor, bind_cleared, dtype_name
 
 
@@ -68,6 +68,9 @@ def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
         return packed
     num_rows, (codes, *others) = layout.shape[0], packed.planes
     for rows in row_chunks(layout.shape, layout.row_block):
+        if layout.order == NF4PACK:
+            nf4.interleave(planes.codes[rows], codes[rows])
+            continue
         numbers = unpack_nibbles(planes.codes[rows])
         whole = len(codes[rows])
         int4.interleave(torch.nn.functional.pad(numbers, (0, 0, 0, whole - len(numbers))), codes[rows])
@@ -85,13 +88,16 @@ def planes_of(packed: PackedTensor) -> Planes:
     if layout.order == ROWS:
         return Planes(*packed.planes)
     num_rows, (codes, *others) = layout.shape[0], packed.planes
-    numbers = torch.cat(
-        [int4.deinterleave(codes[rows])[: num_rows - rows.start] for rows in row_chunks(layout.shape, layout.row_block)]
-    )
+    chunks = list(row_chunks(layout.shape, layout.row_block))
+    if layout.order == NF4PACK:
+        made = torch.cat([nf4.deinterleave(codes[rows]) for rows in chunks])
+    else:
+        numbers = [int4.deinterleave(codes[rows])[: num_rows - rows.start] for rows in chunks]
+        made = pack_nibbles(torch.cat(numbers))
     by_row = [plane[:, :num_rows].transpose(0, 1) for plane in others]
     if by_row[0].dim() == 3:
         by_row = list(by_row[0].unbind(2))
-    return Planes(pack_nibbles(numbers), *by_row)
+    return Planes(made, *by_row)
 
 
 def relayout(packed: PackedTensor, order: str) -> PackedTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,10 +12,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import int4, int8, mxfp4, nf4, plain
+from .formats import chunks, int4, int8, mxfp4, nf4, plain
 from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
-from .formats.format import ALIGNMENT, INT4PACK, ROWS, FormatError, Layout, Plane, get_format
+from .formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 
@@ -48,6 +48,7 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("int4", INT4PACK): int4,
         ("int4", ROWS): int4.RowCodec(),
         ("nf4", ROWS): nf4,
+        ("nf4", NF4PACK): nf4.FusedCodec(),
         ("e2m1", ROWS): mxfp4,
     }
 )
@@ -122,10 +123,20 @@ class PackedTensor:
         return out
 
 
-def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
+# Calls a function for each of many slices, which do not depend on one another, and returns when all calls have ended.
+ForEach = Callable[[Iterable[slice], Callable[[slice], None]], None]
+
+
+def _in_turn(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+    for rows in slices:
+        work(rows)
+
+
+def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach = _in_turn) -> PackedTensor:
     """Packs `weight` [N, K] into `buffer` and binds it. Bytes between planes become 0, so that checksums are equal.
 
-    Runs on the calling thread, whatever the number of torch's threads. Raises FormatError if weight, layout and buffer
+    `for_each` may share chunks of rows among threads; each chunk is packed on one thread, whatever the number of
+    torch's, and the bytes are the same. Raises FormatError if weight, layout and buffer
     do not match, or if weights are NaN or infinite.
     """
     if tuple(weight.shape) != layout.shape or weight.dtype != torch_dtype(layout.dtype):
@@ -141,8 +152,16 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor) -> PackedTensor:
         )
     packed = bind_cleared(layout, buffer)
     codec = CODECS[layout.codes, layout.order]
-    for rows in row_chunks(layout.shape, layout.row_block):
-        codec.pack(weight[rows], packed.rows(rows))
+
+    def pack_rows(rows: slice) -> None:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            codec.pack(weight[rows], packed.rows(rows))
+        finally:
+            torch.set_num_threads(num_threads)
+
+    for_each(row_chunks(layout.shape, layout.row_block, chunks.PACK_CHUNK), pack_rows)
     return packed
 
 
@@ -154,10 +173,11 @@ def bind_cleared(layout: Layout, buffer: Tensor) -> PackedTensor:
     return packed
 
 
-def pack(weight: Tensor, format_name: str) -> PackedTensor:
-    """Packs `weight` [N, K] into a new buffer on its device."""
+def pack(weight: Tensor, format_name: str, order: str | None = None) -> PackedTensor:
+    """Packs `weight` [N, K] into a new buffer on its device, with codes in `order` or the format's own."""
+    chosen = get_format(format_name)
     num_rows, num_columns = weight.shape
-    layout = get_format(format_name).layout((num_rows, num_columns), dtype_name(weight.dtype))
+    layout = chosen.in_order(order or chosen.order).layout((num_rows, num_columns), dtype_name(weight.dtype))
     return pack_into(weight, layout, weight.new_empty(layout.nbytes, dtype=torch.uint8))
 
 

@@ -1,10 +1,12 @@
 """How long does a product with a packed matrix take, for few rows and many, fast and deterministic?
 
-    python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
+    python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16] [--only-layer]
 
 Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
-2. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
+2. a layer of 64 experts of qwen3_moe's shapes, computed by the pool, with the order of codes that kernels here read and
+   with codes row after row;
+3. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
    on codes are faster than dequantizing first.
 """
 
@@ -15,15 +17,19 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels
-from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, measure_gemv_max_rows
+from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
 ROWS = (1, 4, 8, 12, 16, 32, 64, 256)
+# A layer's experts, and the rows of each.
+NUM_EXPERTS = 64
+EXPERT_SHAPES = ((1024, 2048), (2048, 512))
+LAYER_ROWS = (1, 4, 8, 16, 32, 64, 128)
 Candidates = dict[str, Callable[[], object]]
 
 
@@ -52,11 +58,11 @@ def tiled(x: Tensor, weight: Tensor, tile: int) -> list[Tensor]:
     return [torch.mm(x[:tile], weight.t()) for _ in range(0, len(x), tile)]
 
 
-def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
+def print_table(title: str, rows: dict[str, dict[str, float]], digits: int = 0) -> None:
     columns = list(next(iter(rows.values())))
     print(f"\n{title}\n{'rows':>8}" + "".join(f"{column:>{max(9, len(column) + 2)}}" for column in columns))
     for name, values in rows.items():
-        print(f"{name:>8}" + "".join(f"{values[column]:{max(9, len(column) + 2)}.0f}" for column in columns))
+        print(f"{name:>8}" + "".join(f"{values[column]:{max(9, len(column) + 2)}.{digits}f}" for column in columns))
 
 
 def print_products(weight: Tensor, repeats: int) -> None:
@@ -85,6 +91,35 @@ def print_tiles(weight: Tensor, repeats: int) -> None:
             candidates[f"tile {tile}"] = partial(tiled, x if num_rows > 1 else x[:tile], weight, tile)
         rows[str(num_rows)] = best_times(candidates, repeats)
     print_table("tiles over a plain matrix (us)", rows)
+
+
+def print_layer(repeats: int, threads: int) -> None:
+    """Milliseconds of a layer's experts by rows of each; the products of `nf4 rows` dequantize strips first."""
+    own = kernel_order("nf4", torch.bfloat16, "cpu")
+    orders = {"none": None, "int8": None, "int4": None, "nf4": own, "nf4 rows": "rows"}
+    layers = {name: [_expert(name.split()[0], order) for _ in range(NUM_EXPERTS)] for name, order in orders.items()}
+    rows = {}
+    for num_rows in LAYER_ROWS:
+        x = torch.randn(num_rows, EXPERT_SHAPES[0][1]).bfloat16()
+        candidates: Candidates = {}
+        for name, experts in layers.items():
+            nbytes = max(scratch_nbytes(each.layout, "bfloat16", False) for each in experts[0])
+            helpers = [Workspace(nbytes) for _ in range(threads - 1)]
+            limits = measure_gemv_max_rows(name.split()[0])
+            compute = ParallelMatmul(Workspace(nbytes), gemv_max_rows=limits, helpers=helpers)
+            candidates[name] = partial(compute.parallel_for, experts, partial(_multiply_expert, x))
+        times = best_times(candidates, repeats)
+        rows[str(num_rows)] = {name: microseconds / 1e3 for name, microseconds in times.items()}
+    print_table(f"{NUM_EXPERTS} experts of {EXPERT_SHAPES} (ms)", rows, digits=1)
+
+
+def _expert(format_name: str, order: str | None) -> list[PackedTensor]:
+    return [pack(torch.randn(shape).bfloat16(), format_name, order) for shape in EXPERT_SHAPES]
+
+
+def _multiply_expert(x: Tensor, expert: list[PackedTensor], products: Matmul) -> None:
+    gate, up = products.linear(x, expert[0]).chunk(2, 1)
+    products.linear(silu(gate) * up, expert[1])
 
 
 def print_gemv_max_rows(weight: Tensor, repeats: int, name: str) -> None:
@@ -118,6 +153,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shape", type=int, nargs=2, default=(1024, 2048), metavar=("N", "K"))
     parser.add_argument("--strips", type=int, default=4096, help="rows and columns of the matrix cut into strips")
+    parser.add_argument("--only-layer", action="store_true", help="only the layer of experts")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
 
 
@@ -127,6 +163,9 @@ def run(options: argparse.Namespace) -> None:
     bitsandbytes_kernels.load()
     matrix = torch.randn(*options.shape).to(getattr(torch, options.dtype))
     print(f"{options.dtype} {list(options.shape)}, {options.threads} threads")
+    print_layer(options.repeats, options.threads)
+    if options.only_layer:
+        return
     print_products(matrix, options.repeats)
     print_tiles(matrix, options.repeats)
     for name in ("int8", "int4"):

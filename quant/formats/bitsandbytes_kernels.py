@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_longlong, c_void_p
+from ctypes import CFUNCTYPE, c_longlong, c_void_p, cast
 from functools import cache
 from importlib import import_module
 
@@ -38,6 +38,40 @@ def dequantize_nf4(codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> No
         )
     else:
         torch.ops.bitsandbytes.dequantize_4bit.out(codes, absmax, block, "nf4", out.shape, out.dtype, out=out)
+
+
+def multiply_nf4(x: Tensor, codes: Tensor, absmax: Tensor, block: int, out: Tensor) -> None:
+    """Writes x [T, K] times a matrix [N, K] transposed into `out` [T, N], both bfloat16 on a CPU with adjacent columns.
+
+    `codes` are in order `nf4pack` and `absmax` is bfloat16 [K/block, N], both contiguous; N is a multiple of 32. The
+    kernel gets only addresses and cannot check that. It reads columns of x in pairs, so rows must be an even number
+    of columns apart. It computes on torch's number of threads.
+    """
+    sizes = (len(x), out.shape[1], x.shape[1])
+    pointers = (x.data_ptr(), codes.data_ptr(), absmax.data_ptr(), out.data_ptr())
+    _fused_kernel()(*sizes, *pointers, block, x.stride(0), out.stride(0))
+
+
+@cache
+def has_fused() -> bool:
+    """Whether `multiply_nf4` can be used here: bitsandbytes has it for x86 with AVX512-BF16."""
+    load()
+    library = import_module("bitsandbytes.cextension").lib
+    try:
+        return bool(library.has_avx512bf16_cpu()) and bool(_fused_kernel())
+    except (AttributeError, OSError, RuntimeError):
+        # The library was built without the kernel, or not loaded at all.
+        return False
+
+
+@cache
+def _fused_kernel() -> Callable[..., None]:
+    """The C function, which the operator of bitsandbytes calls only for one row."""
+    load()
+    kernel = import_module("bitsandbytes.cextension").lib.gemv_4bit_inference_cpu_nf4_bf16
+    # Argument types that are known take half of the time of a call; those of bitsandbytes' own object stay as they are.
+    prototype = CFUNCTYPE(None, *[c_longlong] * 3, *[c_void_p] * 4, *[c_longlong] * 3)
+    return prototype(cast(kernel, c_void_p).value)
 
 
 @cache

@@ -5,17 +5,22 @@ from collections.abc import Iterator
 from torch import Tensor
 
 # Below this size torch runs an operation on the calling thread, and a core's cache holds the chunk's float32 copies.
-# Packing takes forty operations per chunk. If threads shared them, each would end in a barrier, and another busy
-# process on the machine would then make packing ten to a hundred times slower (`bench.micro pack`).
 CHUNK = 1 << 15
+# The chunk of packing, which computes every chunk on one thread (tensor.pack_into): in smaller ones the calls of twenty
+# operations take longer than what they compute, larger ones leave the second cache. If threads shared the operations,
+# each would end in a barrier, and another busy process would make packing ten to a hundred times slower.
+PACK_CHUNK = 1 << 17
 # On other devices an operation costs a launch, and copies are memory that no plan counts.
 DEVICE_CHUNK = 1 << 20
 
 
-def row_chunks(shape: tuple[int, int], row_block: int = 1) -> Iterator[slice]:
-    """Slices of whole blocks of rows of a matrix [N, K], each of fewer than CHUNK numbers unless one block has more."""
+def row_chunks(shape: tuple[int, int], row_block: int = 1, chunk: int | None = None) -> Iterator[slice]:
+    """Slices of whole blocks of rows of a matrix [N, K], each of fewer than `chunk` numbers, or CHUNK.
+
+    A block that has more is a slice of its own.
+    """
     num_rows, num_columns = shape
-    rows = max(1, (CHUNK - 1) // num_columns // row_block) * row_block
+    rows = max(1, ((chunk or CHUNK) - 1) // num_columns // row_block) * row_block
     return (slice(start, start + rows) for start in range(0, num_rows, rows))
 
 

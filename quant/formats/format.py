@@ -44,8 +44,9 @@ class Plane:
 
 # The orders in which codes lie in their plane; the manifest of a store calls them its layout. `rows`: row after row.
 # `int4pack`: as torch's `_weight_int4pack_mm_for_cpu` reads 4-bit integers on AVX-512, 64 rows interleaved (int4.py).
-ROWS, INT4PACK = "rows", "int4pack"
-_BLOCK_ROWS = {ROWS: 1, INT4PACK: 64}
+# `nf4pack`: as bitsandbytes' fused product reads nf4 with AVX512-BF16, 32 rows interleaved (nf4.py).
+ROWS, INT4PACK, NF4PACK = "rows", "int4pack", "nf4pack"
+_BLOCK_ROWS = {ROWS: 1, INT4PACK: 64, NF4PACK: 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,9 @@ class WeightFormat:
         """The layout of a matrix of this shape and dtype. Raises FormatError if the format cannot hold it."""
         self._check(shape, dtype)
         lines = _BLOCK_ROWS[self.order]
+        if self.order == NF4PACK and shape[0] % lines:
+            # Whole blocks of padding would make the bytes of a model depend on the order of its codes.
+            return self.in_order(ROWS).layout(shape, dtype)
         tensors = list(self._tensors(-(-shape[0] // lines) * lines, shape[1], dtype))
         planes = lay_out((each[:3] for each in tensors), [each[3] for each in tensors])
         return Layout(self.name, shape, dtype, planes, end_of(planes), self.codes, self.order)
@@ -132,9 +136,15 @@ class WeightFormat:
 
     def in_order(self, order: str) -> WeightFormat:
         """The same format with codes in another order. Raises FormatError for an order that these codes do not have."""
-        if order != ROWS and (order, self.codes) != (INT4PACK, "int4"):
+        if order not in (ROWS, *self.orders):
             raise FormatError(f"Order {order!r} was found; codes of {self.name} lie in order {self.order!r}.")
         return replace(self, order=order)
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The orders in which a model of this format may be held and stored, its own first; all take the same bytes."""
+        fused = self.codes == "nf4" and self.scales == "bfloat16"
+        return (ROWS, NF4PACK) if fused else (self.order,)
 
     def _tensors(self, rows: int, columns: int, dtype: str) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The name, dtype, shape and axis of rows of each plane."""
@@ -162,7 +172,7 @@ class WeightFormat:
     def _per_group(
         self, name: str, dtype: str, rows: int, groups: int, *parts: int
     ) -> tuple[str, str, tuple[int, ...], int]:
-        axis = 1 if self.order == INT4PACK else 0
+        axis = 0 if self.order == ROWS else 1
         return name, dtype, ((groups, rows, *parts) if axis else (rows, groups, *parts)), axis
 
     def _check(self, shape: tuple[int, int], dtype: str) -> None:

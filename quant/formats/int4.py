@@ -51,8 +51,10 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
 
 def interleave(nibbles: Tensor, codes: Tensor) -> None:
     """Writes `nibbles`, numbers from 0 to 15 [N, K] of whole blocks, into `codes` uint8 [N, K/2] in torch's order."""
-    halves = nibbles.to(torch.int16).view(-1, 2, BLOCK_ROWS // 2, nibbles.shape[1])
-    _blocks(codes).copy_(halves[:, 1].mul(NUM_CODES).add_(halves[:, 0]).transpose(1, 2))
+    # Through int32, because float32 to uint8 is several times slower.
+    numbers = nibbles.to(torch.int32).to(torch.uint8)
+    lower, upper = numbers.view(-1, 2, BLOCK_ROWS // 2, nibbles.shape[1]).unbind(1)
+    _blocks(codes).copy_(torch.bitwise_or(lower, upper << 4).transpose(1, 2))
 
 
 def deinterleave(codes: Tensor) -> Tensor:

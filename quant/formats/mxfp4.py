@@ -36,20 +36,39 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     The scale is the power of two of the largest weight less that of 6. Weights go to the nearest level, 6 at most.
     """
     codes, scales = planes
-    groups = weight.float().reshape(-1, GROUP)
-    scaled = groups.abs()
+    groups = weight.contiguous().view(-1, GROUP)
+    if weight.dtype == torch.bfloat16:
+        # Magnitudes are in the order of their bits, whose maximum takes a third of the time.
+        largest = torch.bitwise_and(groups.view(torch.int16), 0x7FFF).amax(1).view(torch.bfloat16).float()
+    else:
+        largest = groups.abs().amax(1).float()
     # frexp's mantissa is in [0.5, 1). A group of zeros gets the smallest scale.
-    largest, exponent = torch.frexp(scaled.amax(1))
-    exponent.sub_(1 + LARGEST_EXPONENT).add_(BIAS).clamp_(min=0).mul_(largest > 0)
+    mantissa, exponent = torch.frexp(largest)
+    exponent.sub_(1 + LARGEST_EXPONENT).add_(BIAS).clamp_(min=0).mul_(mantissa > 0)
     scales.view(-1).copy_(exponent)
-    torch.div(scaled, _powers(torch.float32, groups.device)[exponent][:, None], out=scaled)
-    counts, above = torch.zeros_like(scaled), torch.empty_like(scaled)
-    for midpoint in MIDPOINTS:
-        counts.add_(torch.gt(scaled, midpoint, out=above))
+    bits = (
+        groups.to(torch.float32, copy=True)
+        .div_(_powers(torch.float32, groups.device)[exponent][:, None])
+        .view(torch.int32)
+        .view(-1)
+    )
+    if weight.dtype != torch.bfloat16:
+        # Bits that are cut off set the last one that stays, which no midpoint has: none is passed, and none is met.
+        bits.bitwise_or_((bits & 0xFFFF).add_(0xFFFF))
+    upper = torch.bitwise_right_shift(bits, 16).bitwise_and_(0xFFFF)
+    # Both codes of a byte at once, the first in the low bits of 16; as two tensors they would be read with a stride.
+    pairs = torch.index_select(_codes(bits.device), 0, upper).view(torch.int16)
+    torch.bitwise_or(pairs, pairs >> 4, out=pairs)
+    codes.view(-1).copy_(pairs)
+
+
+@cache
+def _codes(device: torch.device) -> Tensor:
+    """The code of every bfloat16 by its bits: uint8 [65536]."""
+    numbers = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()
+    counts = torch.bucketize(numbers.abs(), torch.tensor(MIDPOINTS))
     # A weight that becomes 0 has no sign.
-    negative = torch.lt(groups, 0, out=above).mul_(counts > 0)
-    first, second = counts.add_(negative, alpha=8).to(torch.int16).view(len(codes), -1, 2).unbind(-1)
-    torch.add(first, second, alpha=16, out=codes)
+    return torch.where((numbers < 0) & (counts > 0), counts + len(MAGNITUDES), counts).to(torch.uint8).to(device)
 
 
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..formats import int4, int8
-from ..formats.format import ALIGNMENT, INT4PACK, FormatError, Layout, end_of, get_format
+from ..formats import bitsandbytes_kernels, int4, int8, nf4
+from ..formats.format import ALIGNMENT, INT4PACK, NF4PACK, FormatError, Layout, end_of, get_format
 from ..scratch import TILE, is_direct, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
 from .thread_pool import WorkerPool, torch_threads
@@ -77,8 +77,10 @@ class Workspace:
             return Scratch(*(view(self.buffer, plane) for plane in planes))
 
 
-# The number of rows up to which torch's kernels on codes are used if nothing was measured (gemv.py).
-GEMV_MAX_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24})
+# More rows than any pass has.
+ALL_ROWS = 1 << 40
+# The number of rows up to which kernels on codes are used if nothing was measured.
+GEMV_MAX_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24, "nf4": ALL_ROWS})
 
 
 class Matmul:
@@ -88,12 +90,12 @@ class Matmul:
     copied to the same buffer and padded with zeros, and matrices in strips, each on one thread, so that every call has
     the same shapes, strides, alignment and number of threads. Then results depend only on the machine and its
     libraries. Other products vary: among 1, 64 or 300 other rows, or with another number of threads, the same row is
-    computed by kernels that sum in another order.
+    computed by kernels that sum in another order. The fused product of nf4 does not, and is used for any rows.
 
     `integer`: int8 matrices are multiplied by activations that are rounded to int8, with a scale per row (W8A8).
     Integer sums are exact, so such products are always deterministic.
 
-    `gemv_max_rows`: by type of codes, the number of rows up to which torch's kernels on codes are used.
+    `gemv_max_rows`: by type of codes, the number of rows up to which kernels on codes are used.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class Matmul:
         y = x.new_empty(len(x), packed.shape[0]) if out is None else out
         if self.integer and packed.layout.codes == "int8" and len(packed.planes[1].shape) == 1:
             int8.multiply_integers(x, packed.planes, y)
+        elif self._is_fused(x, packed):
+            nf4.multiply(x, packed.planes, y)
         elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
             torch.mm(x, packed.planes[0].t(), out=y)
         elif not self.deterministic and (multiply := self._kernel(x, packed)):
@@ -124,6 +128,12 @@ class Matmul:
         else:
             self._multiply_strips(x, packed, y)
         return y if bias is None else y.add_(bias)
+
+    def _is_fused(self, x: Tensor, packed: PackedTensor) -> bool:
+        """Whether the product takes bitsandbytes' kernel, which dequantizes nf4 in registers for any number of rows."""
+        if packed.layout.order != NF4PACK or x.dtype != torch.bfloat16 or not bitsandbytes_kernels.has_fused():
+            return False
+        return self.deterministic or len(x) <= self.gemv_max_rows.get("nf4", 0)
 
     def _kernel(self, x: Tensor, packed: PackedTensor) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor] | None:
         """The kernel that multiplies by codes in place, if there is one and rows are few; else None.
@@ -277,10 +287,22 @@ def _is_small(x: Tensor, packed: PackedTensor) -> bool:
     return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES
 
 
-# The matrix with which torch's GEMV kernels on codes are compared with dequantizing first.
+def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
+    """The order of codes in which products with activations of `dtype` are fastest on this machine.
+
+    A store in another order serves as well: its matrices are dequantized for products.
+    """
+    found = get_format(format_name)
+    fused = NF4PACK in found.orders and dtype == torch.bfloat16 and device_type == "cpu"
+    return NF4PACK if fused and bitsandbytes_kernels.has_fused() else found.order
+
+
+# The matrix with which kernels on codes are compared with dequantizing first.
 GEMV_SHAPE = (512, 1024)
 # Enough rows for the time per row to be constant.
 GEMV_ROWS = 16
+# The fused product of nf4 is compared for so many rows: it may be the faster one for any number.
+FUSED_ROWS = 256
 # Beyond a tile or two of matrix units the kernels are not faster on any machine; a disturbed measurement may say so.
 MOST_GEMV_ROWS = 64
 GEMV_REPEATS = 5
@@ -294,27 +316,46 @@ def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
     matrix shows where they are equal. That depends on the processor: matrix units speed up only one of the two.
     """
     found = get_format(format_name)
+    fused = NF4PACK in found.orders and bitsandbytes_kernels.has_fused()
     rows = found.codes == "int8" and found.group is None
-    if not rows and (found.codes != "int4" or not int4.has_kernel()):
+    if not rows and not fused and (found.codes != "int4" or not int4.has_kernel()):
         return {}
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
+        if fused:
+            return {found.codes: _fused_max_rows(found.name)}
         return {found.codes: _break_even_rows(found.rates or found.name)}
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 @torch.inference_mode()
 def _break_even_rows(format_name: str) -> int:
     """The number of rows for which both take the same time, from 1 to MOST_ROWS."""
     packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name)
-    x = torch.randn(GEMV_ROWS, GEMV_SHAPE[1], dtype=torch.bfloat16)
+    kernel, dequantizing = _kernel_and_dequantizing(packed, GEMV_ROWS)
+    return max(1, min(MOST_GEMV_ROWS, int(GEMV_ROWS * dequantizing / kernel)))
+
+
+@torch.inference_mode()
+def _fused_max_rows(format_name: str) -> int:
+    """The number of rows for which the fused product of nf4 takes as long as dequantizing first; perhaps any.
+
+    Both are compared for few and for many rows, between which their times are straight lines.
+    """
+    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name, NF4PACK)
+    few, many = (_kernel_and_dequantizing(packed, rows) for rows in (GEMV_ROWS, FUSED_ROWS))
+    saved, lost = few[1] - few[0], many[0] - many[1]
+    if lost <= 0:
+        return ALL_ROWS
+    return max(1, int(GEMV_ROWS + (FUSED_ROWS - GEMV_ROWS) * max(0.0, saved) / (max(0.0, saved) + lost)))
+
+
+def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int) -> tuple[float, float]:
+    """Seconds of a product of `num_rows` rows by the kernel on codes, and by dequantizing first."""
+    x = torch.randn(num_rows, packed.shape[1], dtype=torch.bfloat16)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
-    kernel = Matmul(workspace, gemv_max_rows={format_name: GEMV_ROWS})
+    kernel = Matmul(workspace, gemv_max_rows={packed.layout.codes: num_rows})
     dequantizing = Matmul(workspace, gemv_max_rows={})
-    seconds = [_best_seconds(partial(compute.linear, x, packed)) for compute in (kernel, dequantizing)]
-    return max(1, min(MOST_GEMV_ROWS, int(GEMV_ROWS * seconds[1] / seconds[0])))
+    kernel_s, dequantizing_s = (_best_seconds(partial(each.linear, x, packed)) for each in (kernel, dequantizing))
+    return kernel_s, dequantizing_s
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

@@ -24,7 +24,7 @@ from ...offload.machine.profile import LoadingRates, Overheads
 from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kv.format import KV_FORMATS
-from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, measure_gemv_max_rows
+from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack
 from ..attention.protocol import AttentionCall
@@ -70,7 +70,7 @@ def pass_rates() -> dict[str, dict[int, float]]:
 
 
 def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
-    packed = pack(torch.randn(EXPERT_SHAPE).to(dtype), format_name)
+    packed = pack(torch.randn(EXPERT_SHAPE).to(dtype), format_name, kernel_order(format_name, dtype, "cpu"))
     experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
     nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
     workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
@@ -205,7 +205,7 @@ def _multiply_by(compute: ParallelMatmul, x: Tensor, y: Tensor, matrices: Iterat
 
 
 def _matrices(format_name: str, device: str) -> list[PackedTensor]:
-    packed = pack(torch.randn(SHAPE).bfloat16(), format_name)
+    packed = pack(torch.randn(SHAPE).bfloat16(), format_name, kernel_order(format_name, torch.bfloat16, device))
     count = -(-POOL_NBYTES // packed.nbytes)
     return [
         PackedTensor(packed.layout, tuple(plane.to(device, copy=True) for plane in packed.planes)) for _ in range(count)

@@ -23,7 +23,7 @@ from ...offload.store.store import Store
 from ...quant.kernels.gpu import INTERPRETER, Gpu
 from ...quant.kernels.upload import open_ring
 from ...quant.kv.format import KVFormat
-from ...quant.matmul.matmul import ParallelMatmul, Workspace, measure_gemv_max_rows
+from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.tensor import TORCH_DTYPES
 from ..attention.latent import LatentAttention
 from ..attention.protocol import AttentionBackend
@@ -160,11 +160,15 @@ class Loading:
     `device` is the one that the plan was made for.
     """
 
-    def __init__(self, source: ModelSource, plan: Plan, device: Device | None = None) -> None:
+    def __init__(
+        self, source: ModelSource, plan: Plan, device: Device | None = None, layout: str | None = None
+    ) -> None:
+        """`layout` is the order of codes in the store that is read; without one they lie as kernels here read them."""
         self.source = source
         self.plan = plan
         self.torch_device = device.torch_device if device else torch.device("cpu")
-        self.shards = model_shards(source.shape, plan.quant, plan.dtype)
+        layout = layout or kernel_order(plan.quant, TORCH_DTYPES[plan.dtype], self.torch_device.type)
+        self.shards = model_shards(source.shape, plan.quant, plan.dtype, layout)
         if device is not None:
             # Before anything else is page-locked: every plan uses it thousands of times.
             device.pins.taken += open_ring(device.torch_device)
@@ -253,12 +257,13 @@ def load_engine(
     measured now.
     """
     keep_memory() if _keeps_memory(plan) else return_memory()
-    loading = Loading(source, plan, device)
     if store is None:
+        loading = Loading(source, plan, device)
         preparation = _read_checkpoint(loading)
         loaded = loading.finish(preparation.layers, None, experts, key_offsets)
         return replace(loaded, loss=preparation.loss.by_group)
     opened = Store.open(store)
+    loading = Loading(source, plan, device, str(opened.manifest.recipe["layout"]))
     layers = loading.install_layers()
     read_resident(opened, loading.model)
     with stage("reading weights", loading.memory.nbytes_kept) as advance:

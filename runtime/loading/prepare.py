@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ...offload.budget import gib
+from ...offload.memory import keep_memory
 from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
-from ...quant.matmul.matmul import ParallelMatmul, Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
 from ...quant.tensor import TORCH_DTYPES
 from ..model.definition import define
 from ..plan.placement import Plan, Workload
@@ -41,9 +44,18 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
     return packed, source.shape.dtype if dtype == "auto" else dtype
 
 
-def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
-    """The path of the store of this checkpoint in this format, whether it exists or not."""
-    return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), recipe(quant, dtype))
+def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None, device_type: str | None = None) -> Path:
+    """The path of the store of this checkpoint in this format, whether it exists or not.
+
+    Codes lie as kernels of `device_type` read them, "cpu" or "cuda"; None: of what this machine has.
+    """
+    made_of = _recipe(quant, dtype, device_type)
+    return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), made_of)
+
+
+def _recipe(quant: str, dtype: str, device_type: str | None) -> Mapping[str, Any]:
+    there = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there))
 
 
 class Written(NamedTuple):
@@ -55,32 +67,43 @@ class Written(NamedTuple):
 
 
 def prepare(
-    source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool = False
+    source: ModelSource,
+    target: Path,
+    quant: str,
+    dtype: str,
+    budgets: Budgets,
+    *,
+    repair: bool = False,
+    device_type: str | None = None,
 ) -> Written:
     """Writes the store at `target`, or completes one that was begun, within the host memory and the disk of `budgets`.
 
-    `repair` also reads a finished store and writes its damaged files again. Raises DoesNotFit if the memory is too
-    little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk.
+    Codes lie as kernels of `device_type` read them; None: of what this machine has. `repair` also reads finished stores
+    and writes damaged files again. Raises DoesNotFit if the memory is too little for the largest part that is
+    converted whole, OutOfBudget if the store does not fit on the disk.
     """
-    written = _pack(source, target, quant, dtype, budgets, repair)
+    written = _pack(source, target, _recipe(quant, dtype, device_type), budgets, repair)
     _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
 
 
-def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> Written:
-    folder, shape = source.folder, source.shape
-    shards = model_shards(shape, quant, dtype)
+def _pack(source: ModelSource, target: Path, made_of: Mapping[str, Any], budgets: Budgets, repair: bool) -> Written:
+    folder, shape, quant, dtype = source.folder, source.shape, made_of["quant"], made_of["dtype"]
+    shards = model_shards(shape, quant, dtype, made_of["layout"])
     window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
     nbytes = weights_nbytes(shape, quant, dtype)
     disk_budget(target, nbytes, budgets.disk_nbytes())
-    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(source.weights)) as writer:
+    with StoreWriter(target, made_of, model_fingerprint(source.weights)) as writer:
         if writer.complete and not repair:
             return Written()
+        # Packing allocates and frees the same few buffers for every chunk.
+        keep_memory()
         config = ModelConfig.read(folder)
         model = define(config, TORCH_DTYPES[dtype])
         with open_checkpoint(config, source.weights) as checkpoint:
             tensors = read_tensors(config, checkpoint)
-            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
+            helpers = [Workspace(0) for _ in range(torch.get_num_threads() - 1)]
+            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0), helpers=helpers), window, tensors)
             with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:
                 preparation.run(shards, StoreSink(writer), advance)
         write_resident(writer, model, folder)
@@ -133,5 +156,7 @@ def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStor
         return FinishedStore(source.store)
     if not plan.streams:
         return None
-    target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir)
-    return FinishedStore(target, prepare(source, target, plan.quant, plan.dtype, budgets).nbytes)
+    device_type = "cpu" if plan.staging is None else "cuda"
+    target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir, device_type)
+    written = prepare(source, target, plan.quant, plan.dtype, budgets, device_type=device_type)
+    return FinishedStore(target, written.nbytes)

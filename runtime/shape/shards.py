@@ -77,10 +77,14 @@ def _format_of(matrix: Matrix, format_name: str) -> str:
     return matrix.kept or ("none" if matrix.bits == 0 else "int8" if matrix.bits > 4 else "nf4")
 
 
-def layout_for(shape: tuple[int, int], format_name: str, dtype: str) -> Layout:
-    """The layout of a matrix [N, K] of `dtype` (torch's name); int8 where the format cannot hold its shape."""
+def layout_for(shape: tuple[int, int], format_name: str, dtype: str, order: str = "") -> Layout:
+    """The layout of a matrix [N, K] of `dtype` (torch's name); int8 where the format cannot hold its shape.
+
+    Codes are in `order` if the format has it, else in its own; that changes no byte count.
+    """
+    chosen = get_format(format_name)
     try:
-        return get_format(format_name).layout(shape, dtype)
+        return (chosen.in_order(order) if order in chosen.orders else chosen).layout(shape, dtype)
     except FormatError:
         return get_format("int8").layout(shape, dtype)
 
@@ -118,8 +122,8 @@ def _matrices(shape: ModelShape) -> Iterator[Matrix]:
             yield from (layer.experts.up, layer.experts.down)
 
 
-def _layout(matrix: Matrix, format_name: str, dtype: str) -> Layout:
-    return layout_for((matrix.rows, matrix.cols), _format_of(matrix, format_name), FLOAT_NAMES[dtype])
+def _layout(matrix: Matrix, format_name: str, dtype: str, order: str = "") -> Layout:
+    return layout_for((matrix.rows, matrix.cols), _format_of(matrix, format_name), FLOAT_NAMES[dtype], order)
 
 
 def _counted(shape: ModelShape) -> Iterator[tuple[Matrix, int]]:
@@ -210,23 +214,27 @@ class ModelShards:
             yield self.head, 1
 
 
-def model_shards(shape: ModelShape, format_name: str, dtype: str) -> ModelShards:
-    """The shards of a model packed in a format, to compute in `dtype` (bf16, fp16 or fp32)."""
-    layers = tuple(_layer_shards(layer, format_name, dtype) for layer in shape.layers)
-    return ModelShards(layers, _shard((shape.head,), format_name, dtype) if shape.head else None)
+def model_shards(shape: ModelShape, format_name: str, dtype: str, order: str = "") -> ModelShards:
+    """The shards of a model packed in a format, to compute in `dtype` (bf16, fp16 or fp32).
+
+    `order` is that of codes (WeightFormat.orders), "" for the format's own; all have the same bytes.
+    """
+    chosen = format_name, dtype, order
+    layers = tuple(_layer_shards(layer, *chosen) for layer in shape.layers)
+    return ModelShards(layers, _shard((shape.head,), *chosen) if shape.head else None)
 
 
-def _layer_shards(layer: LayerShape, format_name: str, dtype: str) -> LayerShards:
-    dense, experts = _shard(layer.dense, format_name, dtype), layer.experts
+def _layer_shards(layer: LayerShape, format_name: str, dtype: str, order: str) -> LayerShards:
+    dense, experts = _shard(layer.dense, format_name, dtype, order), layer.experts
     if experts is None:
         return LayerShards(dense, None, 0)
-    return LayerShards(dense, _shard((experts.up, experts.down), format_name, dtype), experts.count)
+    return LayerShards(dense, _shard((experts.up, experts.down), format_name, dtype, order), experts.count)
 
 
-def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardLayout:
+def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str, order: str) -> ShardLayout:
     packed: list[ShardMatrix] = []
     for matrix in matrices:
-        layout = _layout(matrix, format_name, dtype)
+        layout = _layout(matrix, format_name, dtype, order)
         offset = packed[-1].end if packed else 0
         packed.append(ShardMatrix(matrix.name, layout, offset, matrix.kept == layout.format))
     return ShardLayout(tuple(packed))

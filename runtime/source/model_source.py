@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`folder` has config and tokenizer, and the weights too unless there is a `store` or a file `gguf`."""
+    """`folder` has config and tokenizer, and the weights too unless there is a `store` or a file `gguf`.
+
+    `quant`, `dtype` and `layout`, the order of codes, are those of a store.
+    """
 
     name: str
     folder: Path
@@ -44,6 +47,7 @@ class ModelSource:
     quant: str | None = None
     dtype: str | None = None
     gguf: Path | None = None
+    layout: str | None = None
 
     @property
     def weights(self) -> Path:
@@ -90,7 +94,7 @@ def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
             extract_files(store, Path(small))
             shape = shape_from_json(dict(store.manifest.extra["shape"]))
         found = _recipe(store)
-        yield ModelSource(name, Path(small), shape, folder, found["quant"], found["dtype"])
+        yield ModelSource(name, Path(small), shape, folder, **found)
 
 
 @contextmanager
@@ -115,18 +119,18 @@ def is_store(folder: Path) -> bool:
 
 def _recipe(store: Store) -> dict[str, str]:
     quant, dtype, layout = (str(store.manifest.recipe.get(name)) for name in ("quant", "dtype", "layout"))
-    if quant not in WEIGHT_FORMATS or layout != WEIGHT_FORMATS[quant].order:
+    if quant not in WEIGHT_FORMATS or layout not in WEIGHT_FORMATS[quant].orders:
         wanted = f"layout {WEIGHT_FORMATS[quant].order!r}" if quant in WEIGHT_FORMATS else "a format of this version"
         raise BadStore(
             f"{store.folder}: weights in format {quant!r:.40}, layout {layout!r:.40}, were found, {wanted} is wanted;"
             " prepare the model again"
         )
-    return {"quant": quant, "dtype": dtype}
+    return {"quant": quant, "dtype": dtype, "layout": layout}
 
 
-def recipe(quant: str, dtype: str) -> Mapping[str, Any]:
+def recipe(quant: str, dtype: str, layout: str) -> Mapping[str, Any]:
     """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes."""
-    return {"quant": quant, "dtype": dtype, "layout": get_format(quant).order}
+    return {"quant": quant, "dtype": dtype, "layout": layout}
 
 
 def prepared_nbytes(
@@ -139,8 +143,13 @@ def prepared_nbytes(
     if not stores:
         return {}
     fingerprint = model_fingerprint(folder)
-    names = {quant: store_folder(root, name, fingerprint, recipe(quant, dtype)).name for quant in formats}
-    return {quant: stores[found] for quant, found in names.items() if found in stores}
+    # Which order of codes this machine wants is not known without torch; hardly any has stores in two.
+    found: dict[str, int] = {}
+    for quant, layout in ((each, layout) for each in formats for layout in get_format(each).orders):
+        folder = store_folder(root, name, fingerprint, recipe(quant, dtype, layout)).name
+        if folder in stores:
+            found[quant] = max(stores[folder], found.get(quant, 0))
+    return found
 
 
 def model_fingerprint(folder: Path) -> str:

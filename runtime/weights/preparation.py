@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -181,15 +181,20 @@ Added = Callable[[ShardMatrix, torch.Tensor, PackedTensor], None]
 
 
 def pack_shard(
-    where: str, layout: ShardLayout, weights: list[torch.Tensor], shard: torch.Tensor, packed: Added | None = None
+    where: str,
+    layout: ShardLayout,
+    weights: list[torch.Tensor],
+    shard: torch.Tensor,
+    compute: ParallelMatmul,
+    packed: Added | None = None,
 ) -> None:
-    """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K].
+    """Fills `shard`, uint8 [layout.nbytes], with `weights` in the layout's order, each [N, K], on `compute`'s threads.
 
     `packed` is called with each matrix. Raises BadCheckpoint, naming the matrix, for weights that are NaN or infinite.
     """
     for matrix, weight in zip(layout.matrices, weights, strict=True):
         try:
-            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end])
+            made = _pack(matrix, weight.detach(), shard[matrix.offset : matrix.end], compute)
         except FormatError as error:
             raise BadCheckpoint(f"{where}.{matrix.name}: {error}") from None
         if packed is not None and not matrix.kept:
@@ -199,10 +204,14 @@ def pack_shard(
         shard[layout.matrices[-1].end :].zero_()
 
 
-def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor) -> PackedTensor:
+def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor, compute: ParallelMatmul) -> PackedTensor:
     if matrix.kept:
         return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
-    return pack_into(weight, matrix.layout, buffer)
+
+    def on_all_threads(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+        compute.parallel_for(list(slices), lambda rows, _: work(rows))
+
+    return pack_into(weight, matrix.layout, buffer, on_all_threads)
 
 
 def _kept(layout: ShardLayout) -> dict[str, Layout]:
@@ -278,7 +287,7 @@ class Preparation:
         layout = assembly.shards.dense
         weights = [assembly.linears[matrix.name].weight for matrix in layout.matrices]
         with sink.dense() as shard:
-            pack_shard(f"layer {index}", layout, weights, shard, self._measure)
+            pack_shard(f"layer {index}", layout, weights, shard, self._compute, self._measure)
 
     def _pack_experts(self, index: int, assembly: LayerAssembly, sink: LayerSink, advance: Advance) -> None:
         layout, count = assembly.shards.expert, assembly.shards.num_experts
@@ -292,7 +301,9 @@ class Preparation:
             for expert in experts:
                 weights = [up[expert - begin], down[expert - begin]]
                 with sink.expert(expert) as shard:
-                    pack_shard(f"layer {index} expert {expert}", layout, weights, shard, self._measure_expert)
+                    pack_shard(
+                        f"layer {index} expert {expert}", layout, weights, shard, self._compute, self._measure_expert
+                    )
                 advance(layout.nbytes)
 
     def _measure_expert(self, matrix: ShardMatrix, weight: torch.Tensor, packed: PackedTensor) -> None:
@@ -306,4 +317,4 @@ class Preparation:
     def _pack_head(self, layout: ShardLayout, sink: ShardSink) -> None:
         head = self._model.get_output_embeddings()
         with sink.head(layout.nbytes) as shard:
-            pack_shard("output", layout, [head.weight], shard)
+            pack_shard("output", layout, [head.weight], shard, self._compute)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from moedge.quant.formats import int4
+from moedge.quant.formats import bitsandbytes_kernels, int4
 from moedge.quant.matmul import matmul as gemv_max_rows
-from moedge.quant.matmul.matmul import MOST_GEMV_ROWS, measure_gemv_max_rows
+from moedge.quant.matmul.matmul import ALL_ROWS, FUSED_ROWS, GEMV_ROWS, MOST_GEMV_ROWS, measure_gemv_max_rows
 
 pytestmark = pytest.mark.numerics
 
 
-@pytest.mark.parametrize("name", ["none", "nf4"])
+@pytest.mark.parametrize("name", ["none", "nf4-f32", "mxfp4"])
 def test_formats_without_such_a_kernel_have_nothing_to_choose(name: str) -> None:
     assert measure_gemv_max_rows(name) == {}
 
@@ -26,3 +26,18 @@ def test_the_meeting_point_follows_the_times(name: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
         assert measure_gemv_max_rows(name) == {name: rows}
     assert torch.get_num_threads() == threads
+
+
+def test_the_fused_product_of_nf4_is_taken_as_far_as_times_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of the kernel and of dequantizing for few rows, then for many."""
+    if not bitsandbytes_kernels.has_fused():
+        assert measure_gemv_max_rows("nf4") == {}
+        return
+    for seconds, rows in (
+        ((1.0, 4.0, 10.0, 10.0), ALL_ROWS),
+        ((1.0, 4.0, 10.0, 9.0), GEMV_ROWS + (FUSED_ROWS - GEMV_ROWS) * 3 // 4),
+        ((2.0, 1.0, 10.0, 1.0), GEMV_ROWS),
+    ):
+        times = iter(seconds)
+        monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
+        assert measure_gemv_max_rows("nf4") == {"nf4": rows}

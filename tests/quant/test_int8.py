@@ -63,7 +63,7 @@ def test_zeros_come_back_as_zeros() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 33, generator=torch.Generator().manual_seed(1))
     whole = pack(weight, "int8")
-    monkeypatch.setattr(chunks, "CHUNK", 7 * 33)
+    monkeypatch.setattr(chunks, "PACK_CHUNK", 7 * 33)
     chunked = pack(weight, "int8")
     assert all(torch.equal(one, other) for one, other in zip(whole.planes, chunked.planes, strict=True))
 

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from moedge.quant import scratch
-from moedge.quant.formats import int8
-from moedge.quant.formats.format import ALIGNMENT, QUANT_FORMATS, FormatError
-from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace
+from moedge.quant.formats import bitsandbytes_kernels, int8
+from moedge.quant.formats.format import ALIGNMENT, NF4PACK, QUANT_FORMATS, FormatError
+from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
 from moedge.quant.matmul.thread_pool import torch_threads
+from moedge.quant.planes import relayout
 from moedge.quant.scratch import TILE, scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
 pytestmark = pytest.mark.numerics
 
-NAMES = sorted(QUANT_FORMATS)
+# The formats, and the order of codes that has a kernel of its own.
+NAMES = [*sorted(QUANT_FORMATS), NF4PACK]
 # Relative L2 error of a product against float64 over the same packed matrix: a few roundings of the dtype.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCES)
@@ -23,6 +25,13 @@ DTYPES = list(TOLERANCES)
 
 def gaussian(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed_as(weight: Tensor, name: str) -> PackedTensor:
+    """`weight` in a format, or in nf4 in order `nf4pack`, which takes whole blocks of rows."""
+    if name == NF4PACK:
+        return pack(weight[: len(weight) // 32 * 32 or None], "nf4", NF4PACK)
+    return pack(weight, name)
 
 
 def compute_for(packed: PackedTensor, dtype: torch.dtype, deterministic: bool) -> ParallelMatmul:
@@ -41,13 +50,13 @@ def error_of(y: Tensor, x: Tensor, packed: PackedTensor) -> float:
 def test_products_agree_with_float64_over_the_same_packed_matrix(
     name: str, dtype: torch.dtype, deterministic: bool
 ) -> None:
-    packed = pack(gaussian(100, 192, dtype), name)
+    packed = packed_as(gaussian(100, 192, dtype), name)
     compute = compute_for(packed, dtype, deterministic)
-    few = GEMV_MAX_ROWS.get(name, 8)
+    few = min(TILE, GEMV_MAX_ROWS.get(name, 8))
     for num_rows in (1, few, few + 1, TILE, TILE + 1, 3 * TILE):
         x = gaussian(num_rows, 192, dtype, seed=num_rows)
         y = compute.linear(x, packed)
-        assert (y.dtype, y.shape) == (dtype, (num_rows, 100))
+        assert (y.dtype, y.shape) == (dtype, (num_rows, packed.shape[0]))
         assert error_of(y, x, packed) < TOLERANCES[dtype]
 
 
@@ -56,7 +65,7 @@ def test_products_agree_with_float64_over_the_same_packed_matrix(
 def test_strips_cover_the_matrix_once(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "STRIP_WEIGHTS", 7 * 64)
     monkeypatch.setattr(scratch, "DETERMINISTIC_STRIP_WEIGHTS", 5 * 64)
-    packed = pack(gaussian(131, 64, torch.float32), name)
+    packed = packed_as(gaussian(131, 64, torch.float32), name)
     x = gaussian(40, 64, torch.float32, seed=1)
     y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
     assert error_of(y, x, packed) < TOLERANCES[torch.float32]
@@ -65,7 +74,7 @@ def test_strips_cover_the_matrix_once(name: str, deterministic: bool, monkeypatc
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_may_have_another_dtype_than_the_matrix(name: str, deterministic: bool) -> None:
-    packed = pack(gaussian(20, 64, torch.bfloat16), name)
+    packed = packed_as(gaussian(20, 64, torch.bfloat16), name)
     x = gaussian(5, 64, torch.float32, seed=1)
     y = compute_for(packed, torch.float32, deterministic).linear(x, packed)
     assert error_of(y, x, packed) < TOLERANCES[torch.float32]
@@ -75,20 +84,20 @@ def test_activations_may_have_another_dtype_than_the_matrix(name: str, determini
 @pytest.mark.parametrize("num_rows", [0, 2, 40])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bias_is_added(name: str, num_rows: int, deterministic: bool) -> None:
-    packed = pack(gaussian(20, 64, torch.float32), name)
+    packed = packed_as(gaussian(20, 64, torch.float32), name)
     compute = compute_for(packed, torch.float32, deterministic)
-    x, bias = gaussian(num_rows, 64, torch.float32), gaussian(1, 20, torch.float32)[0]
+    x, bias = gaussian(num_rows, 64, torch.float32), gaussian(1, packed.shape[0], torch.float32)[0]
     torch.testing.assert_close(compute.linear(x, packed, bias), compute.linear(x, packed) + bias)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_products_may_be_written_where_they_belong(name: str, deterministic: bool) -> None:
-    packed = pack(gaussian(100, 64, torch.bfloat16), name)
+    packed = packed_as(gaussian(100, 64, torch.bfloat16), name)
     compute = compute_for(packed, torch.bfloat16, deterministic)
     for num_rows in (2, 40):
         x = gaussian(num_rows, 64, torch.bfloat16)
-        room = torch.full((num_rows + 2, 100), torch.nan, dtype=torch.bfloat16)
+        room = torch.full((num_rows + 2, packed.shape[0]), torch.nan, dtype=torch.bfloat16)
         assert compute.linear(x, packed, out=room[1:-1]).data_ptr() == room[1].data_ptr()
         assert torch.equal(room[1:-1], compute.linear(x, packed))
         assert room[0].isnan().all()
@@ -161,7 +170,7 @@ def differing_draws(compute: ParallelMatmul, packed: PackedTensor, x: Tensor, nu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_deterministic_row_depends_neither_on_its_neighbours_nor_on_its_place(name: str, dtype: torch.dtype) -> None:
     for shape in ((192, 512), (100, 64)):
-        packed = pack(gaussian(*shape, dtype), name)
+        packed = packed_as(gaussian(*shape, dtype), name)
         compute = compute_for(packed, dtype, deterministic=True)
         assert differing_draws(compute, packed, gaussian(150, shape[1], dtype, seed=2), num_draws=30) == 0
 
@@ -171,7 +180,7 @@ def test_a_deterministic_row_depends_neither_on_its_neighbours_nor_on_its_place(
 def test_a_deterministic_row_does_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype) -> None:
     """Neither torch's nor the pool's; the larger matrix is shared out among the pool, the smaller ones are not."""
     for shape in ((100, 64), (48, 192), (1100, 1024)):
-        packed = pack(gaussian(*shape, dtype), name)
+        packed = packed_as(gaussian(*shape, dtype), name)
         nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=True)
         x = gaussian(40, shape[1], dtype, seed=2)
         products = []
@@ -206,7 +215,7 @@ def test_deterministic_products_of_large_matrices_are_shared_out(monkeypatch: py
 @pytest.mark.parametrize("name", NAMES)
 def test_a_deterministic_row_does_not_depend_on_where_its_matrix_lies(name: str) -> None:
     """Held, in a ring, in a checkpoint: addresses differ, by multiples of ALIGNMENT."""
-    packed, x = pack(gaussian(192, 512, torch.float32), name), gaussian(40, 512, torch.float32, seed=2)
+    packed, x = packed_as(gaussian(192, 512, torch.float32), name), gaussian(40, 512, torch.float32, seed=2)
     compute = compute_for(packed, torch.float32, deterministic=True)
     nbytes, room = packed.nbytes, torch.empty(packed.nbytes + 4096, dtype=torch.uint8)
     first = -room.data_ptr() % ALIGNMENT
@@ -215,6 +224,37 @@ def test_a_deterministic_row_does_not_depend_on_where_its_matrix_lies(name: str)
         for plane, source in zip(lying.planes, packed.planes, strict=True):
             plane.copy_(source)
         assert torch.equal(compute.linear(x, lying), compute.linear(x, packed)), offset
+
+
+@pytest.mark.skipif(not bitsandbytes_kernels.has_fused(), reason="bitsandbytes has this kernel for AVX512-BF16 alone")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_the_fused_product_of_nf4_takes_any_rows_strides_and_matrices(deterministic: bool) -> None:
+    """It has nothing but addresses and sizes, and reads codes in one order only."""
+    for shape in ((32, 64), (96, 192), (256, 704), (64, 4096)):
+        packed = pack(gaussian(*shape, torch.bfloat16), "nf4", NF4PACK)
+        compute = ParallelMatmul(Workspace(0), deterministic)
+        assert compute.linear(torch.empty(0, shape[1], dtype=torch.bfloat16), packed).shape == (0, shape[0])
+        for num_rows in (1, 2, 3, 31, 33, 200):
+            room = gaussian(num_rows, shape[1] + 7, torch.bfloat16, seed=num_rows)
+            x, out = room[:, 3 : 3 + shape[1]], torch.empty(num_rows, shape[0] + 5, dtype=torch.bfloat16)[:, 1:-4]
+            y = compute.linear(x, packed, out=out)
+            assert error_of(y, x, packed) < TOLERANCES[torch.bfloat16]
+            assert torch.equal(y, compute.linear(x.contiguous(), packed))
+            assert torch.equal(y, compute.linear(x.t().contiguous().t(), packed))
+        # Nothing is dequantized: the workspace has no bytes.
+        with pytest.raises(FormatError, match="workspace of 0 bytes"):
+            compute.linear(gaussian(2, shape[1], torch.float32), packed)
+
+
+def test_without_the_kernel_the_same_codes_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may come from another machine."""
+    packed, x = pack(gaussian(96, 192, torch.bfloat16), "nf4", NF4PACK), gaussian(40, 192, torch.bfloat16, seed=1)
+    monkeypatch.setattr(bitsandbytes_kernels, "has_fused", lambda: False)
+    assert kernel_order("nf4", torch.bfloat16, "cpu") == "rows"
+    for deterministic in (False, True):
+        y = compute_for(packed, torch.bfloat16, deterministic).linear(x, packed)
+        in_rows = relayout(packed, "rows")
+        assert torch.equal(y, compute_for(in_rows, torch.bfloat16, deterministic).linear(x, in_rows))
 
 
 @pytest.mark.parametrize("num_columns", [16, 24, 40, 64])
@@ -245,7 +285,7 @@ def test_plain_products_do_depend_on_the_number_of_rows() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_workspace_serves_matrices_of_many_shapes(name: str) -> None:
-    small, large = (pack(gaussian(rows, 64, torch.float32), name) for rows in (10, 50))
+    small, large = (packed_as(gaussian(rows, 64, torch.float32), name) for rows in (10, 50))
     compute = compute_for(large, torch.float32, deterministic=True)
     x = gaussian(40, 64, torch.float32)
     for packed in (small, large, small):

@@ -72,7 +72,7 @@ def test_zeros_come_back_as_zeros(zero: float) -> None:
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 7 * 192)
+    monkeypatch.setattr(chunks, "PACK_CHUNK", 7 * 192)
     assert_codes_are_those_of_bitsandbytes(torch.randn(100, 192, generator=torch.Generator().manual_seed(1)))
 
 

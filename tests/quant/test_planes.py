@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moedge.quant.formats import int4
-from moedge.quant.formats.format import FORMATS, INT4PACK, ROWS, FormatError, get_format
+from moedge.quant.formats.format import FORMATS, INT4PACK, NF4PACK, ROWS, FormatError, get_format
 from moedge.quant.matmul.matmul import Matmul, Workspace, measure_gemv_max_rows
 from moedge.quant.planes import Planes, from_planes, pack_nibbles, planes_of, relayout, unpack_nibbles
 from moedge.quant.scratch import scratch_nbytes
@@ -14,8 +14,9 @@ from support.random_planes import defined, random_planes
 pytestmark = pytest.mark.numerics
 
 NAMES = sorted(set(FORMATS) - {"none"})
-ORDERED = [(name, order) for name in NAMES for order in sorted({ROWS, FORMATS[name].order})]
-SHAPE = (70, 512)
+ORDERED = [(name, order) for name in NAMES for order in sorted({ROWS, *FORMATS[name].orders})]
+# Whole blocks of 32 rows, but not of 64.
+SHAPE = (96, 512)
 
 
 @pytest.mark.parametrize(("name", "order"), ORDERED)
@@ -76,6 +77,13 @@ def test_torch_s_kernel_multiplies_by_4_bit_integers_of_every_kind(name: str, mo
     in_rows = relayout(packed, ROWS)
     Matmul(Workspace(scratch_nbytes(in_rows.layout, "bfloat16", False))).linear(x, in_rows)
     assert len(taken) == 1
+
+
+def test_an_order_by_blocks_of_rows_falls_back_where_blocks_are_not_whole() -> None:
+    weight = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    blocks, in_rows = pack(weight, "nf4", NF4PACK), pack(weight, "nf4")
+    assert blocks.layout == in_rows.layout
+    assert pack(weight[:64], "nf4", NF4PACK).nbytes == pack(weight[:64], "nf4").nbytes
 
 
 @pytest.mark.parametrize("name", ["int4-g128-f16-zp", "int8-g32-f16"])

@@ -98,6 +98,7 @@ def test_the_order_of_codes_is_in_the_manifest_and_another_order_is_refused(
     assert manifest.recipe["layout"] == INT4PACK
     with open_source(str(tmp_path / "store")) as source:
         assert source.quant == "int4"
+    assert source.layout == INT4PACK
     for change in ({"layout": ROWS}, {"quant": "int3"}, {"layout": None}):
         replace(manifest, recipe={**manifest.recipe, **change}).save(tmp_path / "store" / MANIFEST)
         with pytest.raises(BadStore, match="wanted; prepare the model again"), open_source(str(tmp_path / "store")):
