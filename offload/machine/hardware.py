@@ -113,7 +113,7 @@ class PcieLink(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """What is in use of a GPU: its bytes that are taken, by all programs, and its PCIe link beside the best it can have.
+    """What is in use of a GPU: bytes that programs have taken, and its PCIe link beside the best that it can have.
 
     None is what the driver or the kernel does not report. The rate of an idle link is lower than under load.
     """
