@@ -202,8 +202,15 @@ class JobView(JobObserver):
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
         self._eta = running.eta()
-        with self._progress(self._eta.total) as self._bar:
-            yield
+        try:
+            with self._progress(self._eta.total) as self._bar:
+                yield
+        except Exception:
+            # The error itself is printed last, by the command.
+            session, rows = running.session, counted(self._num_rows, "row")
+            self._say(f"Failed: {session.num_confirmed:,} of {rows} done, and kept in {session.folder.path}.")
+            self._say(f"Resume with the same command, or: moedge jobs resume {session.job_id}")
+            raise
 
     def after_pass(self, running: Running) -> str | None:
         assert self._eta is not None

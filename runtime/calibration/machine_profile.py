@@ -62,7 +62,7 @@ _CACHE_READ = DiskRead(4 << 20, 4, 1.0)
 
 
 def measure_cache_reads(cache: Path) -> float | None:
-    """Bytes/s of reads from the folder of downloaded checkpoints, past the page cache; None where it has no room.
+    """Bytes/s of reads from the folder of downloaded checkpoints, past the page cache; None where its disk is full.
 
     Reads the largest files that are there, for 1.5 s, or else a file of 256 MiB that is written for the purpose.
     """

@@ -55,7 +55,7 @@ def check_disk(disk: Disk | None, device: str) -> Finding:
 def check_cache_reads(cache: Path, bytes_s: float | None) -> Finding:
     """How fast checkpoints are read from where they are downloaded to; a job reads its checkpoint once."""
     if bytes_s is None:
-        return warn("cache reads", f"{cache}: was not measured", f"make room for {gib(2 * GIB)} there")
+        return warn("cache reads", f"{cache}: was not measured", f"free {gib(GIB)} there")
     says = f"{cache}: {_rate(bytes_s)}; a checkpoint of 60 GB is read in {duration(60e9 / bytes_s)}"
     if bytes_s < _SLOW_DISK:
         return warn(

@@ -197,7 +197,7 @@ class Scheduler:
 class _Draft:
     """The pass under construction: the tokens of each chosen sequence, and how many tokens are left.
 
-    Every sequence, and every fork, may get one row of logits; `spare_rows` is what plans have room for beyond that.
+    Every sequence, and every fork, may get one row of logits; `spare_rows` is what plans have memory for beyond that.
     """
 
     def __init__(self, tokens_per_pass: int, spare_rows: int) -> None:

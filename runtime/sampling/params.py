@@ -14,8 +14,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filters off.
     `logprobs` is the number of alternatives reported per token; None reports no log-probabilities; `prompt_logprobs`
-    is the same for the prompt's tokens. `logit_bias` holds (token id, number added to its logit). Before `min_tokens` no
-    token ends the sequence. `max_thinking_tokens` bounds the reasoning of a chat answer, unless it is None.
+    is the same for the prompt's tokens. `logit_bias` holds (token id, number added to its logit). Before `min_tokens`
+    no token ends the sequence. `max_thinking_tokens` bounds the reasoning of a chat answer, unless it is None.
     """
 
     max_tokens: int
