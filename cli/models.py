@@ -117,7 +117,7 @@ def show(
     for name, nbytes in description.weights.items():
         table.add_row(f"weights {name}", gib(nbytes))
     for name, token_nbytes in description.kv_per_token.items():
-        table.add_row(f"KV cache {name}", f"{token_nbytes / 1024:,.1f} KiB per token")
+        table.add_row(f"KV cache {name}", f"{gib(token_nbytes)} per token")
     for name, text in routing:
         table.add_row(name, text)
     Console().print(table)

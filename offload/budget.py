@@ -93,9 +93,12 @@ def nearest_form(text: str) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes for people: `12.34 GiB`; `1.50 TiB` from 1 TiB, `5 MiB` below 0.1 GiB, `1.5 KiB` below 1 MiB."""
+    """Bytes for people: `12.34 GiB`; `1.50 TiB` from 1 TiB, `5 MiB` below 0.1 GiB, `240 KiB` below 1 MiB and `1.5 KiB`
+    below 10 KiB, where the tenth is not zero."""
     if nbytes >= 2**40:
         return f"{nbytes / 2**40:.2f} TiB"
     if nbytes >= GIB / 10:
         return f"{nbytes / GIB:.2f} GiB"
-    return f"{nbytes / 1024:.1f} KiB" if 0 < nbytes < 2**20 else f"{nbytes / 2**20:.0f} MiB"
+    if nbytes <= 0 or round(nbytes / 1024) >= 1024:
+        return f"{nbytes / 2**20:.0f} MiB"
+    return f"{nbytes / 1024:.{1 if nbytes < 10 * 1024 else 0}f}".removesuffix(".0") + " KiB"

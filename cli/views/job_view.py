@@ -203,8 +203,15 @@ class JobView(JobObserver):
     @contextmanager
     def running(self, running: Running) -> Iterator[None]:
         self._eta = running.eta()
-        with self._progress(self._eta.total) as self._bar:
-            yield
+        try:
+            with self._progress(self._eta.total) as self._bar:
+                yield
+        except Exception:
+            # The error itself is printed last, by the command.
+            session, rows = running.session, counted(self._num_rows, "row")
+            self._say(f"Failed: {session.num_confirmed:,} of {rows} done, and kept in {session.folder.path}.")
+            self._say(f"Resume with the same command, or: moedge jobs resume {session.job_id}")
+            raise
 
     def after_pass(self, running: Running) -> str | None:
         assert self._eta is not None
@@ -308,7 +315,7 @@ class JobView(JobObserver):
         self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
         if nothing_to_do:
             self._say("To run all rows again, give moedge batch --overwrite")
-        for line in _unfinished(ended) if is_kept(paths.out) else ():
+        for line in unfinished(ended) if is_kept(paths.out) else ():
             self._say(line)
         return ExitCode.SOME_ROWS_FAILED if rows.failed else ExitCode.OK
 
@@ -328,7 +335,7 @@ class JobView(JobObserver):
         say(self._console, text)
 
 
-def _unfinished(ended: Ended) -> Iterator[str]:
+def unfinished(ended: Ended) -> Iterator[str]:
     """What became of rows that are not whole answers, and the commands that help."""
     rows, job_id = ended.summary.rows, ended.session.job_id
     if rows.failed:
@@ -390,4 +397,5 @@ def _estimate(chosen: PlanResult) -> Iterator[str]:
 def _way(plan: Plan, streamed: int) -> str:
     if plan.staging is None:
         return f"reads {gib(streamed)} from disk"
-    return f"copies {gib(streamed)} to the GPU, {gib(plan.staging.disk_nbytes)} of it from disk"
+    from_disk = plan.staging.disk_nbytes
+    return f"copies {gib(streamed)} to the GPU" + (f", {gib(from_disk)} of it from disk" if from_disk else "")

@@ -131,9 +131,9 @@ SMALLEST_FILE = 64 << 20
 SECONDS = 1.5
 
 
-def large_files(folder: Path) -> list[Path]:
-    """The large .safetensors files in the subfolders of `folder`; none if they are too small in total."""
-    found = [path for path in folder.glob("*/*.safetensors") if path.stat().st_size >= SMALLEST_FILE]
+def large_files(folder: Path, pattern: str = "*/*.safetensors") -> list[Path]:
+    """The large files of `folder` whose path in it is as `pattern` says; none if they are too small in total."""
+    found = [path for path in folder.glob(pattern) if path.stat().st_size >= SMALLEST_FILE]
     return found if sum(path.stat().st_size for path in found) >= LEAST_NBYTES else []
 
 

@@ -8,7 +8,7 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -33,8 +33,12 @@ def find_driver(library: Any = None, root: Path = Path("/")) -> Driver | None:
 
 def load_driver() -> Any:
     """The driver's library; None if it is not installed."""
+    return _load("libcuda.so.1")
+
+
+def _load(name: str) -> Any:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL(name)
     except OSError:
         return None
 
@@ -98,6 +102,77 @@ def find_gpus(driver: Any = None) -> tuple[GpuInfo, ...]:
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
     return tuple(_gpu(cuda, ordinal) for ordinal in range(count.value))
+
+
+class PcieLink(NamedTuple):
+    """`gt_s` are the transfers per second of a lane, in billions: 8 for PCIe 3.0, and twice as many a generation."""
+
+    lanes: int
+    gt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """What is in use of a GPU: bytes that programs have taken, and its PCIe link beside the best that it can have.
+
+    None is what the driver or the kernel does not report. The rate of an idle link is lower than under load.
+    """
+
+    gpu: GpuInfo
+    taken_nbytes: int | None
+    link: PcieLink | None
+    best_link: PcieLink | None
+
+
+def find_gpu_states(driver: Any = None, nvml: Any = None, root: Path = Path("/")) -> tuple[GpuState, ...]:
+    """The states of `find_gpus`. Memory comes from the driver's management library, links from the kernel (sysfs)."""
+    cuda, nvml = driver or load_driver(), nvml or _load("libnvidia-ml.so.1")
+    states = []
+    for ordinal, gpu in enumerate(find_gpus(cuda)):
+        address = _pci_address(cuda, ordinal)
+        folder = root / "sys/bus/pci/devices" / address.lower()
+        states.append(GpuState(gpu, _taken(nvml, address), _link(folder, "current"), _link(folder, "max")))
+    return tuple(states)
+
+
+def _pci_address(cuda: Any, ordinal: int) -> str:
+    """Such as 0000:01:00.0; "" if the driver does not report it."""
+    handle, address = ctypes.c_int(), ctypes.create_string_buffer(32)
+    failed = cuda.cuDeviceGet(ctypes.byref(handle), ordinal) or cuda.cuDeviceGetPCIBusId(address, len(address), handle)
+    return "" if failed else address.value.decode()
+
+
+class _MemoryInfo(ctypes.Structure):
+    """nvmlMemory_v2_t, whose `used` does not count what the driver reserves for itself."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")),
+    )
+
+
+def _taken(nvml: Any, address: str) -> int | None:
+    if nvml is None or not address or nvml.nvmlInit_v2():
+        return None
+    handle, info = ctypes.c_void_p(), _MemoryInfo(version=ctypes.sizeof(_MemoryInfo) | 2 << 24)
+    try:
+        failed = nvml.nvmlDeviceGetHandleByPciBusId_v2(
+            address.encode(), ctypes.byref(handle)
+        ) or nvml.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(info))
+    except AttributeError:
+        # Drivers before 510 have no second version.
+        failed = 1
+    nvml.nvmlShutdown()
+    return None if failed else int(info.used)
+
+
+def _link(folder: Path, which: str) -> PcieLink | None:
+    """`which` is "current" or "max"; None where there is no such file, as under WSL2, or it says "Unknown"."""
+    try:
+        lanes = int((folder / f"{which}_link_width").read_text())
+        return PcieLink(lanes, float((folder / f"{which}_link_speed").read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def nearest_existing(folder: Path) -> Path:

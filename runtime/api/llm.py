@@ -301,7 +301,11 @@ class LLM:
                     answer.reasoning,
                 )
             )
-        return RequestOutput(request.prompt, request.choices[0][0], outputs)
+        scores = opened.sequences[0].prompt_logprobs
+        if params.prompt_logprobs is None or scores is None:
+            return RequestOutput(request.prompt, request.choices[0][0], outputs)
+        scored = logprobs_by_id(scores.tokens, params.prompt_logprobs, token_text)
+        return RequestOutput(request.prompt, request.choices[0][0], outputs, [None, *scored])
 
 
 def workload_of(options: Mapping[str, Any], longest: int) -> Workload:

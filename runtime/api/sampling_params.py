@@ -28,6 +28,7 @@ class SamplingParams:
     - `stop_token_ids`: token ids that end an answer; they are its last token.
     - `ignore_eos`: continue past the model's end token, to `max_tokens`.
     - `logprobs`: this many of the likeliest tokens, 0 to 20, are reported for every token; None reports nothing.
+    - `prompt_logprobs`: the same for the tokens of the prompt, behind its first one.
     - `response_format`: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": {...}}}` as in
       OpenAI's API: answers are JSON of that form. Needs the extra `json` (docs/how-to-batches.md).
 
@@ -48,6 +49,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

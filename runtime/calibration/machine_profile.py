@@ -14,7 +14,7 @@ from pathlib import Path
 from ...offload.machine.disk import large_files, measure_cold_reads, measure_disk
 from ...offload.machine.hardware import Hardware, find_hardware, nearest_existing
 from ...offload.machine.link import measure_device_memory, measure_link, measure_pin_limit
-from ...offload.machine.profile import Disk, FlopRates, Machine, load_machine, saved_path, this_machine
+from ...offload.machine.profile import Disk, DiskRead, FlopRates, Machine, load_machine, saved_path, this_machine
 from ...offload.machine.timing import measure_memory
 from ...offload.memory import host_available, trim
 from ..settings.stages import stage
@@ -57,6 +57,25 @@ def measure_machine(
 def _measure_disk(folder: Path) -> Disk | None:
     disk = measure_disk(folder)
     return disk and replace(disk, cold_bytes_s=measure_cold_reads(large_files(folder), disk.best_random))
+
+
+# What loads a checkpoint: a few large reads side by side.
+_CACHE_READ = DiskRead(4 << 20, 4, 1.0)
+
+
+def measure_cache_reads(cache: Path) -> float | None:
+    """Bytes/s of reads from the folder of downloaded checkpoints, past the page cache; None where its disk is full.
+
+    Reads the largest files that are there, for 1.5 s, or else a file of 256 MiB that is written for the purpose.
+    """
+    if files := large_files(cache, "models--*/blobs/*"):
+        return measure_cold_reads(files, _CACHE_READ)
+    way = {"blocks": (_CACHE_READ.block_nbytes,), "threads": (_CACHE_READ.threads,)}
+    try:
+        disk = measure_disk(nearest_existing(cache), _BUFFER_NBYTES, **way)
+    except OSError:
+        return None
+    return disk and disk.best.bytes_s
 
 
 def saved_profile(folder: Path) -> Machine | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.machine.hardware import Driver, find_driver, find_gpus
+from ...offload.machine.hardware import Driver, find_driver, find_gpu_states
 from ...offload.machine.profile import SCHEMA, Machine, saved_path
 from ...offload.memory import host_available, host_total
-from ..calibration.machine_profile import machine_profile, saved_profile
+from ...offload.store.stores import disk_of
+from ..calibration.machine_profile import machine_profile, measure_cache_reads, saved_profile
 from ..plan.history import last_runs
 from .finding import Finding, Verdict, fail
 from .host import (
@@ -24,7 +25,7 @@ from .host import (
     free_nbytes,
 )
 from .packages import TorchBuild, check_packages, check_torch, find_torch
-from .speeds import not_measured, prediction_findings, speed_findings
+from .speeds import check_cache_reads, gpu_state_findings, not_measured, prediction_findings, speed_findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
     `stores` is the folder for packed weights; `say` is called with each step.
     """
     torch, driver = find_torch(), find_driver()
-    gpus = len(find_gpus()) if driver else 0
+    # Before this process takes memory of the GPU itself.
+    states = find_gpu_states() if driver else ()
+    gpus = len(states)
     findings = [*_installation(torch, driver, gpus), *_machine(stores)]
     if quick:
         machine = saved_profile(stores)
@@ -66,6 +69,10 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
         findings += _try_kernels(bool(gpus), say) if torch else []
         machine, failures = _measure(stores, say) if torch else (None, [])
         findings += failures
+        # The link is as fast as it gets: data was copied over it a moment ago.
+        states = [replace(before, link=now.link) for before, now in zip(states, find_gpu_states(), strict=False)]
+        findings += _cache_reads(stores, say)
+    findings += gpu_state_findings(states, busy=not quick)
     if machine is None:
         findings.append(not_measured())
     else:
@@ -103,6 +110,17 @@ def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
             found += [check_bitsandbytes("cuda"), check_formats("cuda")]
             found += check_kernels(device) if (device := find_device()) else []
     return found
+
+
+def _cache_reads(stores: Path, say: Callable[[str], None]) -> list[Finding]:
+    """Of a model cache on another disk than `stores`, whose disk is measured already."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    if disk_of(cache) == disk_of(stores):
+        return []
+    say("measuring the disk of the model cache")
+    return [check_cache_reads(cache, measure_cache_reads(cache))]
 
 
 def _measure(stores: Path, say: Callable[[str], None]) -> tuple[Machine | None, list[Finding]]:

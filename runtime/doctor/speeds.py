@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
-from ...offload.budget import gib
+from ...offload.budget import GIB, gib
+from ...offload.machine.hardware import GpuState, PcieLink
 from ...offload.machine.profile import Disk, FlopRates, Link, Machine, PinLimit
 from ..plan.history import RunRecord
 from ..settings.errors import counted
+from ..settings.formatting import duration
 from .finding import Finding, ok, warn
 
 _GB = 1e9
@@ -46,6 +50,54 @@ def check_disk(disk: Disk | None, device: str) -> Finding:
     if best.bytes_s < _SLOW_DISK:
         return warn("disk", says, "give --disk-dir FOLDER on an NVMe disk: weights on disk are read in every pass")
     return ok("disk", says)
+
+
+def check_cache_reads(cache: Path, bytes_s: float | None) -> Finding:
+    """How fast checkpoints are read from where they are downloaded to; a job reads its checkpoint once."""
+    if bytes_s is None:
+        return warn("cache reads", f"{cache}: was not measured", f"free {gib(GIB)} there")
+    says = f"{cache}: {_rate(bytes_s)}; a checkpoint of 60 GB is read in {duration(60e9 / bytes_s)}"
+    if bytes_s < _SLOW_DISK:
+        return warn(
+            "cache reads", says, "export HF_HOME=FOLDER on a faster disk, or `moedge prepare` onto one (--disk-dir)"
+        )
+    return ok("cache reads", says)
+
+
+# What `--gpu-mem auto` leaves to a desktop (offload/budget.py).
+_MUCH_TAKEN = GIB // 2
+
+
+def gpu_state_findings(states: Iterable[GpuState], busy: bool) -> list[Finding]:
+    """What other programs take of each GPU's memory, and its PCIe link. Only a `busy` link is as fast as it can be."""
+    return [finding for state in states for finding in (_check_taken(state), _check_pcie(state, busy)) if finding]
+
+
+def _check_taken(state: GpuState) -> Finding | None:
+    if state.taken_nbytes is None:
+        return None
+    says = f"{state.gpu.name}: {gib(state.taken_nbytes)} of {gib(state.gpu.nbytes)} are taken"
+    if state.taken_nbytes <= _MUCH_TAKEN:
+        return ok("GPU in use", says)
+    fix = "close what holds it: `nvidia-smi` names the programs; a desktop can run on the processor's own graphics"
+    return warn("GPU in use", f"{says} by a desktop or other programs", fix)
+
+
+def _check_pcie(state: GpuState, busy: bool) -> Finding | None:
+    link, best = state.link, state.best_link
+    if link is None or best is None:
+        return None
+    narrow, slow = link.lanes < best.lanes, busy and link.gt_s < best.gt_s
+    if not narrow and not slow:
+        return ok("PCIe", f"{state.gpu.name}: {_pcie(best)}")
+    now = _pcie(link) if busy else f"{link.lanes} lanes"
+    fix = "a slot that is wired for all lanes, mostly the one next to the processor; the BIOS may also set a generation"
+    return warn("PCIe", f"{state.gpu.name}: {now}, and the card can have {_pcie(best)}: copies wait for the link", fix)
+
+
+def _pcie(link: PcieLink) -> str:
+    """`PCIe 4.0 x16`: 8 GT/s are the third generation, and every later one doubles them."""
+    return f"PCIe {max(1, round(math.log2(link.gt_s))):.1f} x{link.lanes}"
 
 
 def check_link(link: Link | None) -> Finding:
@@ -114,7 +166,9 @@ def _si(value: float) -> str:
 
 
 def _rate(bytes_s: float) -> str:
-    return f"{bytes_s / _GB:.1f} GB/s" if bytes_s >= _GB / 10 else f"{bytes_s / 1e6:.1f} MB/s"
+    if bytes_s >= _GB:
+        return f"{bytes_s / _GB:.1f} GB/s"
+    return f"{bytes_s / 1e6:.{0 if bytes_s >= 1e7 else 1}f} MB/s"
 
 
 def _ago(seconds: float) -> str:

@@ -38,7 +38,8 @@ class Chunk:
 class Batch:
     """The chunks of a pass, their T tokens as tensors, and the sequences that get a token of it.
 
-    Shapes: token_ids [1, T], positions [1, T], logit_rows [R] (rows of T, one for each of `sampling`).
+    `scoring` holds (sequence, position) of the prompt tokens whose log-probabilities the pass gives. Shapes: token_ids
+    [1, T], positions [1, T], logit_rows [R] (rows of T, one for each of `sampling`, then one for each of `scoring`).
     """
 
     chunks: tuple[Chunk, ...]
@@ -46,6 +47,7 @@ class Batch:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     sampling: tuple[Sequence, ...]
+    scoring: tuple[tuple[Sequence, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +78,8 @@ def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
     positions: list[int] = []
     logit_rows: list[int] = []
     sampling: list[Sequence] = []
+    scored_rows: list[int] = []
+    scoring: list[tuple[Sequence, int]] = []
     for sequence, past, count in parts:
         samples = past + count == sequence.num_tokens
         forks = tuple(sequence.forks) if samples else ()
@@ -85,10 +89,14 @@ def _pack(parts: list[tuple[Sequence, int, int]]) -> Batch:
         positions += range(past, past + count)
         sampling += chunk.sampling
         logit_rows += [chunk.end - 1] * len(chunk.sampling)
+        for position in sequence.unscored(past, past + count):
+            scored_rows.append(chunk.begin + position - past)
+            scoring.append((sequence, position + 1))
     return Batch(
         tuple(chunks),
         torch.tensor([token_ids]),
         torch.tensor([positions]),
-        torch.tensor(logit_rows, dtype=torch.long),
+        torch.tensor(logit_rows + scored_rows, dtype=torch.long),
         tuple(sampling),
+        tuple(scoring),
     )

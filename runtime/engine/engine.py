@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -227,7 +228,8 @@ def _joined(parts: list[tuple[Batch, Sampled]]) -> Sampled:
     for part, sampled in parts:
         logprobs |= {before + row: logprob for row, logprob in sampled.logprobs.items()}
         before += len(part.sampling)
-    return Sampled(np.concatenate([sampled.token_ids for _, sampled in parts]), logprobs)
+    scores = tuple(chain.from_iterable(sampled.scores for _, sampled in parts))
+    return Sampled(np.concatenate([sampled.token_ids for _, sampled in parts]), logprobs, scores)
 
 
 class Model(Protocol):
@@ -277,7 +279,13 @@ class Engine:
     def _compute(self, batch: Batch) -> Sampled:
         masks = self._masks.begin(batch.sampling)
         logits = self.model.forward(batch)
-        return self.sampler.sample(logits, [_draw(sequence) for sequence in batch.sampling], masks.result())
+        drawn, scored = logits[: len(batch.sampling)], logits[len(batch.sampling) :]
+        sampled = self.sampler.sample(drawn, [_draw(sequence) for sequence in batch.sampling], masks.result())
+        return replace(sampled, scores=self._score(scored, batch)) if batch.scoring else sampled
+
+    def _score(self, logits: torch.Tensor, batch: Batch) -> tuple[TokenLogprob | None, ...]:
+        token_ids = [sequence.prompt_ids[position] for sequence, position in batch.scoring]
+        return self.sampler.score(logits, token_ids, [each.params.prompt_logprobs or 0 for each, _ in batch.scoring])
 
     def start_counting(self) -> None:
         """Resets the counters, so that they count the job only."""

@@ -69,7 +69,8 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next pass; has at least one chunk whenever `busy`."""
-        draft = _Draft(self.limits.tokens_per_pass)
+        claimed = sum(1 + len(sequence.forks) for sequence in self.running)
+        draft = _Draft(self.limits.tokens_per_pass, max(0, self.limits.live - claimed))
         preemptions = self.counts.preemptions
         # Decoding sequences have one pending token and come first, each group in order of age.
         for sequence in sorted(self.running, key=lambda running: running.num_pending > 1):
@@ -89,8 +90,11 @@ class Scheduler:
             self.cache.store(chunk.sequence.table, chunk.count)
             if chunk.forks:
                 self._fork(chunk.sequence)
+        for (sequence, position), score in zip(batch.scoring, samples.scores, strict=True):
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs.add(position, score)
         for index, (sequence, token_id) in enumerate(zip(batch.sampling, samples.token_ids.tolist(), strict=True)):
-            if token_id == NO_TOKEN:
+            if token_id == NO_TOKEN or sequence.broken:
                 sequence.fail()
             else:
                 sequence.append(token_id, samples.logprobs.get(index))
@@ -124,7 +128,7 @@ class Scheduler:
             draft.drop(youngest)
             if youngest is sequence:
                 return
-        count = min(sequence.num_pending, draft.tokens_left, free_tokens)
+        count = draft.scored(sequence, min(sequence.num_pending, draft.tokens_left, free_tokens))
         self.cache.grow(sequence.table, sequence.table.num_tokens + count)
         draft.choose(sequence, count)
 
@@ -146,14 +150,17 @@ class Scheduler:
         while draft.tokens_left and self.waiting:
             sequence = self.waiting[0]
             table, claim = sequence.table, min(1 + len(sequence.forks), self.limits.live)
-            if claimed + claim > self.limits.live:
+            if claim > draft.spare_rows:
                 return
-            if not self.cache.open(table, sequence.tokens, sequence.num_tokens, spare=claimed):
+            if not self.cache.open(
+                table, sequence.tokens, sequence.num_tokens, spare=claimed, shareable=sequence.num_shareable
+            ):
                 return
             claimed += claim
+            draft.spare_rows -= claim
             self.waiting.popleft()
             self._count_opened(sequence)
-            count = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
+            count = draft.scored(sequence, min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table)))
             self.cache.grow(table, table.num_tokens + count)
             self.cache.publish(table, sequence.tokens)
             sequence.status = SequenceStatus.RUNNING
@@ -188,11 +195,29 @@ class Scheduler:
 
 
 class _Draft:
-    """The pass under construction: the tokens of each chosen sequence, and how many tokens are left."""
+    """The pass under construction: the tokens of each chosen sequence, and how many tokens are left.
 
-    def __init__(self, tokens_per_pass: int) -> None:
+    Every sequence, and every fork, may get one row of logits; `spare_rows` is what plans have memory for beyond that.
+    """
+
+    def __init__(self, tokens_per_pass: int, spare_rows: int) -> None:
         self.tokens_left = tokens_per_pass
+        self.spare_rows = spare_rows
         self.chosen: dict[Sequence, int] = {}
+
+    def scored(self, sequence: Sequence, count: int) -> int:
+        """As many of a sequence's next `count` tokens as have rows of logits where its prompt is scored; at least 1."""
+        past = sequence.table.num_tokens
+        scoring = sequence.unscored(past, past + count)
+        if not scoring:
+            return count
+        # The last of all tokens takes the sequence's own row; without it, the first that is scored does.
+        beyond = len(scoring) - (past + count < sequence.num_tokens)
+        if beyond <= self.spare_rows:
+            self.spare_rows -= beyond
+            return count
+        count, self.spare_rows = scoring.start - past + 1 + self.spare_rows, 0
+        return count
 
     def choose(self, sequence: Sequence, count: int) -> None:
         self.chosen[sequence] = count

@@ -197,7 +197,7 @@ class RowEncoder:
             f"{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
             f"({self._cache_tokens}); give the job more memory (an LLM: a larger max_model_len), or lower max_tokens"
         )
-        return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+        return row.failure(ErrorCode.KV_CACHE_EXCEEDED, message)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):

@@ -143,12 +143,15 @@ class OpenRow:
         for sequence in self.sequences:
             if self.first and self.first[-1].prompt_ids == sequence.prompt_ids:
                 self.first[-1].forks.append(sequence)
+                sequence.prompt_logprobs = self.first[-1].prompt_logprobs
             else:
                 self.first.append(sequence)
 
     def _continue(self, before: Items[CutChoice]) -> None:
         for sequence, generated in zip(self.sequences, before, strict=True):
             sequence.replay(generated.token_ids, map(_logprob, generated.logprobs))
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs.tokens += map(_logprob, generated.prompt_logprobs)
         self.first = [each for each in self.sequences if not each.finished]
         self.num_open = len(self.first)
 
@@ -256,6 +259,7 @@ def completion_of(row: Row, sequence: Sequence, text: AnswerText) -> Completion:
         sequence.finish_reason,
         len(sequence.prompt_ids),
         None if sequence.params.logprobs is None else tuple(sequence.logprobs),
+        prompt_logprobs=None if sequence.prompt_logprobs is None else tuple(sequence.prompt_logprobs.tokens),
     )
     calls: Items[FunctionCall] = ()
     if isinstance(text, ChatStream):
@@ -289,7 +293,10 @@ def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
 
 
 def _choice(completion: Completion) -> CutChoice:
-    return CutChoice(completion.token_ids, [astuple(each) for each in completion.logprobs or ()])
+    answer, prompt = (
+        [astuple(each) for each in part or ()] for part in (completion.logprobs, completion.prompt_logprobs)
+    )
+    return CutChoice(completion.token_ids, answer, prompt)
 
 
 def _logprob(fields: Items[Any]) -> TokenLogprob:

@@ -66,8 +66,11 @@ class KVCache:
         """Whether a sequence of `num_tokens` fits into the empty cache."""
         return all(group.fits(num_tokens) for group in self.groups)
 
-    def open(self, table: BlockTable, tokens: TokenSource, num_tokens: int, spare: int) -> bool:
-        """Starts a sequence of `num_tokens` with its parked blocks, or with stored blocks of the same beginning.
+    def open(
+        self, table: BlockTable, tokens: TokenSource, num_tokens: int, spare: int, shareable: int | None = None
+    ) -> bool:
+        """Starts a sequence of `num_tokens` with its parked blocks, or with stored blocks of the same beginning, of
+        which only the first `shareable` tokens are taken from other tables.
 
         `table.num_tokens` is then the number of tokens whose keys and values are there. Returns False, and changes
         nothing, unless the rest fits too and `spare` blocks of each group stay available.
@@ -75,7 +78,7 @@ class KVCache:
         if table.parked:
             nothing: list[list[int]] = [[] for _ in self.groups]
             return self._admits(nothing, table.num_tokens, num_tokens, spare) and self._unpark(table)
-        found = self._find(table, tokens, num_tokens)
+        found = self._find(table, tokens, num_tokens if shareable is None else min(num_tokens, shareable + 1))
         stored = len(found[0]) * self.block
         if not self._admits(found, stored, num_tokens, spare):
             return False

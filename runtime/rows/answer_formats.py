@@ -27,6 +27,7 @@ class Completion:
 
     Of a chat answer whose parts are known, `reasoning` is what came before the text, and `reasoning_tokens` counts it
     with its marks; `answered` is False where the text never began. `calls` are functions that the model calls.
+    `prompt_logprobs` are those of the prompt's second token and the ones behind it, if the row asks for them.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Completion:
     reasoning_tokens: int | None = None
     answered: bool = True
     calls: tuple[FunctionCall, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def content(self) -> str | None:
@@ -83,6 +85,8 @@ def openai_answer(
         "choices": [_choice(row, index, completion, token_text) for index, completion in enumerate(completions)],
         "usage": usage(completions, row.num_samples),
     }
+    if chat:
+        body |= _prompt_logprobs(completions[0], token_text)
     if row.metadata is not None:
         body["metadata"] = row.metadata
     return with_own(_line(row.id, 200, body), row.own)
@@ -138,7 +142,27 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
-    return choice
+    return choice if chat else choice | _prompt_logprobs(completion, token_text)
+
+
+def _prompt_logprobs(completion: Completion, token_text: TokenText) -> dict[str, Any]:
+    """As vLLM writes them: null for the first token, then for each one it and the likeliest ones, by token id."""
+    if completion.prompt_logprobs is None:
+        return {}
+    found: list[dict[str, Any] | None] = [None]
+    for token in completion.prompt_logprobs:
+        by_id = {token.token_id: (token.logprob, token.rank)}
+        for rank, (token_id, logprob) in enumerate(token.top, 1):
+            by_id.setdefault(token_id, (logprob, rank))
+        found.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": token_text(token_id)[0],
+                }
+                for token_id, (logprob, rank) in by_id.items()
+            }
+        )  # fmt: skip
+    return {"prompt_logprobs": found}
 
 
 def _calls(row: Row, index: int, calls: Sequence[FunctionCall]) -> list[dict[str, Any]]:
@@ -183,11 +207,12 @@ def _digest(row_id: str, purpose: bytes) -> str:
     return blake2b(row_id.encode(), digest_size=16, person=purpose).hexdigest()
 
 
-def short_answer(row: Row, completions: Sequence[Completion]) -> dict[str, Any]:
+def short_answer(row: Row, completions: Sequence[Completion], token_text: TokenText) -> dict[str, Any]:
     """With n above 1 the choices are listed under `choices`, each as the single one would have been."""
     choices = [_short_choice(row, index, completion) for index, completion in enumerate(completions)]
     answer = choices[0] if row.num_samples == 1 else {"choices": choices}
-    return with_own({"id": row.id} | answer | {"usage": usage(completions, row.num_samples)}, row.own)
+    beside = _prompt_logprobs(completions[0], token_text) | {"usage": usage(completions, row.num_samples)}
+    return with_own({"id": row.id} | answer | beside, row.own)
 
 
 def short_failure(failure: RowFailure) -> dict[str, Any]:
@@ -229,7 +254,7 @@ class Answers:
         if len(completions) != wanted:
             raise ValueError(f"row {row.id!r} has {wanted} choices, found {len(completions)} completions")
         if row.short:
-            return _dump(short_answer(row, completions))
+            return _dump(short_answer(row, completions, self._token_text))
         return _dump(openai_answer(row, completions, self._model, self._created, self._token_text))
 
     def failure(self, failure: RowFailure) -> str:

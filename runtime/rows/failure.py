@@ -47,6 +47,7 @@ class ErrorCode(StrEnum):
     INVALID_JSON_SCHEMA = "invalid_json_schema"
     INVALID_GRAMMAR = "invalid_grammar"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    KV_CACHE_EXCEEDED = "kv_cache_exceeded"
     INCOMPLETE_OUTPUT = "incomplete_output"
     NUMERICAL_ERROR = "numerical_error"
     WORKER_CRASHED = "worker_crashed"
@@ -79,12 +80,13 @@ _ROW = {
     ErrorCode.INVALID_JSON_SCHEMA,
     ErrorCode.INVALID_GRAMMAR,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    ErrorCode.KV_CACHE_EXCEEDED,
     ErrorCode.INCOMPLETE_OUTPUT,
     ErrorCode.NUMERICAL_ERROR,
     ErrorCode.WORKER_CRASHED,
 }
-# The context length is also bounded by the memory that the KV cache gets.
-_MAY_CHANGE = {ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
+# Another run may have more memory for the KV cache; the model's context stays as it is.
+_MAY_CHANGE = {ErrorCode.KV_CACHE_EXCEEDED, ErrorCode.NUMERICAL_ERROR, ErrorCode.WORKER_CRASHED}
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,13 @@ def flag(value: Any, param: str) -> bool:
     return value
 
 
+def prompt_logprobs(value: Any, param: str) -> int | None:
+    """True asks for those of the prompt's own tokens, a number for alternatives to each."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    return Integer(LIMITS["prompt_logprobs"])(value, param)
+
+
 def text(value: Any, param: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(value, param, "a string")
@@ -388,6 +395,7 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "n": _everywhere(Integer(NUM_SAMPLES)),
     "logprobs": {CHAT: flag, COMPLETION: Integer(LIMITS["logprobs"])},
     "top_logprobs": {CHAT: Integer(LIMITS["logprobs"])},
+    "prompt_logprobs": _everywhere(prompt_logprobs),
     "logit_bias": _everywhere(logit_bias),
     "min_tokens": _everywhere(Integer(LIMITS["min_tokens"])),
     "response_format": _everywhere(response_format),
@@ -445,7 +453,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),

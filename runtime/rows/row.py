@@ -79,10 +79,10 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 class Defaults(SamplingParams):
     """Values for absent fields of a row; the seed of each row is derived from `seed`, the seed of the job.
 
-    `logprobs` has no default: only a row itself can ask for them. `chat_template_kwargs` is the text of a JSON object,
-    or nothing: a journal keeps it and compares it. `schema` is the text of a JSON schema. The others say what prompts
-    are made of: `prompt_column` and `id_column` name fields of a row, `prompt` and `system` are templates over its
-    fields, and `chat` makes prompts messages of a user; None is "as the model can".
+    `logprobs` and `prompt_logprobs` have no default: only a row itself can ask for them. `chat_template_kwargs` is the
+    text of a JSON object, or nothing: a journal keeps it and compares it. `schema` is the text of a JSON schema. The
+    others say what prompts are made of: `prompt_column` and `id_column` name fields of a row, `prompt` and `system` are
+    templates over its fields, and `chat` makes prompts messages of a user; None is "as the model can".
     """
 
     max_tokens: int = 256

@@ -94,10 +94,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids` [B], `NO_TOKEN` where a row's logits were broken; `logprobs` by row, for rows that want them."""
+    """`token_ids` [B], `NO_TOKEN` where a row's logits were broken; `logprobs` by row, for rows that want them.
+
+    `scores` are of prompt tokens, in the order of the batch; None where logits were broken.
+    """
 
     token_ids: NDArray[np.int64]
     logprobs: dict[int, TokenLogprob]
+    scores: tuple[TokenLogprob | None, ...] = ()
 
 
 # 32-bit words are kept in 64-bit integers, where the product of two of them cannot overflow.

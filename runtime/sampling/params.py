@@ -13,9 +13,9 @@ class SamplingParams:
     """How one sequence is continued; every field is resolved, none refers to another default.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filters off.
-    `logprobs` is the number of alternatives reported per token; None reports no log-probabilities. `logit_bias` holds
-    (token id, number added to its logit). Before `min_tokens` no token ends the sequence. `max_thinking_tokens` bounds
-    the reasoning of a chat answer, unless it is None.
+    `logprobs` is the number of alternatives reported per token; None reports no log-probabilities; `prompt_logprobs`
+    is the same for the prompt's tokens. `logit_bias` holds (token id, number added to its logit). Before `min_tokens`
+    no token ends the sequence. `max_thinking_tokens` bounds the reasoning of a chat answer, unless it is None.
     """
 
     max_tokens: int
@@ -31,6 +31,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     max_thinking_tokens: int | None = None
@@ -75,6 +76,7 @@ LIMITS = MappingProxyType(
         "frequency_penalty": Limit(-2.0, 2.0),
         "seed": Limit(0, _INT63),
         "logprobs": Limit(0, 20),
+        "prompt_logprobs": Limit(0, 20),
         "logit_bias": Limit(-100.0, 100.0),
         "min_tokens": Limit(0, _INT63),
         "max_thinking_tokens": Limit(0, _INT63),

@@ -7,8 +7,9 @@ Log-probabilities are the model's own: penalties, filters and masks decide which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,6 +115,25 @@ class Sampler:
             if draw.forced is not None and token_ids[row] != NO_TOKEN:
                 token_ids[row] = draw.forced
         return Sampled(token_ids, self._logprobs(logits, draws, token_ids.tolist()))
+
+    def score(
+        self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    ) -> tuple[TokenLogprob | None, ...]:
+        """The log-probability of a given token by each row of `logits` [B, V] fp32, with `num_top` alternatives.
+
+        None for a row whose logits contain NaN or +inf. A token that the output head does not have is impossible.
+        """
+        scores: list[TokenLogprob | None] = []
+        last = logits.shape[-1] - 1
+        for part in self._tiles(len(token_ids), logits.shape[-1]):
+            broken = _argmax(logits[part]) == NO_TOKEN
+            ids = [min(token_id, last) for token_id in token_ids[part]]
+            found = token_logprobs(logits[part], ids, num_top[part])
+            scores += [None if bad else each for bad, each in zip(broken, found, strict=True)]
+        return tuple(
+            replace(score, token_id=token_id, logprob=-math.inf, rank=last + 2) if score and token_id > last else score
+            for score, token_id in zip(scores, token_ids, strict=True)
+        )
 
     def _draw_rows(
         self, logits: Tensor, rows: list[int], draws: Sequence[Draw], bits: Tensor | None

@@ -18,7 +18,7 @@ PERSON = {
 }
 KINDS: Rows = [
     {},
-    {"temperature": 0.9, "n": 2},
+    {"temperature": 0.9, "n": 2, "prompt_logprobs": 1},
     {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"temperature": 0.9, "stop": [" the", "and God"]},
     {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True},

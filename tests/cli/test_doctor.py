@@ -1,6 +1,7 @@
 """`moedge doctor` as scripts and people see it."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def test_what_is_measured_is_kept_and_printed_as_a_profile_that_can_be_read_back
     assert document["schema"] == "moedge.machine/2"
     assert {"name", "verdict", "found", "fix"} == set(document["findings"][0])
     assert 0 < document["now"]["host_available_nbytes"] <= document["now"]["host_total_nbytes"]
+    assert "cache reads" not in [finding["name"] for finding in document["findings"]], "it is on the same disk"
     assert cli("doctor", "--quick", "--disk-dir", stores) == 0
     told = capsys.readouterr().out
     assert "nf4 1T/1G FLOP/s" in told
@@ -102,3 +104,20 @@ def test_every_key_of_the_output_is_documented(
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     keys = [*document, *document["findings"][0], *document["now"]]
     assert [key for key in keys if f"`{key}`" not in page and f".{key}`" not in page] == []
+
+
+def test_a_model_cache_on_another_disk_is_measured_too(
+    brief: None, cli: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    other = tmp_path / "other-disk"
+    other.mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(other))
+    monkeypatch.setattr(
+        machine_profile, "measure_disk", lambda folder, *_, **__: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,))
+    )
+    monkeypatch.setattr(examination, "_try_kernels", lambda *_: [])
+    monkeypatch.setattr(examination, "disk_of", lambda folder: folder == other)
+    assert cli("doctor", "--disk-dir", tmp_path / "stores") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cache reads" in line]
+    assert re.search(rf"{other}: [\d.]+ [GM]B/s; a checkpoint of 60 GB is read in ", line)

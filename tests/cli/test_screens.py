@@ -5,6 +5,7 @@ WRITE_GOLDEN=1 writes the files anew. Numbers that a clock gives are fixed; the 
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -43,12 +44,14 @@ from moedge.runtime.jobs.summary import (
     TierMemory,
     summarise_rows,
 )
+from moedge.runtime.settings.errors import MemoryGaveOut
 from support import recorded_machine
 from support.jobs import fake_engine
 from support.recorded_machine import GIB, NAME, RECORDED
 from support.screen import Screen
 
 WIDTHS = (40, 80, 200)
+REAL_FACTS, REAL_SMOOTHED = progress.facts, progress.SmoothedLeft
 GOLDEN = Path(__file__).parent / "golden"
 BUDGETS = ("--gpu-mem", "7GiB", "--ram", "20GiB", "--disk", "40GiB")
 Shown = Callable[..., tuple[int, str]]
@@ -173,11 +176,15 @@ def test_doctor_fits_terminals_of_every_width_and_says_what_to_do(
 
 
 class CtrlC:
-    """Presses it before the pass of that number, once."""
+    """Presses it before the pass of that number, once; `before` is called before every pass."""
 
     at_pass = 0
 
+    def __init__(self) -> None:
+        self.before: Callable[[], None] = lambda: None
+
     def before_pass(self, running: list[Any]) -> None:
+        self.before()
         self.at_pass -= 1
         if self.at_pass == 0:
             os.kill(os.getpid(), signal.SIGINT)
@@ -281,6 +288,96 @@ def test_a_job_that_is_interrupted_and_resumed_fits_terminals_of_every_width(
     ):
         assert words in text, words
     golden("batch", screens)
+
+
+class MovingEta:
+    """Two rows a pass of five seconds, by a clock that only passes move."""
+
+    total, ram_nbytes, prompt_tok_s = 50, 20 * GIB, 16.0
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __call__(self) -> float:
+        return 5.0 * self.passes
+
+    def update(self, *_: Any) -> None:
+        self.passes += 1
+
+    @property
+    def done(self) -> int:
+        return 2 + 2 * self.passes
+
+    @property
+    def failed(self) -> int:
+        return 2 if self.passes else 0
+
+    @property
+    def generated_tok_s(self) -> float:
+        return 3.5 * min(self.passes, 8)
+
+    @property
+    def seconds_left(self) -> float:
+        return 5.0 * (24 - self.passes)
+
+    @property
+    def resident_nbytes(self) -> int:
+        return 17 * GIB
+
+    @property
+    def hit_rate(self) -> float | None:
+        return 0.34 if self.passes > 1 else None
+
+
+def test_a_job_that_runs_fits_terminals_of_every_width(
+    shown: Shown, job: Path, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The screen before the second pass, and after four and eight."""
+    show = progress.BarProgress.show
+    monkeypatch.setattr(progress, "facts", REAL_FACTS)
+    screens = {}
+    for width in WIDTHS:
+        eta, moments = MovingEta(), []
+        monkeypatch.setattr(states.Running, "eta", lambda running, eta=eta: eta)
+        monkeypatch.setattr(progress, "SmoothedLeft", lambda eta=eta: REAL_SMOOTHED(eta))
+
+        def show_now(bar: Any, eta: Any) -> None:
+            show(bar, eta)
+            bar._progress.refresh()
+
+        def look(eta: MovingEta = eta, moments: list[str] = moments, width: int = width) -> None:
+            if eta.passes in (1, 4, 8):
+                moments.append("\n".join(sys.stderr.lines(width)).rstrip("\n"))  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(progress.BarProgress, "show", show_now)
+        ctrl_c.before, ctrl_c.at_pass = look, 10
+        code, _ = shown(width, "batch", NAME, "in.jsonl", "-o", f"out{width:03}.jsonl", *BUDGETS)
+        assert code == 130
+        first, *later = moments
+        assert len(later) == 2
+        assert all(moment.rpartition("\n")[0] == first.rpartition("\n")[0] for moment in later), "one line changes"
+        screens[width] = "\n".join([first, *(moment.rpartition("\n")[2] for moment in later)]) + "\n"
+    assert "18/50 rows  2 failed  left 1:20   28 tok/s     RAM 17.00/20.00 GiB  expert hits 34%  ━" in screens[200]
+    golden("running", screens)
+
+
+def test_a_job_that_runs_out_of_memory_says_what_helps(shown: Shown, job: Path, ctrl_c: CtrlC) -> None:
+    passes = iter(range(100))
+
+    def fail() -> None:
+        if next(passes) == 4:
+            raise MemoryGaveOut("out of memory in a pass of 1 token (CUDA out of memory)")
+
+    screens = {}
+    for width in WIDTHS:
+        passes, ctrl_c.before = iter(range(100)), fail
+        code, screens[width] = shown(width, "batch", NAME, "in.jsonl", "-o", f"out{width:03}.jsonl", *BUDGETS)
+        assert code == 8
+        screens[width] = re.sub(r"\d+ of 50", "2 of 50", screens[width].replace(f"out{width:03}", "answers"))
+        screens[width] = screens[width].replace(str(job), "~")
+    assert "Failed: 2 of 50 rows done, and kept in " in screens[200]
+    assert "Resume with the same command, or: moedge jobs resume 7f3a91c0" in screens[200]
+    golden("failure", screens)
 
 
 def at(hour: int) -> type[datetime]:

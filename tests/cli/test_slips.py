@@ -4,12 +4,15 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
 from moedge.cli.main import app
+from moedge.cli.views import job_view
+from moedge.runtime.jobs.summary import Rows as RowCounts
 
 Cli = Callable[..., int]
 Rows = list[dict[str, Any]]
@@ -111,3 +114,16 @@ def test_a_slip_in_most_rows_refuses_the_job_before_anything_loads(
     assert "30 of 40 rows have the error unknown_parameter" in said
     assert "line 11" in said
     assert "plan:" not in said
+
+
+@pytest.mark.parametrize(("code", "offered"), [("context_length_exceeded", False), ("kv_cache_exceeded", True)])
+def test_failed_rows_are_offered_again_only_where_that_can_help(code: str, offered: bool, tmp_path: Path) -> None:
+    rows = RowCounts(2, 1, 1, errors={code: 1})
+    ended = SimpleNamespace(
+        summary=SimpleNamespace(rows=rows),
+        session=SimpleNamespace(job_id="7f3a91c0"),
+        paths=SimpleNamespace(errors=tmp_path / "out.errors.jsonl"),
+    )
+    (line,) = job_view.unfinished(ended)  # type: ignore[arg-type]
+    assert line.startswith("1 row failed (see ")
+    assert ("moedge jobs resume 7f3a91c0 --failed" in line) is offered

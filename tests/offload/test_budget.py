@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedge.offload.budget import BadSize, auto_device, auto_host, nearest_form, parse_size
+from moedge.offload.budget import BadSize, auto_device, auto_host, gib, nearest_form, parse_size
 
 GIB = 1 << 30
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -79,3 +79,10 @@ def test_any_text_is_a_size_or_a_refusal_and_the_nearest_form_is_a_size(text: st
 def test_a_size_that_leaves_nothing_or_more_than_all_is_refused(text: str, says: str) -> None:
     with pytest.raises(BadSize, match=says):
         parse_size(text, TOTAL, AVAILABLE)
+
+
+def test_small_sizes_have_no_tenths_that_say_nothing() -> None:
+    kib = 1024
+    shown = {0: "0 MiB", 1: "0 KiB", kib: "1 KiB", 1536: "1.5 KiB", 100 * kib: "100 KiB", 440 * kib + 90: "440 KiB"}
+    shown |= {kib * kib - 1: "1 MiB", kib * kib: "1 MiB", 5 << 20: "5 MiB"}
+    assert {nbytes: gib(nbytes) for nbytes in shown} == shown

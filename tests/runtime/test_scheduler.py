@@ -25,6 +25,12 @@ def next_token(token_ids: list[int]) -> int:
     return hashlib.blake2b(bytes(token_ids)).digest()[0] % VOCAB
 
 
+def one_hot(token_ids: list[int]) -> torch.Tensor:
+    row = torch.zeros(VOCAB)
+    row[next_token(token_ids)] = 1.0
+    return row
+
+
 class FakeModel:
     """Its next token is a hash of all tokens that the cache returns: wrong blocks, or stale ones, are other tokens."""
 
@@ -40,6 +46,8 @@ class FakeModel:
             )
             self._write(chunk, batch.token_ids[0, chunk.begin : chunk.end])
         logits = [self._logits(chunk) for chunk in batch.chunks for _ in chunk.sampling]
+        logits += [one_hot(sequence.prompt_ids[:position]) for sequence, position in batch.scoring]
+        assert len(logits) == len(batch.logit_rows)
         return torch.stack(logits) if logits else torch.zeros(0, VOCAB)
 
     def _write(self, chunk: Chunk, token_ids: torch.Tensor) -> None:
@@ -52,9 +60,7 @@ class FakeModel:
         end = chunk.past + chunk.count
         everything, windowed = (self._read(chunk, group, end) for group in range(2))
         assert windowed == everything[max(0, end - WINDOW) :], "a block behind the window was freed too early"
-        row = torch.zeros(VOCAB)
-        row[next_token(everything)] = 1.0
-        return row
+        return one_hot(everything)
 
     def _read(self, chunk: Chunk, group: int, end: int) -> list[int]:
         first = self.cache.groups[group].spec.group.first_visible(end - 1)
@@ -122,6 +128,64 @@ def test_tokens_do_not_depend_on_the_schedule(
     for batch in engine.model.batches:
         assert 0 < batch.num_tokens <= tokens_per_pass
         assert len(batch.sampling) <= max_sequences
+
+
+@given(jobs, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]), st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_every_prompt_token_is_scored_once_and_a_pass_has_logits_for_its_sequences_only(
+    rows: list[tuple[list[int], int, int]],
+    blocks: int,
+    tokens_per_pass: int,
+    max_sequences: int,
+    parked: int,
+    sharing: bool,
+) -> None:
+    """Whatever is shared, chunked, preempted or parked; every second row is scored."""
+    limits = PassLimits(tokens_per_pass, max_sequences)
+    engine = make_engine(blocks, limits, parked, sharing, windowed=4)
+    samples = []
+    for index, (prompt, count, num_samples) in enumerate(rows):
+        params = SamplingParams(count, prompt_logprobs=2 if index % 2 else None)
+        first, *forks = [Sequence(prompt, params) for _ in range(num_samples)]
+        for fork in forks:
+            fork.prompt_logprobs = first.prompt_logprobs
+        first.forks = forks
+        samples.append([first, *forks])
+        engine.add(first)
+    list(engine.run())
+    for index, (sequences, (prompt, count, _)) in enumerate(zip(samples, rows, strict=True)):
+        for sequence in sequences:
+            assert sequence.output_ids == alone(prompt, count)
+            found = [] if sequence.prompt_logprobs is None else sequence.prompt_logprobs.tokens
+            wanted = [one_hot(prompt[:position]).log_softmax(-1) for position in range(1, len(prompt))]
+            assert [each.token_id for each in found] == (prompt[1:] if index % 2 else [])
+            for each, row in zip(found, wanted, strict=bool(index % 2)):
+                assert each.logprob == pytest.approx(float(row[each.token_id]), abs=1e-5)
+                assert each.top[0][0] == int(row.argmax())
+    for batch in engine.model.batches:
+        assert len(batch.logit_rows) <= limits.live
+
+
+def test_logits_of_a_prompt_that_are_not_finite_fail_its_sequences_and_no_other() -> None:
+    engine = make_engine(100, PassLimits(4, 3))
+    prompt = [7] * 6
+    first, fork, other = (Sequence(prompt, SamplingParams(3, prompt_logprobs=score)) for score in (0, 0, None))
+    first.forks, fork.prompt_logprobs = [fork], first.prompt_logprobs
+    forward = engine.model.forward
+
+    def broken(batch: Batch) -> torch.Tensor:
+        logits = forward(batch)
+        for row, (_, position) in enumerate(batch.scoring, len(batch.sampling)):
+            if position == 2:
+                logits[row, 0] = torch.nan
+        return logits
+
+    engine.model.forward = broken  # type: ignore[method-assign]
+    engine.add(first)
+    engine.add(other)
+    list(engine.run())
+    assert [each.finish_reason for each in (first, fork, other)] == ["error", "error", "length"]
+    assert first.error == "the model's logits are not finite numbers"
 
 
 def run_alike(engine: Engine, count: int = 6) -> list[list[int]]:

@@ -47,11 +47,13 @@ class Kind(StrEnum):
 class CutChoice:
     """What one choice of a cut row generated so far: enough to continue it as if it had never been cut.
 
-    `logprobs` is [token id, logprob, rank, [[token id, logprob], ...]] for each token, where the row asks for them.
+    `logprobs` is [token id, logprob, rank, [[token id, logprob], ...]] for each token, where the row asks for them, and
+    `prompt_logprobs` the same for the tokens of its prompt.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[Any] = ()
+    prompt_logprobs: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,11 @@ def encode_done(done: Done, synced: int) -> bytes:
 def _encode_choices(choices: tuple[CutChoice, ...]) -> str:
     if not choices:
         return ""
-    found = [{"token_ids": list(each.token_ids), "logprobs": list(each.logprobs)} for each in choices]
+    found = [
+        {"token_ids": list(each.token_ids), "logprobs": list(each.logprobs)}
+        | ({"prompt_logprobs": list(each.prompt_logprobs)} if each.prompt_logprobs else {})
+        for each in choices
+    ]
     # Not JSON by the letter: the logprob of an impossible token is -Infinity.
     return f"{_CHOICES.decode()}{json.dumps(found, separators=(',', ':'))}"
 
@@ -123,7 +129,7 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
 
 def _decode_choices(rest: bytes) -> tuple[CutChoice, ...]:
     found = json.loads(rest[len(_CHOICES) :]) if rest else ()
-    return tuple(CutChoice(each["token_ids"], each["logprobs"]) for each in found)
+    return tuple(CutChoice(each["token_ids"], each["logprobs"], each.get("prompt_logprobs", ())) for each in found)
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from moedge.offload.machine import profile as saved
 from moedge.offload.machine.hardware import Driver as NvidiaDriver
-from moedge.offload.machine.hardware import GpuInfo, Hardware, find_driver, find_gpus, find_hardware
+from moedge.offload.machine.hardware import (
+    GpuInfo,
+    GpuState,
+    Hardware,
+    PcieLink,
+    find_driver,
+    find_gpu_states,
+    find_gpus,
+    find_hardware,
+)
 from moedge.offload.machine.profile import (
     Disk,
     DiskRead,
@@ -261,6 +270,55 @@ def test_gpus_are_those_that_the_driver_shows() -> None:
     assert find_gpus(Driver([b"no device for this process"], init=100)) == ()
     with pytest.raises(OSError, match="CUDA error 999"):
         find_gpus(Driver([b"lost"], describe=999))
+
+
+class BusDriver(Driver):
+    """Also says where the first device is; the second one's place is not known."""
+
+    def cuDeviceGetPCIBusId(self, address: Any, length: int, handle: ctypes.c_int) -> int:
+        address.value = b"0000:0A:00.0"
+        return handle.value
+
+
+class Nvml:
+    """The calls of libnvidia-ml, as ctypes makes them; `second` is whether it has nvmlDeviceGetMemoryInfo_v2."""
+
+    def __init__(self, init: int = 0, second: bool = True) -> None:
+        self.init = init
+        if second:
+            self.nvmlDeviceGetMemoryInfo_v2 = self._memory
+
+    def nvmlInit_v2(self) -> int:
+        return self.init
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, address: bytes, handle: Any) -> int:
+        handle._obj.value = 7
+        return 0 if address == b"0000:0A:00.0" else 6
+
+    def _memory(self, handle: ctypes.c_void_p, info: Any) -> int:
+        assert (handle.value, info._obj.version) == (7, 40 | 2 << 24)
+        info._obj.reserved, info._obj.used = 300 << 20, 600 << 20
+        return 0
+
+
+def test_what_is_taken_of_a_gpu_and_its_link_come_from_the_driver_and_the_kernel(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:0a:00.0"
+    folder.mkdir(parents=True)
+    for name, text in {"current_link_width": "8", "current_link_speed": "2.5 GT/s PCIe", "max_link_width": "16",
+                       "max_link_speed": "16.0 GT/s PCIe"}.items():  # fmt: skip
+        (folder / name).write_text(text + "\n")
+    driver = BusDriver([b"one", b"two"])
+    one, two = find_gpu_states(driver, Nvml(), tmp_path)
+    assert one == GpuState(GpuInfo("one", 1 << 33, "8.6", 28), 600 << 20, PcieLink(8, 2.5), PcieLink(16, 16.0))
+    assert (two.taken_nbytes, two.link, two.best_link) == (None, None, None)
+    (folder / "current_link_speed").write_text("Unknown\n")
+    for nvml in (Nvml(init=1), Nvml(second=False)):
+        one, _ = find_gpu_states(driver, nvml, tmp_path)
+        assert (one.taken_nbytes, one.link) == (None, None)
+    assert find_gpu_states(BusDriver([]), Nvml(), tmp_path) == ()
 
 
 def test_every_key_of_a_profile_is_documented() -> None:

@@ -159,6 +159,38 @@ def test_logprobs_are_those_of_the_models_softmax(model: Path, llm: LLM, stock: 
     )
 
 
+def scored_prompts() -> list[list[int]]:
+    """Two begin with the same three blocks, and one comes twice."""
+    prompts = token_prompts()
+    return [*prompts, [*prompts[3], 9, 8, 7], prompts[1]]
+
+
+@pytest.mark.slow
+def test_prompt_logprobs_are_those_of_the_models_softmax(model: Path, stock: Callable[[Path], Any]) -> None:
+    """In chunks, with shared beginnings, beside rows that want none, and for several answers to a prompt."""
+    score, plain = SamplingParams(max_tokens=3, prompt_logprobs=2, n=2), SamplingParams(max_tokens=3)
+    params = [plain if index == 1 else score for index in range(7)]
+    with LLM(model, rows=20, max_model_len=120, tokens_per_pass=24, max_sequences=5, **EXACT) as llm:
+        outputs = llm.generate(scored_prompts(), params, progress=False)
+        again = llm.generate(scored_prompts(), params, progress=False)
+    assert again == outputs, "whatever the cache still has of them"
+    assert outputs[1].prompt_logprobs is None
+    for output in (*outputs[:1], *outputs[2:]):
+        ids = output.prompt_token_ids
+        assert output.prompt_logprobs is not None
+        first, *found = output.prompt_logprobs
+        assert (first, len(found)) == (None, len(ids) - 1)
+        with torch.no_grad():
+            wanted = stock(model)(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        for token_id, by_id, row in zip(ids[1:], found, wanted, strict=True):
+            assert by_id is not None
+            assert set(by_id) == {token_id, *row.topk(2).indices.tolist()}
+            for each, entry in by_id.items():
+                assert entry.logprob == pytest.approx(float(row[each]), abs=1e-4)
+    with pytest.raises(BadArgument, match="prompt_logprobs"):
+        SamplingParams(prompt_logprobs=21)
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     [free] = llm.generate("Hello there", SamplingParams(max_tokens=12, ignore_eos=True), progress=False)
     text = free.outputs[0].text

@@ -1,5 +1,6 @@
 """Every check tells well from ill on machines that are made up, and says what mends it."""
 
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.machine.hardware import Driver, GpuInfo, Hardware
+from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
 from moedge.offload.memory import MemoryGroup
 from moedge.runtime.doctor import host as places
@@ -21,7 +22,7 @@ from moedge.runtime.doctor.host import (
     check_stores,
 )
 from moedge.runtime.doctor.packages import TorchBuild, check_packages, check_torch, find_torch
-from moedge.runtime.doctor.speeds import check_age, speed_findings
+from moedge.runtime.doctor.speeds import check_age, check_cache_reads, gpu_state_findings, speed_findings
 
 GIB = 1 << 30
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
@@ -185,6 +186,41 @@ def test_what_is_slow_or_lacking_is_to_mend_and_nothing_else(
     found = by_name(replace(MACHINE, **change))  # type: ignore[arg-type]
     assert {finding.name for finding in found.values() if finding.verdict is WARN} == {name}
     assert fix in found[name].fix
+
+
+X16, X8 = PcieLink(16, 16.0), PcieLink(8, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("taken", "link", "busy", "found"),
+    [
+        (GIB // 4, X16, True, {"GPU in use": (OK, "0.25 GiB of 8.00 GiB"), "PCIe": (OK, "PCIe 4.0 x16")}),
+        (GIB, X16, True, {"GPU in use": (WARN, "1.00 GiB of 8.00 GiB are taken by a desktop"), "PCIe": (OK, "")}),
+        (0, X8, False, {"GPU in use": (OK, ""), "PCIe": (WARN, "8 lanes, and the card can have PCIe 4.0 x16")}),
+        (0, PcieLink(16, 8.0), True, {"GPU in use": (OK, ""), "PCIe": (WARN, "PCIe 3.0 x16, and .* PCIe 4.0 x16")}),
+        (0, PcieLink(16, 2.5), False, {"GPU in use": (OK, ""), "PCIe": (OK, "PCIe 4.0 x16")}),
+        (None, None, True, {}),
+    ],
+)
+def test_what_is_taken_of_a_gpu_and_a_narrow_link_are_said(
+    taken: int | None, link: PcieLink | None, busy: bool, found: dict[str, tuple[Verdict, str]]
+) -> None:
+    state = GpuState(GpuInfo("RTX 3060 Ti", 8 * GIB), taken, link, link and X16)
+    findings = {finding.name: finding for finding in gpu_state_findings([state], busy)}
+    assert {name: finding.verdict for name, finding in findings.items()} == {
+        name: verdict for name, (verdict, _) in found.items()
+    }
+    for name, (verdict, words) in found.items():
+        assert re.search(words, findings[name].found), findings[name].found
+        assert bool(findings[name].fix) is (verdict is WARN)
+
+
+def test_a_slow_disk_of_the_model_cache_is_said_with_the_time_that_a_checkpoint_takes() -> None:
+    slow, fast = check_cache_reads(Path("/nfs/hub"), 1.2e8), check_cache_reads(Path("/nvme/hub"), 2e9)
+    assert (slow.verdict, fast.verdict, fast.fix) == (WARN, OK, "")
+    assert slow.found == "/nfs/hub: 120 MB/s; a checkpoint of 60 GB is read in 8:20"
+    assert "HF_HOME" in slow.fix
+    assert check_cache_reads(Path("/full"), None).verdict is WARN
 
 
 def test_without_a_gpu_nothing_is_said_of_one() -> None:

@@ -185,3 +185,20 @@ def test_a_row_that_fails_while_running_is_not_blamed_for_the_models_fault(
     row = chat()
     response = json.loads(ANSWERS.failure(row.failure(code, "why")))["response"]
     assert (response["status_code"], response["body"]["error"]["type"]) == (status, kind)
+
+
+def test_log_probabilities_of_prompts_are_written_as_vllm_does(chat: Make, complete: Make, short: Make) -> None:
+    scored = (TokenLogprob(0, -1.5, 3, ((1, -0.5), (0, -1.5))), TokenLogprob(4, -math.inf, 9, ()))
+    done = [completion(prompt_logprobs=scored), completion(prompt_logprobs=scored)]
+    first = {
+        "0": {"logprob": -1.5, "rank": 3, "decoded_token": "ab"},
+        "1": {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
+    }
+    wanted = [None, first, {"4": {"logprob": -9999.0, "rank": 9, "decoded_token": "\u2028"}}]
+    body = body_of(ANSWERS.answer(chat(n=2, prompt_logprobs=1), done))
+    assert body["prompt_logprobs"] == wanted
+    ChatCompletion.model_validate_json(json.dumps(body), strict=True)
+    body = body_of(ANSWERS.answer(complete(prompt=["a", "b"], prompt_logprobs=1), done))
+    assert [choice["prompt_logprobs"] for choice in body["choices"]] == [wanted, wanted]
+    assert json.loads(ANSWERS.answer(short(prompt="a", n=2, prompt_logprobs=True), done))["prompt_logprobs"] == wanted
+    assert "prompt_logprobs" not in json.loads(ANSWERS.answer(short(prompt="a"), [completion()]))
