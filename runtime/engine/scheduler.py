@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 from ..kv.cache import KVCache
 from ..sampling.draw import NO_TOKEN, Sampled
-from .batch import Batch, pack
+from .batch import Batch, cut_count, pack
 from .sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Most tokens and sequences of a pass."""
+    """Most tokens and sequences of a pass; a prompt is cut at multiples of `cut` only."""
 
     tokens_per_pass: int
     max_sequences: int
+    cut: int = 1
 
     @property
     def live(self) -> int:
@@ -118,15 +119,28 @@ class Scheduler:
         if sequence.num_pending == 1 and self.cache.grow_within_block(sequence.table):
             draft.choose(sequence, 1)
             return
-        while (free_tokens := self.cache.headroom(sequence.table)) < 1:
+        if not (wanted := self._count(sequence, draft.tokens_left)):
+            return
+        least = min(wanted, self.limits.cut)
+        while (free_tokens := self.cache.headroom(sequence.table)) < least:
             youngest = self.running[-1]
             self._preempt(youngest)
             draft.drop(youngest)
             if youngest is sequence:
                 return
-        count = min(sequence.num_pending, draft.tokens_left, free_tokens)
+        count = self._count(sequence, min(wanted, free_tokens))
         self.cache.grow(sequence.table, sequence.table.num_tokens + count)
         draft.choose(sequence, count)
+
+    def _count(self, sequence: Sequence, most: int) -> int:
+        """The tokens of a sequence's next chunk, at most `most`; 0 where its prompt cannot be cut so early."""
+        return cut_count(sequence, sequence.table.num_tokens, min(sequence.num_pending, most), self.limits.cut)
+
+    def restart(self, batch: Batch) -> None:
+        """Takes back a pass that failed after it had changed states: its sequences are computed again."""
+        chosen = {chunk.sequence for chunk in batch.chunks}
+        for sequence in reversed([each for each in self.running if each in chosen]):
+            self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; it waits at the head of the queue, parked or to be computed again."""
@@ -148,12 +162,15 @@ class Scheduler:
             table, claim = sequence.table, min(1 + len(sequence.forks), self.limits.live)
             if claimed + claim > self.limits.live:
                 return
+            # Before blocks are taken, with nothing stored: what is found there is a multiple of whole blocks.
+            if not self._count(sequence, draft.tokens_left):
+                return
             if not self.cache.open(table, sequence.tokens, sequence.num_tokens, spare=claimed):
                 return
             claimed += claim
             self.waiting.popleft()
             self._count_opened(sequence)
-            count = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
+            count = self._count(sequence, min(draft.tokens_left, self.cache.headroom(table)))
             self.cache.grow(table, table.num_tokens + count)
             self.cache.publish(table, sequence.tokens)
             sequence.status = SequenceStatus.RUNNING
