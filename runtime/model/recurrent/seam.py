@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from ...settings.errors import UnsupportedModel
 from ...shape.config import ModelConfig
@@ -41,6 +42,8 @@ def adapt_recurrences(model: nn.Module, config: ModelConfig) -> PassStates | Non
     """
     if config.family.model_type not in RECURRENT:
         return None
+    # It advises, once for each function, to install kernels that no CPU has; docs/gpu.md names them.
+    logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     states, adapted = PassStates(), 0
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
