@@ -178,9 +178,7 @@ class SplitRetry:
     `fall_back(cause, tokens)` applies a fallback for the next attempt, or raises MemoryGaveOut.
     """
 
-    def __init__(
-        self, compute: Callable[[Batch], Sampled], free: Callable[[], None], repeats: bool = True
-    ) -> None:
+    def __init__(self, compute: Callable[[Batch], Sampled], free: Callable[[], None], repeats: bool = True) -> None:
         self._compute = compute
         self._free = free
         self._repeats = repeats

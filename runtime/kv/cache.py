@@ -28,8 +28,8 @@ class KVCache:
     """A paged cache with one pool of blocks per layer group; every change is all-or-nothing over all groups.
 
     `root` is the hash of all settings that keys and values depend on; `sharing` lets tables find each other's blocks.
-    `host_slots`, by group, are host memory in which preempted sequences may be parked. With recurrent layers every table
-    has one of the `states` too. A state cannot be cut, so prefixes are not shared then, and nothing is parked.
+    `host_slots`, by group, are host memory in which preempted sequences may be parked. With recurrent layers every
+    table has one of the `states` too. A state cannot be cut, so prefixes are not shared then, and nothing is parked.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class KVSpec:
 # Deterministic scans of prompts get this many tokens at a time, from multiples of it on; prompts are cut there only.
 SCAN_CHUNK = 16
 # Others get up to this many, in chunks of SCAN_TOKENS for which products replace the recurrence.
-PIECE_TOKENS = 512
+SCANNED_TOKENS = 512
 SCAN_TOKENS = 64
 # States of a layer that are gathered at a time for one token of each sequence.
 STEP_NBYTES = 64 << 20

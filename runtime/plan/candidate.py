@@ -15,8 +15,7 @@ from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
-from ..kv.spec import BLOCK_TOKENS, PIECE_TOKENS as SCANNED_TOKENS
-from ..kv.spec import SCAN_TOKENS, STEP_NBYTES, KVSpec, StateSpec
+from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes

@@ -213,7 +213,7 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file under the names of today; the letters of Nemotron-H's layers as a list of kinds."""
     renamed = _RENAMED.get(model_type, {})
     found = {renamed.get(name, name): value for name, value in values.items()}
-    # Steps of time are bounded in the form for prompts only, so a bound would make answers depend on how they are cut.
+    # The default of all families, and as transformers writes it; dropped with the fields that are not known.
     limit = values.get("time_step_limit")
     if limit is not None and limit not in ([0.0, {"__float__": "Infinity"}], [0.0, math.inf]):
         raise out_of_range("time_step_limit", limit, "0 and infinity")

@@ -49,7 +49,6 @@ def _whole(least: int, most: int) -> Number:
     return Number(least, most, whole=True)
 
 
-
 @dataclass(frozen=True, slots=True)
 class AutoOr:
     """A number, or "auto"."""

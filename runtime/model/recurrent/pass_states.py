@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from ....quant.kernels.upload import upload
 from ...engine.batch import Batch, Chunk
-from ...kv.spec import PIECE_TOKENS, SCAN_CHUNK, STEP_NBYTES
+from ...kv.spec import SCAN_CHUNK, SCANNED_TOKENS, STEP_NBYTES
 from ...kv.states import StatePool
 
 # Tokens [1, t, ...] of one sequence and its state [1, ...], or None at its beginning, to outputs [1, t, ...] and the
@@ -46,13 +47,15 @@ class PassStates:
 
     `tiled` is for runs whose bits must not depend on how prompts are cut: a scan gets SCAN_CHUNK tokens that begin at a
     multiple of it, and generated tokens are always computed one by one, also those that a preempted sequence computes
-    again. `num_scans` and `num_steps` count calls of pieces and of single tokens, of every layer's function;
+    again. So they are where a family is `stepwise`: its scan and its step do not compute the same.
+
+    `num_scans` and `num_steps` count calls of pieces and of single tokens, of every layer's function;
     `num_stepped` the tokens of the latter.
     """
 
     def __init__(self) -> None:
         self.pool: StatePool | None = None
-        self.tiled = False
+        self.tiled = self.stepwise = False
         self.num_scans = self.num_steps = self.num_stepped = 0
         self._pieces: list[_Piece] = []
         self._tokens: list[_Tokens] = []
@@ -60,18 +63,25 @@ class PassStates:
     def begin(self, batch: Batch, device: torch.device) -> None:
         """The layers that are called now compute this pass."""
         assert self.pool is not None, "set `pool` before the first pass"
-        if self.tiled:
-            self._pieces = [piece for chunk in batch.chunks for piece in _tiles(chunk)]
-            single = [(row, chunk) for chunk in batch.chunks for row in _generated(chunk)]
-            runs = [[each] for each in single]
-        else:
-            stepping = [chunk for chunk in batch.chunks if chunk.count == 1 and chunk.past]
-            others = [chunk for chunk in batch.chunks if chunk.count > 1 or not chunk.past]
-            self._pieces = [piece for chunk in others for piece in _cut(chunk, chunk.count, PIECE_TOKENS)]
-            together = max(1, STEP_NBYTES // self.pool.spec.largest_nbytes)
-            single = [(chunk.begin, chunk) for chunk in stepping]
-            runs = [single[begin : begin + together] for begin in range(0, len(single), together)]
-        self._tokens = [_tokens_of(run, device) for run in runs]
+        most = SCAN_CHUNK if self.tiled else SCANNED_TOKENS
+        self._pieces = [piece for chunk in batch.chunks for piece in _cut(chunk, self._scanned(chunk), most)]
+        stepped = [[(row, chunk) for row in self._stepped(chunk)] for chunk in batch.chunks]
+        together = 1 if self.tiled else max(1, STEP_NBYTES // self.pool.spec.largest_nbytes)
+        self._tokens = []
+        # The first token that each sequence steps over, then the second: a call has one token of a sequence.
+        for turn in zip_longest(*stepped):
+            run = [each for each in turn if each is not None]
+            parts = (run[begin : begin + together] for begin in range(0, len(run), together))
+            self._tokens += [_tokens_of(part, device) for part in parts]
+
+    def _scanned(self, chunk: Chunk) -> int:
+        """How many tokens of a chunk are scanned: those of its prompt, and a run of others where scans give the same."""
+        prompt = min(chunk.count, max(0, len(chunk.sequence.prompt_ids) - chunk.past))
+        assert not (self.tiled and prompt and chunk.past % SCAN_CHUNK), "a prompt was cut inside a tile"
+        return prompt if self.tiled or self.stepwise or chunk.count - prompt == 1 else chunk.count
+
+    def _stepped(self, chunk: Chunk) -> range:
+        return range(chunk.begin + self._scanned(chunk), chunk.end)
 
     def run(self, states: torch.Tensor, inputs: Sequence[torch.Tensor], scan: Scan, step: Step) -> torch.Tensor:
         """Outputs [1, T, ...] of a layer's function for `inputs` [1, T, ...]; zeros for rows behind the pass's tokens.
@@ -107,22 +117,6 @@ def _tokens_of(run: list[tuple[int, Chunk]], device: torch.device) -> _Tokens:
     rows = torch.tensor([row for row, _ in run])
     slots = torch.tensor([chunk.sequence.table.state for _, chunk in run])
     return _Tokens(upload(rows, device), upload(slots, device))
-
-
-def _in_prompt(chunk: Chunk) -> int:
-    """How many tokens of a chunk belong to the prompt."""
-    return min(chunk.count, max(0, len(chunk.sequence.prompt_ids) - chunk.past))
-
-
-def _tiles(chunk: Chunk) -> Iterator[_Piece]:
-    """The chunk's part of the prompt in tiles. The scheduler cuts at their borders only."""
-    assert chunk.past % SCAN_CHUNK == 0 or not _in_prompt(chunk), "a prompt was cut inside a tile"
-    return _cut(chunk, _in_prompt(chunk), SCAN_CHUNK)
-
-
-def _generated(chunk: Chunk) -> range:
-    """The rows of a chunk that were not in the prompt."""
-    return range(chunk.begin + _in_prompt(chunk), chunk.end)
 
 
 def _cut(chunk: Chunk, count: int, most: int) -> Iterator[_Piece]:

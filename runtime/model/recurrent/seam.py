@@ -9,6 +9,7 @@ sequences, which some of its fallbacks ignore.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -65,6 +66,9 @@ def _adapt(module: Any, states: PassStates) -> None:
             f"{type(module).__name__} of this release of transformers mixes tokens by {sorted(names) or 'other'} "
             f"functions; a newer one is wanted, with {_CONVOLUTION} and one of {', '.join(_SCANS)}"
         )
+    # Bounds of the steps of time hold in scans only.
+    least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    states.stepwise |= least > 0 or most < math.inf
     layer = int(module.layer_idx)
     own = {name: _SCANS[name](states, layer, known) for name in scans}
     own[_CONVOLUTION] = _convolution(states, layer, known)
