@@ -75,7 +75,7 @@ class PassStates:
             self._tokens += [_tokens_of(part, device) for part in parts]
 
     def _scanned(self, chunk: Chunk) -> int:
-        """How many tokens of a chunk are scanned: those of its prompt, and a run of others where scans give the same."""
+        """How many tokens of a chunk are scanned: its prompt, and a run of others where a scan gives the same."""
         prompt = min(chunk.count, max(0, len(chunk.sequence.prompt_ids) - chunk.past))
         assert not (self.tiled and prompt and chunk.past % SCAN_CHUNK), "a prompt was cut inside a tile"
         return prompt if self.tiled or self.stepwise or chunk.count - prompt == 1 else chunk.count
