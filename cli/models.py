@@ -118,6 +118,8 @@ def show(
         table.add_row(f"weights {name}", gib(nbytes))
     for name, token_nbytes in description.kv_per_token.items():
         table.add_row(f"KV cache {name}", f"{gib(token_nbytes)} per token")
+    if description.state:
+        table.add_row("recurrent state", f"{gib(description.state)} per sequence, however long")
     for name, text in routing:
         table.add_row(name, text)
     Console().print(table)

@@ -76,7 +76,7 @@ def load_random(source: ModelSource, plan: Plan, device: Device | None) -> Loade
     _fill(loading.memory, loading.shards)
     # There is no tokenizer to measure any with, and random keys have no bias.
     shapes = {layer: (group.kv_heads, group.head_dim) for group in source.shape.kv_groups for layer in group.layers}
-    offsets = KeyOffsets(tuple(torch.zeros(shapes[layer]) for layer in sorted(shapes)))
+    offsets = KeyOffsets({layer: torch.zeros(shapes[layer]) for layer in sorted(shapes)})
     return loading.finish(layers, key_offsets=offsets)
 
 

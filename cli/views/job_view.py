@@ -93,7 +93,8 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
         ("prefix cache", prefix_cache(summary)),
         ("preemptions", f"{kv.preemptions or 0:,}"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
-        *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), summary.plan.get("notes", ()))),
+        *(("note", line) for line in summary.plan.get("notes", ())),
+        *(("kernels", line) for line in kernel_lines(summary.plan.get("lacks", {}), ())),
     ]
 
 

@@ -59,6 +59,12 @@ def pack(sequences: list[tuple[Sequence, int]]) -> Batch:
     return _pack([(sequence, sequence.table.num_tokens, count) for sequence, count in sequences])
 
 
+def cut_count(sequence: Sequence, past: int, count: int, cut: int) -> int:
+    """At most `count` tokens behind `past`, so that the prompt ends there or is cut at a multiple of `cut`."""
+    end = past + count
+    return count if end >= len(sequence.prompt_ids) else max(0, end // cut * cut - past)
+
+
 def halves(batch: Batch) -> tuple[Batch, Batch]:
     """A batch of several tokens as two, to be run in their order: what the first stores the second may look back to."""
     cut = batch.num_tokens // 2

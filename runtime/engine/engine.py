@@ -173,18 +173,20 @@ class SplitRetry:
     """Runs a batch with `compute`; where memory runs out, frees what the pass took and runs the same rows in halves.
 
     Until it is committed, a pass changes nothing but the keys and values of its own tokens, and a retry writes all of
-    these again; random numbers depend on seed and position. So the tokens are the same.
+    these again; random numbers depend on seed and position. So the tokens are the same. A pass that also changes states
+    of recurrent layers is not one that `repeats`: its sequences have to start again.
 
     `fall_back(cause, tokens)` applies a fallback for the next attempt, or raises MemoryGaveOut.
     """
 
-    def __init__(self, compute: Callable[[Batch], Sampled], free: Callable[[], None]) -> None:
+    def __init__(self, compute: Callable[[Batch], Sampled], free: Callable[[], None], repeats: bool = True) -> None:
         self._compute = compute
         self._free = free
+        self._repeats = repeats
         self.fall_back: Callable[[str, int], None] = _refuse
 
-    def run(self, batch: Batch) -> Sampled:
-        """Raises MemoryGaveOut where no fallback is left."""
+    def run(self, batch: Batch) -> Sampled | None:
+        """The samples, None of a pass that cannot be repeated. Raises MemoryGaveOut where no fallback is left."""
         waiting, done, failed = deque([batch]), [], None
         while waiting:
             part = waiting.popleft()
@@ -195,6 +197,9 @@ class SplitRetry:
             # Here, behind the handler: the error's frames held the tensors of the pass.
             gc.collect()
             self._free()
+            if not self._repeats:
+                self.fall_back(sampled, part.num_tokens)
+                return None
             if part.num_tokens > 1:
                 self.fall_back(sampled, part.num_tokens)
                 waiting.extendleft(reversed(halves(part)))
@@ -251,7 +256,7 @@ class Engine:
         self.scheduler = scheduler
         self.sampler = sampler
         self.metrics = Metrics()
-        self.split_retry = SplitRetry(self._compute, free)
+        self.split_retry = SplitRetry(self._compute, free, scheduler.cache.states is None)
         self._masks = MaskThread()
         # Whether a pass is being computed, or an error has ended one: then this engine cannot be used any more.
         self.in_pass = False
@@ -268,6 +273,10 @@ class Engine:
         self.in_pass = True
         batch = self.scheduler.schedule()
         samples = self.split_retry.run(batch)
+        if samples is None:
+            self.scheduler.restart(batch)
+            self.in_pass = False
+            return []
         tables = [sequence.table for sequence in self.scheduler.running]
         self.metrics.count_pass(batch, self.scheduler.cache.usage(tables))
         finished = self.scheduler.commit(batch, samples)

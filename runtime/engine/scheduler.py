@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 from ..kv.cache import KVCache
 from ..sampling.draw import NO_TOKEN, Sampled
-from .batch import Batch, pack
+from .batch import Batch, cut_count, pack
 from .sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Most tokens and sequences of a pass."""
+    """Most tokens and sequences of a pass; a prompt is cut at multiples of `cut` only."""
 
     tokens_per_pass: int
     max_sequences: int
+    cut: int = 1
 
     @property
     def live(self) -> int:
@@ -122,15 +123,28 @@ class Scheduler:
         if sequence.num_pending == 1 and self.cache.grow_within_block(sequence.table):
             draft.choose(sequence, 1)
             return
-        while (free_tokens := self.cache.headroom(sequence.table)) < 1:
+        if not (wanted := self._count(sequence, draft.tokens_left)):
+            return
+        least = min(wanted, self.limits.cut)
+        while (free_tokens := self.cache.headroom(sequence.table)) < least:
             youngest = self.running[-1]
             self._preempt(youngest)
             draft.drop(youngest)
             if youngest is sequence:
                 return
-        count = draft.scored(sequence, min(sequence.num_pending, draft.tokens_left, free_tokens))
+        count = self._count(sequence, draft.scored(sequence, min(wanted, free_tokens), self.limits.cut))
         self.cache.grow(sequence.table, sequence.table.num_tokens + count)
         draft.choose(sequence, count)
+
+    def _count(self, sequence: Sequence, most: int) -> int:
+        """The tokens of a sequence's next chunk, at most `most`; 0 where its prompt cannot be cut so early."""
+        return cut_count(sequence, sequence.table.num_tokens, min(sequence.num_pending, most), self.limits.cut)
+
+    def restart(self, batch: Batch) -> None:
+        """Takes back a pass that failed after it had changed states: its sequences are computed again."""
+        chosen = {chunk.sequence for chunk in batch.chunks}
+        for sequence in reversed([each for each in self.running if each in chosen]):
+            self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; it waits at the head of the queue, parked or to be computed again."""
@@ -152,6 +166,9 @@ class Scheduler:
             table, claim = sequence.table, min(1 + len(sequence.forks), self.limits.live)
             if claim > draft.spare_rows:
                 return
+            # Before blocks are taken, with nothing stored: what is found there is a multiple of whole blocks.
+            if not self._count(sequence, draft.tokens_left):
+                return
             if not self.cache.open(
                 table, sequence.tokens, sequence.num_tokens, spare=claimed, shareable=sequence.num_shareable
             ):
@@ -160,7 +177,8 @@ class Scheduler:
             draft.spare_rows -= claim
             self.waiting.popleft()
             self._count_opened(sequence)
-            count = draft.scored(sequence, min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table)))
+            most = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
+            count = self._count(sequence, draft.scored(sequence, most, self.limits.cut))
             self.cache.grow(table, table.num_tokens + count)
             self.cache.publish(table, sequence.tokens)
             sequence.status = SequenceStatus.RUNNING
@@ -205,8 +223,11 @@ class _Draft:
         self.spare_rows = spare_rows
         self.chosen: dict[Sequence, int] = {}
 
-    def scored(self, sequence: Sequence, count: int) -> int:
-        """As many of a sequence's next `count` tokens as have rows of logits where its prompt is scored; at least 1."""
+    def scored(self, sequence: Sequence, count: int, cut: int) -> int:
+        """As many of a sequence's next `count` tokens as have rows of logits where its prompt is scored.
+
+        At least `cut`, if there are so many: with fewer, a prompt that is cut at multiples of it would never go on.
+        """
         past = sequence.table.num_tokens
         scoring = sequence.unscored(past, past + count)
         if not scoring:
@@ -216,7 +237,7 @@ class _Draft:
         if beyond <= self.spare_rows:
             self.spare_rows -= beyond
             return count
-        count, self.spare_rows = scoring.start - past + 1 + self.spare_rows, 0
+        count, self.spare_rows = max(scoring.start - past + 1 + self.spare_rows, min(count, cut)), 0
         return count
 
     def choose(self, sequence: Sequence, count: int) -> None:

@@ -12,6 +12,7 @@ from .allocator import TokenSource, extend_chain
 from .group import GroupCache
 from .parking import HostTier
 from .pool import KVPool
+from .states import NO_SLOT, StatePool
 from .usage import BlockTable, Usage, measure
 
 
@@ -27,7 +28,8 @@ class KVCache:
     """A paged cache with one pool of blocks per layer group; every change is all-or-nothing over all groups.
 
     `root` is the hash of all settings that keys and values depend on; `sharing` lets tables find each other's blocks.
-    `host_slots`, by group, are host memory in which preempted sequences may be parked.
+    `host_slots`, by group, are host memory in which preempted sequences may be parked. With recurrent layers every
+    table has one of the `states` too. A state cannot be cut, so prefixes are not shared then, and nothing is parked.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class KVCache:
         root: bytes = b"",
         sharing: bool = True,
         host_slots: Items[Items[torch.Tensor]] | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.pools = tuple(pools)
         self.groups = tuple(GroupCache(pool) for pool in pools)
-        self.host = HostTier(self.groups, host_slots) if host_slots else None
-        self.sharing = sharing
+        self.host = HostTier(self.groups, host_slots) if host_slots and states is None else None
+        self.sharing = sharing and states is None
+        self.states = states
         self.layer_indices = {
             layer: LayerIndex(group, index)
             for group, pool in enumerate(pools)
@@ -75,6 +79,8 @@ class KVCache:
         `table.num_tokens` is then the number of tokens whose keys and values are there. Returns False, and changes
         nothing, unless the rest fits too and `spare` blocks of each group stay available.
         """
+        if self.states is not None and not self.states.num_free:
+            return False
         if table.parked:
             nothing: list[list[int]] = [[] for _ in self.groups]
             return self._admits(nothing, table.num_tokens, num_tokens, spare) and self._unpark(table)
@@ -84,6 +90,8 @@ class KVCache:
             return False
         for group, blocks in zip(self.groups, found, strict=True):
             group.share(blocks)
+        if self.states is not None:
+            table.state = self.states.take()
         table.blocks = found
         table.num_tokens = table.num_grown = stored
         table.num_published = len(found[0])
@@ -144,15 +152,20 @@ class KVCache:
             group.trim(blocks, table.num_tokens)
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table of the same blocks; a shared block is copied before it is written to."""
+        """A second table of the same blocks; a shared block is copied before it is written to, a state at once."""
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             group.share(blocks)
+        state = NO_SLOT
+        if self.states is not None:
+            state = self.states.take()
+            self.states.copy(table.state, state)
         return BlockTable(
             [list(blocks) for blocks in table.blocks],
             table.num_tokens,
             table.num_grown,
             list(table.hashes),
             table.num_published,
+            state=state,
         )
 
     def set_aside(self, table: BlockTable) -> bool:
@@ -169,6 +182,9 @@ class KVCache:
             self.host.release(table)
         for group, blocks in zip(self.groups, table.blocks, strict=False):
             group.release(blocks)
+        if self.states is not None and table.state != NO_SLOT:
+            self.states.give_back(table.state)
+            table.state = NO_SLOT
         table.clear()
 
     def drop_parked(self, table: BlockTable) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 from ...quant.formats.format import FormatError
 from ...quant.kv.format import KVFormat, RecordLayout
 from ..settings.errors import SettingError
-from ..shape.model_shape import KVGroup
+from ..shape.model_shape import KVGroup, StateGroup
+from ..shape.shards import ITEM_NBYTES
 
 BLOCK_TOKENS = 32
 
@@ -59,6 +61,40 @@ class KVSpec:
         window = self.group.window
         whole = self.blocks_for(num_tokens)
         return whole if window is None else min(whole, self.blocks_for(window - 1) + 1)
+
+
+# Deterministic scans of prompts get this many tokens at a time, from multiples of it on; prompts are cut there only.
+SCAN_CHUNK = 16
+# Others get up to this many, in chunks of SCAN_TOKENS for which products replace the recurrence.
+SCANNED_TOKENS = 512
+SCAN_TOKENS = 64
+# States of a layer that are gathered at a time for one token of each sequence.
+STEP_NBYTES = 64 << 20
+# Bytes of an element of a scan's state: float32, because every token's rounding would stay in it.
+_RECURRENT_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a sequence keeps in recurrent layers; `dtype` (bf16, fp16, fp32) is that of the model's activations."""
+
+    groups: tuple[StateGroup, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's states, however long it is; 0 for a model without recurrent layers."""
+        return sum(len(group.layers) * self.layer_nbytes(group) for group in self.groups)
+
+    @property
+    def largest_nbytes(self) -> int:
+        """The same in the layer where they are the most."""
+        return max((self.layer_nbytes(group) for group in self.groups), default=0)
+
+    def layer_nbytes(self, group: StateGroup) -> int:
+        """Bytes of one sequence's state in one layer of a group."""
+        recurrent = math.prod(group.recurrent) * _RECURRENT_NBYTES if group.recurrent else 0
+        return math.prod(group.conv) * ITEM_NBYTES[self.dtype] + recurrent
 
 
 @cache

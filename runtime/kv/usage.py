@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .group import GroupCache
+from .states import NO_SLOT
 
 
 @dataclass(slots=True)
@@ -14,7 +15,7 @@ class BlockTable:
 
     `num_tokens` are stored and `num_grown` have slots: the pass stores the difference. `hashes` are those of the full
     blocks, as far as they were needed; others can find `num_published` of these blocks. `parked` are blocks of the host
-    tier; a table has either those or `blocks`.
+    tier; a table has either those or `blocks`. `state` is its slot in the pool of states, if there is one.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -23,6 +24,7 @@ class BlockTable:
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
     parked: list[list[int]] = field(default_factory=list)
+    state: int = NO_SLOT
 
     def clear(self) -> None:
         """Forgets the blocks; the hashes stay valid, because the sequence's tokens do not change."""

@@ -34,13 +34,16 @@ from ..kv.allocator import root_hash
 from ..kv.cache import KVCache
 from ..kv.parking import ParkingMemory
 from ..kv.pool import KVPool
-from ..kv.spec import KVSpec
+from ..kv.spec import KVSpec, StateSpec
+from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
+from ..model.recurrent.pass_states import PassStates
+from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
 from ..plan.fallback import FallbackPolicy
-from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, WEIGHTS, WORKSPACE, MemoryLedger
+from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..settings.stages import stage
@@ -175,6 +178,7 @@ class Loading:
         self.compute = make_compute(source.shape, plan, self.torch_device)
         self.config = ModelConfig.read(source.folder)
         self.model = define(self.config, TORCH_DTYPES[plan.dtype])
+        self.states = adapt_recurrences(self.model, self.config)
         staging = None if plan.staging is None else plan.staging.placement
         self.memory = WeightMemory(self.shards, plan.placement, staging, device)
 
@@ -210,17 +214,18 @@ class Loading:
                 norm_in_pieces(self.model, PIECE_NUMEL if _keeps_memory(self.plan) else SMALL_PIECE_NUMEL)
             decoder = self.model.get_decoder()
             decoder.layers = ArrivingLayers(decoder.layers, streamed.arrivals)
-            packed = ModelRunner(self.model, self.compute)
+            packed = ModelRunner(self.model, self.compute, self.states)
+            pool = _state_pool(self.source.shape, self.plan, self.torch_device, self.states)
             folder = None if store is None else store.folder
             offsets = _key_offsets(packed, self.source, self.plan, folder, key_offsets)
             specs = [KVSpec(group, self.plan.kv, self.plan.kv_block) for group in self.source.shape.kv_groups]
             parking = ParkingMemory(specs, self.plan.parked_blocks, device)
             opened.callback(parking.close)
-            cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking)
+            cache = _cache(self.source.shape, specs, self.plan, self.torch_device, offsets, parking, pool)
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
-            limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences)
+            limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
             opened.pop_all()
@@ -236,6 +241,8 @@ class Loading:
         ledger.record(computing, WEIGHTS, self.memory.held_nbytes)
         ledger.record(computing, RINGS, streamed.ring_nbytes)
         ledger.record(computing, KV_CACHE, sum(pool.nbytes for pool in cache.pools))
+        if cache.states is not None:
+            ledger.record(computing, STATES, cache.states.nbytes)
         if self.plan.staging is not None:
             # The host memory that serves a device.
             ledger.record("host", STAGED, self.memory.slab.nbytes)
@@ -288,6 +295,7 @@ def _cache(
     torch_device: torch.device,
     offsets: KeyOffsets | None,
     parking: ParkingMemory,
+    states: StatePool | None,
 ) -> KVCache:
     pools = [
         KVPool(spec, count, torch_device, None if offsets is None else offsets.of(spec.group), plan.deterministic)
@@ -296,7 +304,19 @@ def _cache(
     # One cache serves one model: keys and values depend on tokens and on these settings alone.
     formats = (plan.dtype, plan.quant, plan.kv, plan.kv_block, plan.compute)
     settings = (shape, *formats, plan.deterministic, offsets and offsets.digest)
-    return KVCache(pools, root=root_hash(settings), host_slots=parking.slots if any(plan.parked_blocks) else None)
+    parked = parking.slots if any(plan.parked_blocks) else None
+    return KVCache(pools, root=root_hash(settings), host_slots=parked, states=states)
+
+
+def _state_pool(
+    shape: ModelShape, plan: Plan, torch_device: torch.device, states: PassStates | None
+) -> StatePool | None:
+    """The states of recurrent layers, which `states` of the passes are told of; None where the model has none."""
+    if states is None:
+        return None
+    states.pool = StatePool(StateSpec(shape.state_groups, plan.dtype), plan.max_sequences, torch_device)
+    states.tiled = plan.deterministic
+    return states.pool
 
 
 def _read_checkpoint(loading: Loading) -> Preparation:
@@ -349,7 +369,7 @@ def _attempt(load: Callable[[Plan], LoadedEngine], plan: Plan) -> LoadedEngine |
 
 def _apply(plan: Plan, loaded: LoadedEngine) -> None:
     scheduler = loaded.engine.scheduler
-    scheduler.limits = PassLimits(plan.tokens_per_pass, plan.max_sequences)
+    scheduler.limits = PassLimits(plan.tokens_per_pass, plan.max_sequences, plan.prompt_cut)
     if scheduler.cache.host is not None and not any(plan.parked_blocks):
         scheduler.forget_parked()
         loaded.parking.close()

@@ -34,6 +34,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
         1, min(plan.tokens_per_pass // live, workload.longest - 1, plan.kv_tokens * plan.kv_sequences // live - 1)
     )
     cache = engine.scheduler.cache
+    shared = cache.sharing
     # Else sequences with the same beginning would share blocks, and the pass would not be the largest.
     cache.sharing = False
     failed = _run(loaded, live, length, 1, tokens)
@@ -42,7 +43,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
         failed += _run(loaded, 1, longest, 2, tokens)
     if plan.attention == "triton":
         _compile_attention(loaded)
-    cache.sharing = True
+    cache.sharing = shared
     loaded.start_counting()
     if failed and plan.dtype == "fp16":
         raise SettingError(

@@ -29,6 +29,7 @@ from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
 from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, renamed_in
+from ..shape.states import is_convolution
 from .dequantize import dequantize
 from .kept_codes import read_rows, row_nbytes
 
@@ -102,7 +103,7 @@ class CheckpointLoader:
             layer.get_submodule(path).weight = nn.Parameter(rows, requires_grad=False)
         self._load({name: self._stored(name, kept=self._path(name) in kept) for name in self._dense[index]})
         parameters = layer.named_parameters()
-        missing = [name for name, parameter in parameters if parameter.is_meta and parameter.dim() != 3]
+        missing = [name for name, each in parameters if each.is_meta and (each.dim() != 3 or is_convolution(name))]
         if missing:
             raise BadCheckpoint(f"layer {index}: {len(missing)} parameters are not in the files, first {missing[:3]}")
 

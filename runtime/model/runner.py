@@ -12,15 +12,20 @@ from ...quant.scratch import whole_vectors
 from ..attention.protocol import AttentionBackend
 from ..engine.batch import Batch
 from .attention_seam import PackedPass
+from .recurrent.pass_states import PassStates
 
 
 class ModelRunner:
-    """Runs passes on the device of `compute`; set `attention` after the cache exists and before the first pass."""
+    """Runs passes on the device of `compute`; set `attention` after the cache exists and before the first pass.
 
-    def __init__(self, model: PreTrainedModel, compute: ParallelMatmul) -> None:
+    `states` are those of its recurrent layers, whose pool is set with `attention`.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None = None) -> None:
         self._model = model.requires_grad_(False)
         self._compute = compute
         self.attention: AttentionBackend | None = None
+        self.states = states
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -30,6 +35,8 @@ class ModelRunner:
         count, compute = batch.num_tokens, self._compute
         behind = (0, whole_vectors(count) - count if compute.pads_passes else 0)
         token_ids, positions = F.pad(batch.token_ids, behind), F.pad(batch.positions, behind)
+        if self.states is not None:
+            self.states.begin(batch, compute.device)
         # Token ids stay in host memory, where the embedding is.
         with compute.small_steps(count * self._model.config.hidden_size), compute.padded_pass(count, count + behind[1]):
             out = self._model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +29,36 @@ class PackedLinear(nn.Module):
         self.compute = compute
         self.per_token = per_token
 
+    @property
+    def weight(self) -> PackedWeight:
+        """For modules that multiply with it themselves and add the bias later."""
+        return PackedWeight(self)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.bias)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., K] -> [..., N], with another bias than its own."""
         rows = x.reshape(-1, x.shape[-1])
         count = self.compute.real_rows(len(rows)) if self.per_token else len(rows)
         if count == len(rows):
-            out = self.compute.linear(rows, self.packed, self.bias)
+            out = self.compute.linear(rows, self.packed, bias)
         else:
             out = rows.new_empty(len(rows), self.packed.shape[0])
             out[count:].zero_()
-            self.compute.linear(rows[:count], self.packed, self.bias, out=out[:count])
+            self.compute.linear(rows[:count], self.packed, bias, out=out[:count])
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The matrix [N, K] of a packed linear, as an operand."""
+
+    linear: PackedLinear
+
+    def __matmul__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K, T] -> [..., N, T]."""
+        return self.linear.product(x.transpose(-1, -2), None).transpose(-1, -2)
 
 
 class TiledRows(nn.Module):

@@ -15,7 +15,7 @@ from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
-from ..kv.spec import BLOCK_TOKENS, KVSpec
+from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
@@ -209,6 +209,30 @@ def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequen
     return transformed + prompts + splits + tables
 
 
+# What a scan has of a prompt's piece at once in float32, in multiples of its inputs and outputs: copies of all of them
+# that are repeated by head and padded, and what a chunk gives to the next one. Of states: gathered, decayed, added to.
+_SCAN_COPIES = 8
+_STATE_COPIES = 5
+
+
+def scan_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sequences: int) -> int:
+    """Bytes of what the scan of a recurrent layer takes: a piece of a prompt, or one token of many sequences."""
+    spec = StateSpec(shape.state_groups, dtype)
+    if not spec.groups:
+        return 0
+    tokens = min(num_tokens, SCANNED_TOKENS)
+    piece = 0
+    for group in spec.groups:
+        heads, widths = (group.recurrent[0], sum(group.recurrent[1:])) if group.recurrent else (0, 0)
+        scores = 4 * tokens * SCAN_TOKENS * heads
+        # Mamba-1 has a head for every channel and goes token by token.
+        repeated = tokens * heads * widths if len(group.recurrent) > 2 else 0
+        piece = max(piece, _SCAN_COPIES * (repeated + tokens * group.conv[0]) * 4 + (scores if repeated else 0) * 4)
+    states = _STATE_COPIES * min(max(1, num_sequences) * spec.largest_nbytes, max(STEP_NBYTES, spec.largest_nbytes))
+    # Outputs of a pass stay while pieces are computed.
+    return piece + states + 2 * num_tokens * max(group.conv[0] for group in spec.groups) * 4
+
+
 class WeightFootprint:
     """A model in one weight format on the tier that computes: what takes the same bytes in every candidate.
 
@@ -250,7 +274,7 @@ class Candidate:
     """Passes of `tokens_per_pass` tokens and at most `live` sequences, over a cache.
 
     The sizes are those of the tier that computes. `fixed` bytes are needed whatever is held; `scratch` is the part of
-    them that a pass computes with: `workspace`, `activations` and `slack`.
+    them that a pass computes with: `workspace`, `activations` and `slack`. `states` are those of recurrent layers.
     """
 
     def __init__(self, weights: WeightFootprint, cache: CacheSize, live: int) -> None:
@@ -261,7 +285,9 @@ class Candidate:
         self.activations = self._activations()
         self.slack = int(self.activations * (1 + SLACK_SHARE)) - self.activations + SLACK_NBYTES
         self.scratch = weights.workspace + self.activations + self.slack
-        self.fixed = self.scratch + weights.process + weights.resident
+        # Unlike blocks, which grow with a sequence, its states are there from its first token on.
+        self.states = self.live * StateSpec(weights.shape.state_groups, weights.dtype).nbytes
+        self.fixed = self.scratch + weights.process + weights.resident + self.states
 
     @property
     def smallest(self) -> int:
@@ -287,4 +313,5 @@ class Candidate:
         if weights.grouped_experts:
             decoding = max(decoding, experts_nbytes(weights.shape, weights.dtype, self.tokens_per_pass))
         rows = whole_vectors(self.tokens_per_pass) if weights.pads_passes else self.tokens_per_pass
-        return decoding + pass_nbytes(weights.widest, weights.dtype, rows, self.live, cache.longest)
+        scan = scan_nbytes(weights.shape, weights.dtype, rows, self.live)
+        return decoding + scan + pass_nbytes(weights.widest, weights.dtype, rows, self.live, cache.longest)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..kv.spec import KVSpec
+from ..kv.spec import KVSpec, StateSpec
 from ..settings.errors import MemoryGaveOut
 from ..settings.settings import Settings
 from ..shape.shards import model_shards
@@ -118,6 +118,7 @@ class FallbackPolicy:
             self.plan,
             max_sequences=live,
             kv_sequences=cached,
+            states_nbytes=live * StateSpec(self._request.shape.state_groups, self.plan.dtype).nbytes,
             kv_blocks=blocks,
             kv_nbytes=self._cache.nbytes_of(blocks),
             kv_tokens=min(whole, default=self.plan.kv_tokens),
@@ -126,9 +127,9 @@ class FallbackPolicy:
         return _Given("sequences", before, max(live, cached), plan)
 
     def _tokens(self, tokens: int) -> _Given | None:
-        if tokens < 2:
-            return None
         after = tokens // 2
+        if after < self.plan.prompt_cut:
+            return None
         live = min(after, self.plan.max_sequences)
         return _Given("tokens of a pass", tokens, after, replace(self.plan, tokens_per_pass=after, max_sequences=live))
 

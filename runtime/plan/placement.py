@@ -131,6 +131,7 @@ class Plan:
     - `process_nbytes` are the process, or a device's context; `resident_nbytes` are small parameters.
     - `weights_nbytes` are all weights, `held_nbytes` the held ones.
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
+    - `states_nbytes` are states of recurrent layers for `max_sequences`; a prompt is cut at multiples of `prompt_cut`.
     - `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
@@ -161,6 +162,8 @@ class Plan:
     workspace_nbytes: int
     activations_nbytes: int
     slack_nbytes: int
+    states_nbytes: int = 0
+    prompt_cut: int = 1
     free_nbytes: int = 0
     grouped_experts: bool = False
     stores_by_kernel: bool = False
@@ -188,7 +191,8 @@ class Plan:
     @property
     def used_nbytes(self) -> int:
         """Bytes of the tier that computes."""
-        return self.fixed_nbytes + self.scratch_nbytes + self.kv_nbytes + self.held_nbytes + self.placement.ring_nbytes
+        sequences = self.kv_nbytes + self.states_nbytes
+        return self.fixed_nbytes + self.scratch_nbytes + sequences + self.held_nbytes + self.placement.ring_nbytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,7 +13,7 @@ from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
-from ..kv.spec import KVSpec
+from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
@@ -89,6 +89,11 @@ class SearchSpace:
             if value is not None and value < 1:
                 raise SettingError(f"--{name} must be at least 1, not {value}")
         self.request = request
+        if shape.state_groups and settings.deterministic and (settings.tokens_per_pass or SCAN_CHUNK) < SCAN_CHUNK:
+            raise SettingError(
+                f"--deterministic cuts prompts of a model with recurrent layers every {SCAN_CHUNK} tokens; "
+                f"--tokens-per-pass {settings.tokens_per_pass} is too few, give at least {SCAN_CHUNK}"
+            )
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
         self.quants = _quants(settings, shape)
@@ -383,7 +388,9 @@ class _Search:
         staging = stage_for_device(weights.shape, weights.shards, plan.placement, self._budget, plan.dtype)
         # Where every sequence has its blocks at its longest, none is preempted.
         waits = plan.kv_sequences < plan.max_sequences and staging.disk_nbytes == 0
-        parked = candidate.cache.parked(plan.kv_blocks, staging.free_nbytes if waits else 0)
+        # A state is not parked, so the sequence is computed again whatever became of its blocks.
+        free = staging.free_nbytes if waits and not weights.shape.state_groups else 0
+        parked = candidate.cache.parked(plan.kv_blocks, free)
         free = staging.free_nbytes - candidate.cache.nbytes_of(parked)
         return replace(plan, staging=staging, parked_blocks=parked, free_nbytes=free)
 
@@ -434,11 +441,20 @@ class _Search:
             workspace_nbytes=weights.workspace,
             activations_nbytes=candidate.activations,
             slack_nbytes=candidate.slack,
+            states_nbytes=candidate.states,
+            prompt_cut=SCAN_CHUNK if shape.state_groups and settings.deterministic else 1,
             grouped_experts=weights.grouped_experts,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             lacks=_lacks(weights, settings),
-            notes=dtype_notes(settings.dtype, shape.dtype, weights.gpu),
+            notes=(*dtype_notes(settings.dtype, shape.dtype, weights.gpu), *_state_notes(shape)),
         )
+
+
+def _state_notes(shape: ModelShape) -> tuple[str, ...]:
+    """What a person should know of recurrent layers."""
+    if not shape.state_groups:
+        return ()
+    return ("prefixes are not shared: a state of recurrent layers cannot be cut where a prefix ends",)
 
 
 def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:

@@ -21,12 +21,14 @@ from .gguf_tensors import gguf_tensors
 from .model_shape import ModelShape
 from .multimodal import text_name
 from .quantized import ModelTensors
-from .read import Tensors, by_layer, expert_index, model_shape, tensors_of
+from .read import Tensors, by_layer, expert_index, is_expert, model_shape, tensors_of
 
 _FLOATS = {each.safetensors for each in DTYPES.values() if "float" in each.name}
 # Buffers that old checkpoints carry and models make themselves.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 _MOST_SHOWN = 10
+# Of parts that only predict further tokens (MTP) and have layers of their own.
+PREDICTING = "mtp."
 
 
 def check_tensors(
@@ -63,13 +65,19 @@ def _unusable(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> Ite
 
 def _outer(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     wanted = (config.size("vocab_size"), config.size("hidden_size"))
-    by_suffix = {name.removeprefix("model."): entry for name, entry in tensors.items()}
+    by_suffix = {_today(name): entry for name, entry in tensors.items()}
     names = ["embed_tokens.weight"] if config.get("tie_word_embeddings") else ["embed_tokens.weight", "lm_head.weight"]
     for name in names:
         if name not in by_suffix:
             yield f"{name} {list(wanted)} is missing"
         else:
             yield from _compare(by_suffix[name], wanted)
+
+
+def _today(name: str) -> str:
+    """The name without its prefix that most families give to a tensor outside of layers."""
+    inner = name.removeprefix("model.").removeprefix("backbone.")
+    return inner.replace("embeddings.weight", "embed_tokens.weight")
 
 
 def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
@@ -87,7 +95,7 @@ def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntr
 
 def _experts(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     single = {index for name in tensors if (index := expert_index(name)) is not None}
-    stacked = {entry.shape[0] for entry in tensors.values() if len(entry.shape) == 3}
+    stacked = {entry.shape[0] for name, entry in tensors.items() if len(entry.shape) == 3 and is_expert(name, entry)}
     found = stacked or ({len(single)} if single else set())
     if found and found != {config.num_experts}:
         yield f"the files hold {sorted(found)} experts, wanted {config.num_experts}"
@@ -148,6 +156,8 @@ def open_checkpoint(config: ModelConfig, folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder)
     if config.multimodal:
         checkpoint.select(text_name)
+    elif any(name.startswith(PREDICTING) for name in checkpoint.entries):
+        checkpoint.select(lambda name: None if name.startswith(PREDICTING) else name)
     return checkpoint
 
 

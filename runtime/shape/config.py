@@ -6,9 +6,10 @@ code before, whatever the trust flag said (CVE-2026-4372, CVE-2026-22807).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.checkpoint.json_object import described, load_object
@@ -37,6 +38,7 @@ class ModelConfig:
         self.multimodal = is_wrapper(values)
         values = text_config(values) if self.multimodal else values
         self.family: Family = family(values.get("model_type"))
+        values = _as_now(self.family.model_type, values)
         _refuse_code(values, CONFIG)
         self.quantization = parse_quantization(values)
         self.dtype = _dtype(values)
@@ -134,14 +136,14 @@ class ModelConfig:
             absent = given is None or (name == "no_rope_layers" and not given)
             if not absent and len(given) != num_layers:
                 raise out_of_range(name, given, f"an item for each of {num_layers} layers")
-        kinds = {kind(self, layer) for layer in range(num_layers)}
+        kinds = {kind(self, layer) for layer in range(num_layers)} - WITHOUT_WINDOW
         if "chunked_attention" in kinds and self.family.model_type not in CHUNKED:
             raise out_of_range("layer_types", "chunked_attention", "another kind of layer in this family")
         if "sliding_attention" in kinds and self.family.model_type in CHUNKED:
             raise out_of_range("layer_types", "sliding_attention", "another kind of layer in this family")
         field = "attention_chunk_size" if self.family.model_type in CHUNKED else "sliding_window"
         explicit = self.get("layer_types") or self.family.model_type not in OPTIONAL
-        if len(kinds - {"full_attention"}) and explicit and not self.get(field):
+        if kinds and explicit and not self.get(field):
             raise out_of_range(field, self.get(field), "a number from 1 on, because layers slide")
         if any(window(self, layer) == 0 for layer in range(num_layers)):
             raise out_of_range(field, 0, "a number from 1 on, or null, because layers slide")
@@ -175,8 +177,12 @@ def _refuse_code(value: Any, where: str, depth: int = 0) -> None:
         return
     for key, item in value.items():
         # Gemma saves a private number; what names code is a string.
-        private = key.startswith("_") and key != "_name_or_path" and not isinstance(item, int | float)
-        if item is not None and (private or any(name in key for name in _NAMES_CODE)):
+        # transformers writes an infinite number as an object with this field.
+        harmless = key == "_name_or_path" or (key == "__float__" and item == "Infinity")
+        private = key.startswith("_") and not harmless and not isinstance(item, int | float)
+        # Sizes of convolutions, which FIELDS checks, and a flag that is dropped: which kernels run is decided here.
+        number = isinstance(item, int | float) and (key in FIELDS or key == "use_mamba_kernels")
+        if item is not None and (private or (not number and any(name in key for name in _NAMES_CODE))):
             raise UnsupportedModel(
                 f"{where}: {described(key)} names code or is private; moedge runs no code of a checkpoint"
             )
@@ -189,7 +195,40 @@ def _dtype(values: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and name in WEIGHT_DTYPES else None
 
 
-Kind = Literal["full_attention", "sliding_attention", "chunked_attention"]
+# Kinds of layers that look back everywhere, keep a state or have no mixer of tokens at all.
+WITHOUT_WINDOW = {"full_attention", "linear_attention", "conv", "moe", "mlp", "attention", "mamba"}
+# Names in older files, and what they became.
+_RENAMED: Mapping[str, Mapping[str, str]] = {
+    "lfm2": {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+    "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
+    "nemotron_h": {
+        "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
+        "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size", "layer_types": "layers_block_type",
+    },
+}  # fmt: skip
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+
+
+def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a file under the names of today; the letters of Nemotron-H's layers as a list of kinds."""
+    renamed = _RENAMED.get(model_type, {})
+    found = {renamed.get(name, name): value for name, value in values.items()}
+    # The default of all families, and as transformers writes it; dropped with the fields that are not known.
+    limit = values.get("time_step_limit")
+    if limit is not None and limit not in ([0.0, {"__float__": "Infinity"}], [0.0, math.inf]):
+        raise out_of_range("time_step_limit", limit, "0 and infinity")
+    if model_type == "nemotron_h":
+        letters = found.pop("hybrid_override_pattern", None)
+        if found.get("layers_block_type") is None and isinstance(letters, str):
+            if not set(letters) <= set(_LETTERS):
+                raise out_of_range("hybrid_override_pattern", letters, f"letters of {''.join(_LETTERS)}")
+            found["layers_block_type"] = [_LETTERS[letter] for letter in letters]
+        if isinstance(kinds := found.get("layers_block_type"), list):
+            found["num_hidden_layers"] = len(kinds)
+    return found
+
+
+Kind = str
 Rule = Callable[["ModelConfig", int], bool]
 
 
@@ -197,8 +236,7 @@ def kind(config: ModelConfig, layer: int) -> Kind:
     """How far a layer looks back: everywhere, a window, or to the start of its chunk of positions."""
     kinds = config.get("layer_types")
     if kinds is not None:
-        found: Kind = kinds[layer]
-        return found
+        return str(kinds[layer])
     rule = SLIDING.get(config.family.model_type)
     if rule is None or not rule(config, layer):
         return "full_attention"

@@ -49,6 +49,19 @@ def _whole(least: int, most: int) -> Number:
     return Number(least, most, whole=True)
 
 
+@dataclass(frozen=True, slots=True)
+class AutoOr:
+    """A number, or "auto"."""
+
+    number: Number
+
+    def admits(self, value: object) -> bool:
+        return value == "auto" or self.number.admits(value)
+
+    def __str__(self) -> str:
+        return f"{self.number}, or 'auto'"
+
+
 _FLAG = Choice((True, False))
 _SCALE = Number(1e-6, 1e6)
 _EPSILON = Number(1e-20, 1)  # Zero would make NaN of a row of zeros.
@@ -60,11 +73,14 @@ _TOKEN = _whole(-1, 1 << 20)
 _WIDTH = _whole(1, 1 << 20)
 _HEADS = _whole(1, 1_024)
 _HEAD_DIM = _whole(2, 1_024)
+_TAPS = _whole(2, 64)
+_STATE = _whole(1, 4_096)
 _COUNT = _whole(1, 1_024)
 _SOME = _whole(0, 1_024)
 _LAYERS = _whole(1, 512)
 _LAYER = _whole(0, 512)
-FIELDS: dict[str, Number | Choice] = {
+Rule = Number | Choice | AutoOr
+FIELDS: dict[str, Rule] = {
     # Sizes
     "num_hidden_layers": _LAYERS,
     "num_layers": _LAYERS,
@@ -76,6 +92,9 @@ FIELDS: dict[str, Number | Choice] = {
     "shared_intermediate_size": _whole(0, 1 << 20),
     "prefix_dense_intermediate_size": _WIDTH,
     "ffn_hidden_size": _WIDTH,
+    "moe_latent_size": _WIDTH,
+    "moe_shared_expert_intermediate_size": _WIDTH,
+    "block_multiple_of": _WIDTH,
     "expert_ffn_hidden_size": _WIDTH,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
@@ -140,6 +159,41 @@ FIELDS: dict[str, Number | Choice] = {
     "max_window_layers": _LAYER,
     "attention_chunk_size": _LENGTH,
     "no_rope_layer_interval": _LAYERS,
+    "full_attention_interval": _LAYERS,
+    "attn_layer_period": _LAYERS,
+    "attn_layer_offset": _LAYER,
+    "expert_layer_period": _LAYERS,
+    "expert_layer_offset": _LAYER,
+    # Recurrent layers
+    "linear_conv_kernel_dim": _TAPS,
+    "linear_num_key_heads": _HEADS,
+    "linear_num_value_heads": _HEADS,
+    "linear_key_head_dim": _HEAD_DIM,
+    "linear_value_head_dim": _HEAD_DIM,
+    "linear_allow_neg_eigval": _FLAG,
+    "mamba_d_conv": _TAPS,
+    "mamba_d_ssm": _WIDTH,
+    "mamba_d_state": _STATE,
+    "mamba_expand": _whole(1, 64),
+    "mamba_n_groups": _HEADS,
+    "mamba_n_heads": _HEADS,
+    "mamba_num_heads": _HEADS,
+    "mamba_head_dim": _HEAD_DIM,
+    "mamba_dt_rank": AutoOr(_WIDTH),
+    "mamba_chunk_size": _LENGTH,
+    "mamba_hidden_act": _ACTIVATION,
+    "mamba_conv_bias": _FLAG,
+    "mamba_proj_bias": _FLAG,
+    "mamba_norm_before_gate": _FLAG,
+    "mamba_rms_norm": _FLAG,
+    "chunk_size": _LENGTH,
+    "conv_kernel": _TAPS,
+    "conv_L_cache": _TAPS,
+    "conv_bias": _FLAG,
+    "n_groups": _HEADS,
+    "ssm_state_size": _STATE,
+    "time_step_min": Number(0, 1),
+    "use_conv_bias": _FLAG,
     # Tokens
     "bos_token_id": _TOKEN,
     "pad_token_id": _TOKEN,
@@ -162,6 +216,14 @@ FIELDS: dict[str, Number | Choice] = {
     "logits_scaling": _SCALE,
     "logit_scale": _SCALE,
     "attn_scale": _SCALE,
+    "attention_in_multiplier": _SCALE,
+    "attention_out_multiplier": _SCALE,
+    "key_multiplier": _SCALE,
+    "lm_head_multiplier": _SCALE,
+    "ssm_in_multiplier": _SCALE,
+    "ssm_out_multiplier": _SCALE,
+    "block_ffn_dim_multiplier": _SCALE,
+    "mlp_hidden_act": _ACTIVATION,
     "floor_scale": _LENGTH,
     "scale_emb": _SCALE,
     "scale_depth": _SCALE,
@@ -175,6 +237,10 @@ FIELDS: dict[str, Number | Choice] = {
     "hidden_activation": _ACTIVATION,
     # Which parts there are
     "attention_bias": _FLAG,
+    "block_auto_adjust_ff_dim": _FLAG,
+    "projectors_bias": _FLAG,
+    "position_embedding_type": Choice(("rope", "nope")),
+    "use_expert_bias": _FLAG,
     "attention_out_bias": _FLAG,
     "attention_k_eq_v": _FLAG,
     "attn_temperature_tuning": _FLAG,
@@ -196,8 +262,18 @@ FIELDS: dict[str, Number | Choice] = {
     # Attention is causal here, as it is for text where only pictures are seen in both directions.
     "use_bidirectional_attention": Choice((False, "vision")),
 }
-LISTS: dict[str, Number | Choice] = {
-    "layer_types": Choice(("full_attention", "sliding_attention", "chunked_attention")),
+_KINDS = (
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "mlp",
+    # As older files write them.
+    "attention", "mamba",
+)  # fmt: skip
+LISTS: dict[str, Rule] = {
+    "layer_types": Choice(_KINDS),
+    "layers_block_type": Choice(_KINDS),
+    "attn_layer_indices": _whole(0, 511),
+    "full_attn_idxs": _whole(0, 511),
+    "mlp_multipliers": _SCALE,
+    "ssm_multipliers": _SCALE,
     "mlp_layer_types": Choice(("dense", "sparse")),
     "mlp_only_layers": _whole(0, 511),
     "moe_layers": _whole(0, 511),
@@ -207,7 +283,7 @@ LISTS: dict[str, Number | Choice] = {
     "layer_rope_theta": Number(2, 1e12),
 }
 # A layer's own settings, by its index.
-NESTED: dict[str, dict[str, Number | Choice]] = {
+NESTED: dict[str, dict[str, Rule]] = {
     "per_layer_config": {"head_dim": _HEAD_DIM, "num_key_value_heads": _HEADS},
 }
 # Where null means something else than the default.
@@ -219,7 +295,9 @@ _NULLABLE = {
     "attention_chunk_size", "routed_scaling_factor", "attention_value_scale", "prefix_dense_intermediate_size",
     "num_experts", "top_k_experts", "moe_intermediate_size", "eod_token_id", "sep_token_id", "rms_norm_eps",
     "dim_model_base", "n_group", "q_lora_rank", "qk_head_dim", "scale_depth", "topk_group",
-    "v_head_dim", "zero_expert_num",
+    "v_head_dim", "zero_expert_num", "attn_layer_indices", "full_attn_idxs", "mlp_multipliers", "ssm_multipliers",
+    "mamba_d_ssm", "moe_latent_size", "position_embedding_type", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim",
     "num_nextn_predict_layers", "n_shared_experts", "n_routed_experts", "max_window_layers", "sliding_window_pattern",
 }  # fmt: skip
 _MAX_ITEMS = 512
@@ -268,13 +346,14 @@ def out_of_range(name: str, value: object, wanted: object) -> UnsupportedModel:
     return UnsupportedModel(f"config.json: {name} is {described(value)}, wanted {wanted}")
 
 
-def _are_all(value: object, item: Number | Choice) -> bool:
+def _are_all(value: object, item: Rule) -> bool:
     items = value if isinstance(value, list) else [value]
     return len(items) <= _MAX_ITEMS and all(map(item.admits, items))
 
 
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 _FACTOR = Number(1, 1e6)
+_SECTION = _whole(1, 512)
 _NUMBERS: dict[str, Number] = {
     "rope_theta": Number(2, 1e12),
     "factor": _FACTOR,
@@ -298,6 +377,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+# Names of scalings, and which part of a head turns with which axis of a picture: for text they are all the same.
+_OTHERS = {"rope_type", "type", "truncate", "mrope_section", "mrope_interleaved"}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -335,10 +416,14 @@ def _check_scaling(rope: object, where: str, partial: bool) -> None:
     for name, value in rope.items():
         if name in _NUMBERS and value is not None and not _NUMBERS[name].admits(value):
             raise out_of_range(f"{where}.{name}", value, _NUMBERS[name])
-        if name not in _NUMBERS and name not in {"rope_type", "type", "truncate"}:
+        if name not in _NUMBERS and name not in _OTHERS:
             raise out_of_range(f"{where}.{described(name)}", value, f"no other field than {', '.join(_NUMBERS)}")
     if not partial and rope.get("partial_rotary_factor") not in (None, 1):
         raise out_of_range(f"{where}.partial_rotary_factor", rope["partial_rotary_factor"], "1 in this family")
+    if not _are_all(rope.get("mrope_section", []), _SECTION):
+        raise out_of_range(f"{where}.mrope_section", rope["mrope_section"], f"a list of times {_SECTION}")
+    if not isinstance(rope.get("mrope_interleaved", True), bool):
+        raise out_of_range(f"{where}.mrope_interleaved", rope["mrope_interleaved"], "true or false")
     if not isinstance(rope.get("truncate", True), bool):
         raise out_of_range(f"{where}.truncate", rope["truncate"], "true or false")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:

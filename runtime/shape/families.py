@@ -18,16 +18,16 @@ from ..settings.errors import UnsupportedModel
 MOE = (
     "afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
     "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe",
-    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "llama4_text",
-    "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
-    "solar_open",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kolibri1", "laguna",
+    "lfm2_moe", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h",
+    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 )  # fmt: skip
 DENSE = (
-    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text",
-    "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
-    "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral", "nanochat", "olmo",
-    "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
-    "vaultgemma", "youtu",
+    "apertus", "arcee", "bamba", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon_h1", "gemma",
+    "gemma2", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium",
+    "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2", "llama", "minicpm3", "ministral",
+    "ministral3", "mistral", "nanochat", "olmo", "olmo2", "olmo3", "olmo_hybrid", "persimmon", "phi", "phi3", "qwen2",
+    "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 SUPPORTED = tuple(sorted(MOE + DENSE))
 # Those with latent attention (MLA): every layer caches a latent and a rotated key for all its heads.
@@ -40,9 +40,8 @@ WANTING = {
     ),
     "no class for text alone in transformers": ("mistral4",),
     "recurrent layers: they need a state per sequence": (
-        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "inkling_text",
-        "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
+        "bailing_hybrid", "falcon_mamba", "inkling2_text", "inkling_text", "kimi_linear", "lfm3", "mamba", "mamba2",
+        "minimax", "recurrent_gemma", "zamba", "zamba2", "zaya",
     ),
     "compressed attention: its layers keep running summaries of the past, which the paged cache cannot store": (
         "deepseek_v4",

@@ -62,19 +62,47 @@ def tensor_shapes(config: ModelConfig) -> _Shapes:
 def _attention(config: ModelConfig, layer: int) -> _Shapes:
     if config.is_latent:
         return _latent_attention(config)
+    if config.family.model_type == "qwen3_next" and _is_recurrent(config, layer):
+        return _gated_delta_net(config)
     family, hidden, dim = config.family.model_type, config.size("hidden_size"), head_dim(config, layer)
     queries, keys = config.size("num_attention_heads") * dim, kv_heads(config, layer) * dim
-    sides = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+    # Half of what makes queries is a gate on attention's output in this family.
+    gated = 2 if family == "qwen3_next" else 1
+    sides = {"q_proj": (gated * queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
     outputs = {**sides, "o_proj": (hidden, queries)}
     found: _Shapes = {f"self_attn.{name}.weight": shape for name, shape in outputs.items()}
     biased = {"gpt_oss": outputs, "qwen2": sides, "qwen2_moe": sides}.get(family, {})
     found |= {f"self_attn.{name}.bias": shape[:1] for name, shape in biased.items()}
     if family == "gpt_oss":
         found["self_attn.sinks"] = (config.size("num_attention_heads"),)
-    if family in {"qwen3", "qwen3_moe"}:
+    if family in {"qwen3", "qwen3_moe", "qwen3_next"}:
         found |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     if family == "olmoe":
         found |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+    return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _is_recurrent(config: ModelConfig, layer: int) -> bool:
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        return bool(kinds[layer] == "linear_attention")
+    return (layer + 1) % int(config.get("full_attention_interval") or 4) != 0
+
+
+def _gated_delta_net(config: ModelConfig) -> _Shapes:
+    hidden, heads = config.size("hidden_size"), config.size("linear_num_value_heads")
+    keys = config.size("linear_num_key_heads") * config.size("linear_key_head_dim")
+    values = heads * config.size("linear_value_head_dim")
+    found: _Shapes = {
+        "in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+        "in_proj_ba.weight": (2 * heads, hidden),
+        "conv1d.weight": (2 * keys + values, 1, config.size("linear_conv_kernel_dim")),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (config.size("linear_value_head_dim"),),
+        "out_proj.weight": (hidden, values),
+    }
+    found = {f"linear_attn.{name}": shape for name, shape in found.items()}
     return found | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
@@ -113,7 +141,7 @@ def _qwen_experts(config: ModelConfig, layer: int) -> _Shapes:
         return _dense(config, layer)
     hidden, inner = config.size("hidden_size"), config.size("moe_intermediate_size")
     found = _routed(config, "mlp", inner)
-    if config.family.model_type == "qwen2_moe":
+    if config.family.model_type in {"qwen2_moe", "qwen3_next"}:
         found |= _gated("mlp.shared_expert", hidden, config.size("shared_expert_intermediate_size"))
         found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
@@ -187,4 +215,5 @@ _FEED_FORWARD: Mapping[str, Callable[[ModelConfig, int], _Shapes]] = {
     "qwen2_moe": _qwen_experts,
     "qwen3": _dense,
     "qwen3_moe": _qwen_experts,
+    "qwen3_next": _qwen_experts,
 }

@@ -87,6 +87,19 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Recurrent layers whose states have the same shape; a sequence has one state in each, whatever its length.
+
+    `conv` [C, K - 1] are the last inputs of a causal convolution over K tokens, in the model's dtype. `recurrent` is
+    the shape of the state of a scan, in float32; empty for layers that only convolve.
+    """
+
+    layers: tuple[int, ...]
+    conv: tuple[int, int]
+    recurrent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StoredFormat:
     """Tensors of a group, such as experts, that lie in the checkpoint in one format: their elements and their bytes.
 
@@ -131,6 +144,7 @@ class ModelShape:
     resident_numel: int
     stored: tuple[StoredFormat, ...] = ()
     widened_nbytes: int = 0
+    state_groups: tuple[StateGroup, ...] = ()
 
     @property
     def embedding_numel(self) -> int:
@@ -171,8 +185,13 @@ def shape_from_json(values: dict[str, Any]) -> ModelShape:
             "kv_groups": tuple(KVGroup(**{**group, "layers": tuple(group["layers"])}) for group in values["kv_groups"]),
             "head": Matrix(**values["head"]) if values["head"] else None,
             "stored": tuple(StoredFormat(**each) for each in values.get("stored", ())),
+            "state_groups": tuple(map(_state_group, values.get("state_groups", ()))),
         }
     )
+
+
+def _state_group(values: dict[str, Any]) -> StateGroup:
+    return StateGroup(tuple(values["layers"]), tuple(values["conv"]), tuple(values["recurrent"]))
 
 
 def _layer(values: dict[str, Any]) -> LayerShape:

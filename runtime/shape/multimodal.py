@@ -22,6 +22,8 @@ WRAPPERS: Mapping[str, str] = {
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 # What the outer configuration says of the text model, too.
 _OUTER = (*KEYS, "dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")

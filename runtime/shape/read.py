@@ -14,6 +14,7 @@ from ..settings.errors import UnsupportedModel
 from .config import ModelConfig, attention_modules, head_dim, kv_heads, rope_dim, window
 from .model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape, StoredFormat
 from .quantized import ModelTensors, QuantizedWeight, ReadSmall, model_tensors
+from .states import RECURRENT, attends, is_convolution, state_groups
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
@@ -47,7 +48,7 @@ def is_down(name: str) -> bool:
 
 def is_expert(name: str, entry: TensorEntry) -> bool:
     """Whether a tensor of a layer holds matrices of one expert, or of all experts stacked."""
-    return expert_index(name) is not None or len(entry.shape) == 3
+    return expert_index(name) is not None or (len(entry.shape) == 3 and not is_convolution(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def model_shape(
     if sorted(layers) != list(range(num_layers)):
         raise UnsupportedModel(f"config.json says {num_layers} layers, the files hold {_ranges(layers)}")
     head = _find(outside, "lm_head.weight")
-    embedding = _find(outside, "embed_tokens.weight")
+    embedding = _find(outside, "embed_tokens.weight") or _find(outside, "embeddings.weight")
     if embedding is None:
         raise UnsupportedModel("the files hold no tensor *.embed_tokens.weight")
     tied = bool(config.get("tie_word_embeddings")) or head is None
@@ -126,11 +127,12 @@ def model_shape(
         vocab=vocab,
         context=config.size("max_position_embeddings"),
         layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
-        kv_groups=kv_groups(config),
+        kv_groups=kv_groups(config, _attending(config, layers)),
         head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
         stored=stored_formats(found, tensors),
         widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
+        state_groups=state_groups(config, layers),
     )
 
 
@@ -174,10 +176,16 @@ def group_of(name: str) -> str:
     return ATTENTION if "attn" in name or "attention" in name else FEED_FORWARD
 
 
-def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
-    """Layers grouped by what their cache must hold, in the order of their first layer."""
+def _attending(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntry]]) -> list[int]:
+    """The layers that have keys and values: all of them, but in families that have recurrent ones."""
+    hybrid = config.family.model_type in RECURRENT
+    return [index for index, tensors in sorted(layers.items()) if not hybrid or attends(tensors)]
+
+
+def kv_groups(config: ModelConfig, attending: Iterable[int] | None = None) -> tuple[KVGroup, ...]:
+    """Layers that attend, by default all, grouped by what their cache must hold, in the order of their first layer."""
     groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
-    for layer in range(config.size("num_hidden_layers")):
+    for layer in range(config.size("num_hidden_layers")) if attending is None else attending:
         key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
         groups[key].extend(attention_modules(config, layer))
     latent = (rope_dim(config), config.size("num_attention_heads")) if config.is_latent else ()
@@ -214,7 +222,7 @@ def _experts(
     tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors
 ) -> tuple[ExpertsShape | None, set[str]]:
     """The layer's experts and the names of the tensors that they consist of."""
-    fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3}
+    fused = {name: entry for name, entry in tensors.items() if len(entry.shape) == 3 and not is_convolution(name)}
     indices = {name: index for name in tensors if (index := expert_index(name)) is not None}
     if not fused and not indices:
         return None, set()

@@ -18,7 +18,7 @@ from ...offload.checkpoint.json_object import load_object
 from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import MANIFEST, read_manifest
 from ...quant.kv.format import KV_FORMATS
-from ..kv.spec import KVSpec
+from ..kv.spec import KVSpec, StateSpec
 from ..settings.errors import ModelNotFound
 from ..settings.settings import Settings
 from ..shape.checkpoint_shape import read_shape
@@ -118,7 +118,10 @@ def _on_hub(name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`weights` and `kv_per_token` are bytes by format, `stored` what lies in the files of a checkpoint."""
+    """`weights` and `kv_per_token` are bytes by format, `stored` what lies in the files of a checkpoint.
+
+    `state` are the bytes that recurrent layers keep of a sequence, however long it is.
+    """
 
     model_type: str
     parameters: int
@@ -128,6 +131,7 @@ class Description:
     context: int
     weights: dict[str, int]
     kv_per_token: dict[str, float]
+    state: int
     stored: list[dict[str, Any]]
 
     def to_json(self) -> str:
@@ -144,5 +148,6 @@ def describe(shape: ModelShape) -> Description:
         context=shape.context,
         weights={quant: weights_nbytes(shape, quant, shape.dtype) for quant in all_formats(shape)},
         kv_per_token={name: sum(KVSpec(group, name).token_nbytes for group in shape.kv_groups) for name in KV_FORMATS},
+        state=StateSpec(shape.state_groups, shape.dtype).nbytes,
         stored=[{**asdict(each), "bits": round(each.bits, 3), "becomes": each.becomes} for each in shape.stored],
     )

@@ -7,6 +7,7 @@ depend on which rows came first. Any text will do, because quantization suffers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import sha256
@@ -46,14 +47,14 @@ Theorem. Every bounded sequence of real numbers has a convergent subsequence. Pr
 
 @dataclass(frozen=True, slots=True)
 class KeyOffsets:
-    """Key offsets, float32 [H, D] for every layer."""
+    """Key offsets, float32 [H, D] by layer; layers without attention have none."""
 
-    layers: tuple[torch.Tensor, ...]
+    layers: Mapping[int, torch.Tensor]
 
     @property
     def digest(self) -> str:
         """Identifies the offsets: cached keys under other offsets mean something else."""
-        return sha256(b"".join(layer.numpy().tobytes() for layer in self.layers)).hexdigest()[:16]
+        return sha256(b"".join(self.layers[layer].numpy().tobytes() for layer in sorted(self.layers))).hexdigest()[:16]
 
     def of(self, group: KVGroup) -> torch.Tensor:
         """The offsets of a layer group, [layers of the group, H, D]."""
@@ -71,15 +72,18 @@ def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
     attention, means = model.attention, KeyMeans()
     model.attention = means
     try:
-        model.forward(pack([(Sequence(list(token_ids), SamplingParams(1)), len(token_ids))]))
+        sequence = Sequence(list(token_ids), SamplingParams(1))
+        # Before the first sequence of a job, any state is free.
+        sequence.table.state = 0
+        model.forward(pack([(sequence, len(token_ids))]))
     finally:
         model.attention = attention
-    return KeyOffsets(tuple(means.means[layer].contiguous() for layer in sorted(means.means)))
+    return KeyOffsets({layer: mean.contiguous() for layer, mean in sorted(means.means.items())})
 
 
 def keep(store: Path, offsets: KeyOffsets) -> None:
     """Writes the offsets into a store's folder."""
-    tensors = {f"layers.{index}": layer for index, layer in enumerate(offsets.layers)}
+    tensors = {f"layers.{index}": layer for index, layer in offsets.layers.items()}
     write_atomically(store / FILE, save(tensors))
 
 
@@ -98,4 +102,5 @@ def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
     sound = all(tensor.dtype == torch.float32 and bool(tensor.isfinite().all()) for tensor in tensors.values())
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted or not sound:
         raise BadStore(f"{path} belongs to another model or is damaged; delete it, and it is measured again")
-    return KeyOffsets(tuple(tensors[f"layers.{index}"] for index in range(len(tensors))))
+    layers = sorted(layer for group in shape.kv_groups for layer in group.layers)
+    return KeyOffsets({layer: tensors[f"layers.{layer}"] for layer in layers})

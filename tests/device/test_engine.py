@@ -36,6 +36,8 @@ def check(case: Any, fake: Any, plan: Any, temperature: float = 0.0) -> Any:
         ("granitemoe", "none"),
         ("llama", "none"),
         ("deepseek_v3", "int8"),
+        ("qwen3_next", "int8"),
+        ("granitemoehybrid", "none"),
     ],
 )
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.0], ids=["all", "half", "minimum"])

@@ -76,11 +76,21 @@ GPT_OSS_20B = {
 GPT_OSS_120B = GPT_OSS_20B | {
     "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
 }  # fmt: skip
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "intermediate_size": 5120,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
 CONFIGS = {
     "Qwen3-30B-A3B": QWEN3_30B,
     "Mixtral-8x7B": MIXTRAL,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT,
 }
 LATENT_CONFIGS = {"DeepSeek-V3": DEEPSEEK_V3, "GLM-4.7-Flash": GLM_4_7_FLASH}
 

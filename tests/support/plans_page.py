@@ -36,10 +36,11 @@ PROFILE = Machine(
 
 HEAD = """# Plans
 
-This page shows the planner's choices for four models on GPUs of 6 to 24 GiB with 32 GiB of host memory, for a job of
+This page shows the planner's choices for five models on GPUs of 6 to 24 GiB with 32 GiB of host memory, for a job of
 2,000 rows with 512 prompt tokens and 256 generated tokens each. It is generated from the models' published
 configurations and a profile of round numbers (a GPU with 20 TFLOP/s behind 22 GB/s, a disk of 3 GB/s): these are
-predictions, not measurements. No GPU was measured for it. A test generates this page again and compares.
+predictions, not measurements. No GPU was measured for it. A test generates this page again and compares. Of a model
+with recurrent layers, *KV* counts the states of its sequences too.
 """
 COLUMNS = (
     "GPU",
@@ -92,7 +93,7 @@ def _cells(choice: PlanResult) -> tuple[str, ...]:
         f"{plan.held_nbytes / whole:.0%}",
         f"{plan.staging.staged_nbytes / whole:.0%}",
         f"{plan.staging.disk_nbytes / whole:.0%}",
-        f"{plan.kv} {plan.kv_nbytes / GIB:.1f} GiB",
+        f"{plan.kv} {(plan.kv_nbytes + plan.states_nbytes) / GIB:.1f} GiB",
         f"{plan.max_sequences:,}",
         f"{plan.tokens_per_pass:,}",
         f"{told.generated_tok_s:,.0f}",

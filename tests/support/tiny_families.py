@@ -17,10 +17,16 @@ SIZES: dict[str, Any] = {
     "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 48, "q_lora_rank": 40, "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16, "v_head_dim": 20,
 }  # fmt: skip
+# Recurrent layers: more value heads than key heads, values longer than keys, a scan's chunk shorter than a prompt.
+GATED_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
 # What makes a family's features occur. None takes a size away, so that the family's own default holds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},
     "axk1": {"num_key_value_heads": 4},
+    "bamba": {"attn_layer_indices": [1, 3], "pad_token_id": 0, **MAMBA2},
     "bitnet": {"hidden_act": "relu2"},
     "cohere": {"use_qk_norm": True, "logit_scale": 2.0},
     "cohere2": {"logit_scale": 2.0},
@@ -32,6 +38,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_end_index": 3, "use_bias": True},
     "exaone4": {"sliding_window_pattern": 2},
     "exaone_moe": {"sliding_window_pattern": 2},
+    "falcon_h1": {
+        "mamba_d_ssm": 64, "mamba_n_groups": 2, "pad_token_id": 0, "mlp_multipliers": [0.5, 0.8], "key_multiplier": 0.7,
+        "ssm_multipliers": [0.4, 0.5, 0.6, 0.7, 0.8], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, **MAMBA2,
+    },
     "gemma": {"pad_token_id": 0},
     "gemma2": {"query_pre_attn_scalar": 32, "pad_token_id": 0, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "pad_token_id": 0},
@@ -51,14 +61,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
         "tie_word_embeddings": True,
     },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "shared_intermediate_size": 64, "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2, "position_embedding_type": "nope", **MAMBA2,
+    },
     "granitemoeshared": {"shared_intermediate_size": 64},
     "helium": {"head_dim": 16},
     "hunyuan_v1_moe": {"eod_token_id": 3},
     "hyperclovax": {"attention_multiplier": 0.2},
     "hy_v3": {"num_shared_experts": 1},
+    "jamba": {
+        "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 8, "pad_token_id": 0,
+    },
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6],
         "num_attention_heads": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "pad_token_id": 0, "tie_word_embeddings": False},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "pad_token_id": 0,
+        "tie_word_embeddings": False,
     },
     "llama4_text": {
         "attention_chunk_size": 16, "no_rope_layer_interval": 2, "floor_scale": 8, "attn_scale": 0.5,
@@ -71,13 +94,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
     "minicpm3": {"num_key_value_heads": 4, "scale_depth": 1.4, "dim_model_base": 32},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+        "moe_shared_expert_intermediate_size": 64, "pad_token_id": 0, "time_step_min": 0.01,
+    },
+    "olmo_hybrid": {"num_key_value_heads": 4, "pad_token_id": 0},
     "olmoe": {"num_key_value_heads": 4, "clip_qkv": 2.0},
     "phi": {"qk_layernorm": True},
     "phi3": {"pad_token_id": 0},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 3},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen3_5_moe_text": GATED_DELTA,
+    "qwen3_5_text": GATED_DELTA,
     "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_next": GATED_DELTA,
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
     "youtu": {"num_key_value_heads": 4},
 }  # fmt: skip

@@ -138,7 +138,7 @@ def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
 
     def install_with(measured: float) -> None:
         def load_engine(source: Any, plan: Any, *, key_offsets: Any, **_: Any) -> Any:
-            used.append(key_offsets or KeyOffsets((torch.full((1, 2), measured),)))
+            used.append(key_offsets or KeyOffsets({0: torch.full((1, 2), measured)}))
             return fake.fake_loaded(fake.FakeEngine(), used[-1])
 
         def install_other(*arguments: Any) -> None:

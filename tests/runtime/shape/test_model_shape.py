@@ -24,6 +24,7 @@ from moedge.runtime.shape.formula import shape_of_config
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.shape.states import is_convolution
 from support.tiny_families import build_model, stored_numel
 
 
@@ -45,19 +46,20 @@ def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     assert len(shape.layers) == len(layers)
     for ours, theirs in zip(shape.layers, layers, strict=True):
         LayerAssembly(theirs, model_shards(shape, "none", "fp32").layers[ours.index], ParallelMatmul(Workspace(0)))
-        stacked = [p for p in theirs.parameters() if p.dim() == 3]
+        stacked = [p for name, p in theirs.named_parameters() if p.dim() == 3 and not is_convolution(name)]
         assert (ours.experts is None) == (not stacked)
         if ours.experts:
             assert ours.experts.count == stacked[0].shape[0]
             assert ours.experts.count * ours.experts.numel == sum(p.numel() for p in stacked)
             experts = next(module for module in theirs.modules() if hasattr(module, "is_transposed"))
             assert experts.is_transposed == ModelConfig.read(tmp_path).family.transposed_experts
-    assert shape.num_experts == 0 or shape.layers[-1].experts.per_token == 2
+    assert {layer.experts.per_token for layer in shape.layers if layer.experts} <= {2}
     assert (shape.num_experts > 0) == (family in MOE)
     check_heads(shape, layers)
+    check_states(shape, layers)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "qwen3_moe", "qwen3_next"])
 def test_shapes_worked_out_from_a_config_are_those_of_the_files(family: str, checkpoint: Callable[[str], Path]) -> None:
     found, wanted = shape_of_config(ModelConfig.read(checkpoint(family)), "float32"), read(checkpoint(family))
     assert found == wanted
@@ -100,10 +102,33 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
             assert sizes == {(group.head_dim, group.rope_dim, group.query_heads)}
             continue
         for index in group.layers:
-            attention = layers[index].self_attn
+            attention = getattr(layers[index], "self_attn", None) or layers[index].mixer
             assert group.head_dim == max(attention.head_dim, getattr(attention, "v_head_dim", 0))
             if isinstance(getattr(attention, "k_proj", None), nn.Linear):
                 assert group.kv_heads * attention.head_dim == attention.k_proj.out_features
+
+
+def check_states(shape: ModelShape, layers: Any) -> None:
+    """Channels, tokens and states, by what the modules say of themselves."""
+    mixers = {one.layer_idx: one for layer in layers for one in layer.modules() if is_recurrent(one)}
+    assert sorted(mixers) == sorted(layer for group in shape.state_groups for layer in group.layers)
+    for group in shape.state_groups:
+        for index in group.layers:
+            mixer = mixers[index]
+            kernel = next(child for child in mixer.children() if isinstance(child, nn.Conv1d))
+            assert group.conv == (kernel.in_channels, kernel.kernel_size[0] - 1)
+            if hasattr(mixer, "head_k_dim"):
+                assert group.recurrent == (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+            elif hasattr(mixer, "num_heads"):
+                assert group.recurrent == (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
+            elif hasattr(mixer, "ssm_state_size"):
+                assert group.recurrent == (mixer.intermediate_size, mixer.ssm_state_size)
+            else:
+                assert group.recurrent == ()
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def test_windows_of_configs_without_layer_types() -> None:

@@ -337,10 +337,9 @@ def passes(case: Any, costs: HostCost, plan: Any, device: Any, experts: Any) -> 
     Of each the `layer` that costs most behind the first, and the whole `pass`. Keys have offsets of zero.
     """
     found: dict[str, dict[str, Cost]] = {}
+    groups = case.source.shape.kv_groups
     offsets = KeyOffsets(
-        tuple(
-            torch.zeros(group.kv_heads, group.head_dim) for group in case.source.shape.kv_groups for _ in group.layers
-        )
+        {layer: torch.zeros(group.kv_heads, group.head_dim) for group in groups for layer in group.layers}
     )
     # Made once a process.
     lookup._pairs(nf4.VALUES, device.torch_device)

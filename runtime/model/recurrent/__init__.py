@@ -1,0 +1,1 @@
+"""Recurrent layers: transformers' mixers over packed passes, with states of their own for every sequence."""
