@@ -35,7 +35,7 @@ from .eta import Eta, Work
 from .folder import seekable
 from .job_plan import plan_job, remember, with_workload
 from .report import summarise
-from .run import FileRows, RowRunner, RowSource
+from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
 from .session import Checked, Ended, JobClaim, JobSession
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
@@ -77,12 +77,12 @@ class Measured:
             size.refuse_most(checked.preflight, checked.request.lenient)
         return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
-    def plan(self) -> Planned:
+    def plan(self, expected: Workload | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became. An engine that was given keeps its plan.
 
-        Raises DoesNotFit, SettingError, JobMismatch.
+        `expected` is the workload with rows that are still to come. Raises DoesNotFit, SettingError, JobMismatch.
         """
-        checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
+        checked, workload, budgets = self.checked, expected or self.size.shape(), self.checked.request.budgets
         if (given := checked.given) is not None:
             chosen = with_workload(given.chosen, given.policy.plan, workload)
             return Planned(self, workload, given.memory, chosen, checked.claim.begin(chosen.plan))
@@ -155,22 +155,24 @@ class Loaded:
     longest: int
     nbytes_written: int = 0
 
-    def run(self) -> Running:
-        return Running(self)
+    def run(self, feed: RowFeed | None = None) -> Running:
+        """`feed` appends rows to the input while the job runs."""
+        return Running(self, feed)
 
 
 class Running:
     """Iterate `passes`, then call `end`. `stopped_because` says why the passes ended before the last row."""
 
-    def __init__(self, loaded: Loaded, rows: RowSource | None = None) -> None:
-        """`rows` are those of the input file that have no answer, unless another source is given."""
+    def __init__(self, loaded: Loaded, feed: RowFeed | None = None) -> None:
+        """The rows are those of the input file that have no answer, and those that `feed` adds to it."""
         self._loaded = loaded
         self._planned = loaded.planned
         self._checked = loaded.planned.measured.checked
         self.session = loaded.planned.session
         self.policy = loaded.policy
         self.stopped_because: str | None = None
-        self._rows = rows or self._file_rows()
+        self._fed = feed is not None
+        self._rows: RowSource = self._file_rows() if feed is None else self._fed_rows(feed)
         self._seconds: float | None = None
 
     @property
@@ -179,10 +181,16 @@ class Running:
 
     def eta(self) -> Eta:
         """The estimate of the remaining time; update it after every pass."""
-        found, size, plan = self._checked.preflight, self._planned.measured.size, self._planned.plan
-        done = self._checked.claim.num_done
-        ram = self._planned.memory.budget.host_nbytes
-        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass, ram))
+        workload, plan = self._planned.workload, self._planned.plan
+        done, ram = self._checked.claim.num_done, self._planned.memory.budget.host_nbytes
+        prompt, generated = workload.prompt_tokens or 0, workload.generated_tokens or 0
+        return Eta(Work(self.num_rows, done, prompt, generated, plan.tokens_per_pass, ram))
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the job; where more are to come, as many as are expected."""
+        coming = self._checked.claim.num_done + self._planned.workload.sequences if self._fed else 0
+        return max(self.session.journal.state.num_rows, coming)
 
     @property
     def expert_hit_rate(self) -> float | None:
@@ -238,12 +246,16 @@ class Running:
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
         return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
+    def _fed_rows(self, feed: RowFeed) -> FedRows:
+        file, most = self._planned.measured.file, self._checked.request.limits.max_rows
+        return FedRows(self._file_rows(), feed, file, self.session.journal, most)
+
     def _why_stop(self) -> str | None:
-        failed, rows = self.session.journal.state.counts.failed, self._checked.preflight.num_rows
-        return self._checked.stop_rule.reason(failed, rows) or self.session.cancelled()
+        failed = self.session.journal.state.counts.failed
+        return self._checked.stop_rule.reason(failed, self.num_rows) or self.session.cancelled()
 
     def _work(self) -> int:
-        return self.metrics.passes + self.session.journal.state.counts.rows
+        return self.metrics.passes + self.session.journal.state.counts.rows + self._rows.num_waits
 
     def _summary(self) -> RunSummary:
         source, chosen, engine = self._checked.source, self._planned.chosen, self._loaded.engine
@@ -252,6 +264,7 @@ class Running:
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
         summary.bytes.written = self._loaded.nbytes_written
+        summary.stalls.rows = self._rows.seconds_without_rows
         took = self._loaded.load_seconds, self._seconds or 0
         remember(chosen, source, self.metrics, took, engine.ledger)
         return summary
