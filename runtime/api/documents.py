@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from ...offload.atomic_file import write_atomically
 from ...offload.memory import reset_host_peak
 from ..documents.feed import Reading
 from ..documents.job import DocumentJob, FolderReport, Tokens
@@ -16,7 +18,7 @@ from ..documents.reader_process import ReadOptions
 from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
 from ..documents.rounds import Round
 from ..documents.table import Totals
-from ..jobs.folder import JobFolder
+from ..jobs.folder import JobFolder, now_text
 from ..jobs.job import Loaded, Measured
 from ..jobs.job_plan import with_workload
 from ..jobs.journal.state import JobState, read_state
@@ -74,6 +76,7 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
         paths = DocumentPaths(_claimed(request, source), facts_digest(request.facts))
         resources.enter_context(lock_folder(paths.outputs))
         settle_question(paths, request)
+        _note(paths, request)
         tokenizer = resources.enter_context(Tokenizer.load(source.folder))
         job = DocumentJob(request, paths, _tokens(request, source, tokenizer))
         resources.callback(job.close)
@@ -87,7 +90,25 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
             job.publish(made_by)
         else:
             job.publish_partial(made_by)
-        return DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample)
+        ended = DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample)
+        _note(paths, request, ended)
+        return ended
+
+
+def _note(paths: DocumentPaths, request: DocumentsRequest, ended: DocumentsEnded | None = None) -> None:
+    """For reports and lists of jobs: whose folder it is, and what the run came to, once it has ended."""
+    found: dict[str, Any] = {
+        "output": str(paths.outputs.out.resolve()), "folder": str(request.batch.input.resolve()), "at": now_text(),
+    }  # fmt: skip
+    if ended is not None:
+        found |= {"reason": ended.reason, "totals": _plain(ended.totals), "report": _plain(ended.report)}
+        found["sample"] = request.sample
+    write_atomically(paths.summary, json.dumps(found, indent=1).encode())
+
+
+def _plain(counts: Totals | FolderReport) -> dict[str, Any]:
+    """`asdict` makes no counter of a counter."""
+    return {each.name: getattr(counts, each.name) for each in fields(counts)}
 
 
 def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:

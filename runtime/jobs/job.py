@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
-from ...offload.memory import Heap
+from ...offload.memory import Heap, host_resident
 from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
@@ -32,9 +32,10 @@ from ..weights.key_offsets import MAX_TOKENS, TEXT
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
-from .folder import seekable
+from .folder import now_text, seekable
 from .job_plan import plan_job, remember, with_workload
-from .report import summarise
+from .journal.run_log import RunLog
+from .report import expert_use, summarise
 from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
 from .session import Checked, Ended, JobClaim, JobSession
 from .stop import StallGuard
@@ -174,6 +175,7 @@ class Running:
         self._fed = feed is not None
         self._rows: RowSource = self._file_rows() if feed is None else self._fed_rows(feed)
         self._seconds: float | None = None
+        self._log = RunLog(self.session.folder.runs)
 
     @property
     def metrics(self) -> Metrics:
@@ -204,11 +206,13 @@ class Running:
         stacks = session.folder.stacks
         with session.working(engine.key_offsets), StallGuard(self._work, engine.streamed, stacks) as guard:
             partial = self._partial_file()
+            self._log.begin(**self._beginning())
             for _ in guard.watched(self._runner().passes()):
                 heap.after_pass()
                 if partial is not None:
                     partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
+                self._log.sample(self._sample)
                 yield
                 self.stopped_because = self._why_stop()
                 if self.stopped_because is not None:
@@ -225,6 +229,8 @@ class Running:
         else:
             self.session.stop(reason)
         summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
+        self._log.sample(self._sample, last=True)
+        self._log.end(reason=reason, summary=summary.as_dict(), experts=expert_use(self._loaded.engine))
         return Ended(self.session, self._checked.paths, summary, reason, over)
 
     def _partial_file(self) -> AnswerStream | None:
@@ -249,6 +255,28 @@ class Running:
     def _fed_rows(self, feed: RowFeed) -> FedRows:
         file, most = self._planned.measured.file, self._checked.request.limits.max_rows
         return FedRows(self._file_rows(), feed, file, self.session.journal, most)
+
+    def _beginning(self) -> dict[str, Any]:
+        counts, predicted = self.session.journal.state.counts, self._planned.chosen.prediction
+        return {
+            "at": now_text(),
+            "rows": self.num_rows,
+            "done": counts.rows,
+            "load_s": self._loaded.load_seconds,
+            "predicted_tok_s": predicted.generated_tok_s,
+            "predicted_s": predicted.seconds,
+            "ram_budget": self._planned.memory.budget.host_nbytes,
+        }
+
+    def _sample(self) -> dict[str, Any]:
+        counts, metrics = self.session.journal.state.counts, self.metrics
+        return {
+            "done": counts.rows,
+            "failed": counts.failed,
+            "generated": metrics.generated_tokens,
+            "prompt": metrics.prompt_tokens,
+            "ram": host_resident(),
+        }
 
     def _why_stop(self) -> str | None:
         failed = self.session.journal.state.counts.failed
