@@ -47,7 +47,7 @@ class DocumentsView(JobView, DocumentsObserver):
                 self._console.print(summary_table(each.summary))
                 self._say(f"prefix cache: {prefix_cache(each.summary)}")
                 if (waited := each.summary.stalls.rows) is not None:
-                    self._say(f"room for rows, and none read yet: {duration(waited)}")
+                    self._say(f"capacity for rows, and none read yet: {duration(waited)}")
         if ended.sample:
             self._say_sample(ended, time.monotonic() - begun)
         return self._outcome(ended)

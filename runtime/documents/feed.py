@@ -115,7 +115,7 @@ class Expected:
     files: Counter[str]
     nbytes: Counter[str]
     longest: int = 0
-    seen: dict[str, _Tally] = field(default_factory=dict)
+    tallies: dict[str, _Tally] = field(default_factory=dict)
     biggest: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -128,7 +128,7 @@ class Expected:
         return found
 
     def add(self, found: FoundFile, rows: Sequence[AskedRow]) -> None:
-        self.seen.setdefault(_suffix(found), _Tally()).add(found.nbytes, rows)
+        self.tallies.setdefault(_suffix(found), _Tally()).add(found.nbytes, rows)
         self.longest = max([self.longest, *(each.num_tokens for each in rows)])
 
     @property
@@ -154,9 +154,9 @@ class Expected:
     def _types(self, counts: Mapping[str, int]) -> Iterator[tuple[int, _Tally]]:
         """Of a type that was not read yet, the mean of all others is what is known."""
         every = _Tally()
-        for each in self.seen.values():
+        for each in self.tallies.values():
             every = _Tally(*(a + b for a, b in zip(_numbers(every), _numbers(each), strict=True)))
-        return ((count, self.seen.get(suffix, every)) for suffix, count in counts.items())
+        return ((count, self.tallies.get(suffix, every)) for suffix, count in counts.items())
 
 
 def _numbers(tally: _Tally) -> tuple[int, ...]:

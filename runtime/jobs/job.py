@@ -191,8 +191,8 @@ class Running:
     @property
     def num_rows(self) -> int:
         """The rows of the job; where more are to come, as many as are expected."""
-        coming = self._checked.claim.num_done + self._planned.workload.sequences if self._fed else 0
-        return max(self.session.journal.state.num_rows, coming)
+        expected = self._checked.claim.num_done + self._planned.workload.sequences if self._fed else 0
+        return max(self.session.journal.state.num_rows, expected)
 
     @property
     def expert_hit_rate(self) -> float | None:

@@ -158,7 +158,7 @@ class FedRows:
         self._journal = journal
         self._left = sys.maxsize if most is None else most
         self._next = journal.state.num_rows
-        self._hungry_since: float | None = None
+        self._waits_since: float | None = None
         self.seconds_without_rows = 0.0
         self.num_waits = 0
 
@@ -204,9 +204,9 @@ class FedRows:
 
     def _count_waiting(self, fed: bool) -> None:
         now = time.perf_counter()
-        if self._hungry_since is not None:
-            self.seconds_without_rows += now - self._hungry_since
-        self._hungry_since = None if fed else now
+        if self._waits_since is not None:
+            self.seconds_without_rows += now - self._waits_since
+        self._waits_since = None if fed else now
 
 
 # A text to continue has no parts, and neither has a chat answer whose model has no known marks.

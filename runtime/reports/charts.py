@@ -35,7 +35,7 @@ def over_time(
     unit: float = 1.0,
 ) -> Markup:
     """Lines over one axis of seconds; the other one reaches at least `most`, is marked at round numbers of `unit`, and
-    `number` writes its values. Dotted lines stand at the seconds of `breaks`."""
+    `number` writes its values. Dotted lines mark the seconds of `breaks`."""
     points = [point for line in lines for point in line.points]
     end, top = max(x for x, _ in points) or 1.0, max(most, *(y for _, y in points)) or 1.0
     ticks = [unit * tick for tick in _ticks(top / unit)]

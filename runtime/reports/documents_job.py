@@ -131,13 +131,13 @@ def whole_job(folder: JobFolder) -> Path | None:
 
 def listed(folders: Iterable[JobFolder]) -> Iterator[JobFolder | Path]:
     """Batch jobs as they are, and for rounds, once, the folder of the job that they belong to."""
-    seen: set[Path] = set()
+    given: set[Path] = set()
     for folder in folders:
         whole = whole_job(folder)
         if whole is None:
             yield folder
-        elif whole not in seen:
-            seen.add(whole)
+        elif whole not in given:
+            given.add(whole)
             yield whole
 
 
