@@ -22,16 +22,21 @@ JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.
 @app.command()
 def ls(as_json: JSON = False) -> None:
     """List your jobs and those in this folder, with their progress."""
+    from ..runtime.jobs.folder import JobFolder
     from ..runtime.jobs.status import JobStatus, jobs
-    from ..runtime.settings.errors import BadJournal, OtherVersion
+    from ..runtime.reports.documents_job import DocumentsJob, listed
+    from ..runtime.settings.errors import BadJournal, JobNotFound, OtherVersion
     from .views.jobs_view import print_jobs
 
-    found = []
-    for folder in jobs():
+    found: list[JobStatus | DocumentsJob] = []
+    for each in listed(jobs()):
         try:
-            found.append(JobStatus.read(folder))
+            found.append(JobStatus.read(each) if isinstance(each, JobFolder) else DocumentsJob.read(each))
+        except JobNotFound:
+            # Rounds of a question that another one replaced.
+            continue
         except (BadJournal, OtherVersion) as error:
-            print(f"unreadable: {folder.path}: {error}", file=sys.stderr)
+            print(f"unreadable: {each.path if isinstance(each, JobFolder) else each}: {error}", file=sys.stderr)
     found.sort(key=lambda status: status.created, reverse=True)
     if not as_json:
         print_jobs(found)
@@ -43,13 +48,17 @@ def ls(as_json: JSON = False) -> None:
 def show(job: JOB, as_json: JSON = False) -> None:
     """Show the state of a job and the settings it was started with."""
     from ..runtime.jobs.status import JobStatus, find_job
-    from .views.jobs_view import print_job
+    from ..runtime.reports.documents_job import find_documents
+    from .views.jobs_view import print_documents, print_job
 
-    status = JobStatus.read(find_job(job))
+    documents = find_documents(job)
+    status = documents or JobStatus.read(find_job(job))
     if as_json:
         print(json.dumps(status.batch_object(), indent=2))
-    else:
+    elif isinstance(status, JobStatus):
         print_job(status)
+    else:
+        print_documents(status)
 
 
 @app.command(cls=ConfiguredCommand)

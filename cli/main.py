@@ -27,6 +27,7 @@ from .options.options import say
 from .options.signals import Stopped, StopSignals
 from .plan import plan
 from .prepare import prepare
+from .report import report
 from .run import run
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
 app.command(cls=ConfiguredCommand)(doctor)
 app.command()(demo)
+app.command()(report)
 app.add_typer(config, name="config")
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
-# What the files that commands write as JSON begin with, as far as their own layouts go.
-_OURS = (b'"schema": "moedge.',)
+# What the files that commands write begin with, as far as their own layouts go.
+_OURS = (b'"schema": "moedge.', b"<!-- a report of moedge -->")
 _HEAD_NBYTES = 256
 
 

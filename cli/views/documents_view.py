@@ -46,6 +46,8 @@ class DocumentsView(JobView, DocumentsObserver):
             if each.summary.passes.count is not None:
                 self._console.print(summary_table(each.summary))
                 self._say(f"prefix cache: {prefix_cache(each.summary)}")
+                if (waited := each.summary.stalls.rows) is not None:
+                    self._say(f"capacity for rows, and none read yet: {duration(waited)}")
         if ended.sample:
             self._say_sample(ended, time.monotonic() - begun)
         return self._outcome(ended)
@@ -55,10 +57,12 @@ class DocumentsView(JobView, DocumentsObserver):
             self._next_line = time.monotonic() + _EVERY_SECONDS
             self._say(f"read {done:,} of {counted(total, 'file')}")
 
-    def read(self, report: FolderReport) -> None:
+    def found(self, report: FolderReport) -> None:
         self._nbytes = report.nbytes
         skipped = f"; skipped: {_kinds(report.skipped.items())}" if report.skipped else ""
         self._say(f"found {counted(report.num_files, 'file')}: {_kinds(report.suffixes.items())}{skipped}")
+
+    def read(self, report: FolderReport) -> None:
         if report.unread:
             self._say(
                 f"{counted(report.unread.total(), 'file')} cannot be asked about: {_kinds(report.unread.items())}"

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from ...runtime.jobs.status import JobStatus
+from ...runtime.jobs.journal.state import Counts
+from ...runtime.jobs.status import JobPhase, JobStatus
+from ...runtime.reports.documents_job import DocumentsJob
 from ...runtime.settings.formatting import escape_controls
 
 # For scripts that read the table, which has as many lines as there are jobs.
@@ -23,7 +26,26 @@ _PADDING, _LEAST_OUTPUT = 2, 12
 _HASHES = ("model", "tokenizer")
 
 
-def print_jobs(jobs: Sequence[JobStatus], width: int | None = None) -> None:
+class ListedJob(Protocol):
+    """A batch job, or a job over documents."""
+
+    @property
+    def job_id(self) -> str: ...
+    @property
+    def phase(self) -> JobPhase: ...
+    @property
+    def counts(self) -> Counts: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def created(self) -> datetime: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def output(self) -> Path: ...
+
+
+def print_jobs(jobs: Sequence[ListedJob], width: int | None = None) -> None:
     """Prints nothing but a sentence if there are none. Columns that do not fit `width` are left out.
 
     Without a `width` it is that of the terminal; elsewhere nothing is left out.
@@ -50,14 +72,14 @@ def print_jobs(jobs: Sequence[JobStatus], width: int | None = None) -> None:
     console.print(table)
 
 
-def _cells(status: JobStatus, now: datetime) -> tuple[str, ...]:
-    counts = status.state.counts
-    done = f"{counts.rows:,}/{status.state.num_rows:,}"
+def _cells(status: ListedJob, now: datetime) -> tuple[str, ...]:
+    counts = status.counts
+    done = f"{counts.rows:,}/{status.num_rows:,}"
     started = age((now - status.created).total_seconds())
     return status.job_id, str(status.phase), done, f"{counts.failed:,}", started, _model(status), _nearby(status.output)
 
 
-def _model(status: JobStatus) -> str:
+def _model(status: ListedJob) -> str:
     """The hub id, or the name of the folder."""
     name = status.model
     return Path(name).name if name.startswith((".", "/", "~")) else name
@@ -77,13 +99,33 @@ def age(seconds: float) -> str:
     return f"{days} day{'' if days == 1 else 's'} ago"
 
 
+def print_documents(job: DocumentsJob) -> None:
+    """The same for all rounds of a job over documents."""
+    counts, phase = job.counts, str(job.phase) + (f" ({job.reason})" if job.reason else "")
+    lines = {
+        "job": f"{job.job_id}, {phase}",
+        "rounds": f"{len(job.rounds)}",
+        "rows": f"{counts.ok:,} answered, {counts.failed:,} failed, {job.num_rows - counts.rows:,} to do",
+        "finish reasons": _by_name(counts.finish_reasons),
+        "errors": _by_name(counts.codes),
+        "tokens": f"{counts.generated_tokens:,} generated, {counts.prompt_tokens:,} prompt",
+        "model": job.model,
+        "documents": job.summary.get("folder", ""),
+        "output": job.output,
+        "folder": job.path,
+    }
+    chosen = {name: value for name, value in job.question.items() if value not in (None, "", [], 0)}
+    for label, text in {**lines, **chosen}.items():
+        print(f"{label:22} {text}")
+
+
 def print_job(status: JobStatus) -> None:
     """One fact per line; names first, fingerprints last."""
-    counts, opened = status.state.counts, status.state.opened
+    counts, opened = status.counts, status.state.opened
     identity = dict(opened["identity"])
     lines = {
         "job": f"{status.job_id}, {status.phase}" + (f" ({status.reason})" if status.reason else ""),
-        "rows": f"{counts.ok:,} answered, {counts.failed:,} failed, {status.state.num_rows - counts.rows:,} to do",
+        "rows": f"{counts.ok:,} answered, {counts.failed:,} failed, {status.num_rows - counts.rows:,} to do",
         "finish reasons": _by_name(counts.finish_reasons),
         "errors": _by_name(counts.codes),
         "tokens": f"{counts.generated_tokens:,} generated, {counts.prompt_tokens:,} prompt",

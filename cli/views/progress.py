@@ -265,7 +265,7 @@ class BarProgress:
 
     def show(self, eta: Eta) -> None:
         fields: dict[str, Any] = {**facts(eta, self._left.of(eta), self._ram_nbytes)}
-        self._progress.update(self._task, completed=eta.done, **fields)
+        self._progress.update(self._task, completed=eta.done, total=eta.total, **fields)
 
     def __enter__(self) -> Self:
         self._progress.start()

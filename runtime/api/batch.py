@@ -33,6 +33,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..engine.engine import Metrics
     from ..jobs.job import Loaded, Measured, Planned, Running
+    from ..jobs.run import RowFeed
     from ..jobs.summary import RunSummary
     from ..loading.engine_loader import LoadedModel
 
@@ -97,9 +98,9 @@ def _load(checked: Checked, observer: JobObserver) -> Loaded:
     return loaded
 
 
-def run_loaded(loaded: Loaded, observer: JobObserver) -> Ended:
-    """All passes of a job whose engine is ready, and its output."""
-    running = loaded.run()
+def run_loaded(loaded: Loaded, observer: JobObserver, feed: RowFeed | None = None) -> Ended:
+    """All passes of a job whose engine is ready, and its output; `feed` appends rows to its input meanwhile."""
+    running = loaded.run(feed)
     with observer.working():
         return running.end(_passes(running, observer))
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from ...offload.atomic_file import write_atomically
 from ...offload.memory import reset_host_peak
+from ..documents.feed import Reading
 from ..documents.job import DocumentJob, FolderReport, Tokens
 from ..documents.question import Long, Question, make_question
 from ..documents.reader_process import ReadOptions
 from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
 from ..documents.rounds import Round
 from ..documents.table import Totals
-from ..jobs.folder import JobFolder
+from ..jobs.folder import JobFolder, now_text
 from ..jobs.job import Loaded, Measured
 from ..jobs.job_plan import with_workload
 from ..jobs.journal.state import JobState, read_state
@@ -24,6 +27,7 @@ from ..jobs.request import BatchRequest, identity, settle
 from ..jobs.session import Checked, Ended, lock_folder
 from ..jobs.stop import StopRule
 from ..loading.engine_loader import LoadedModel
+from ..plan.placement import Workload
 from ..rows.tables import InputFormat
 from ..settings.errors import BadArgument, InputRefused
 from ..source.model_source import ModelSource, open_source
@@ -37,11 +41,14 @@ from .options import DocumentOptions, check
 class DocumentsObserver(JobObserver):
     """What follows a job over documents: the reading of the folder, then every round as a job of its own."""
 
+    def found(self, report: FolderReport) -> None:
+        """The files of the folder are listed."""
+
     def reading(self, done: int, total: int) -> None:
-        """After each file."""
+        """Now and then, while files are read and no row runs yet."""
 
     def read(self, report: FolderReport) -> None:
-        """The folder is read, and every document split."""
+        """Every file is read and split, and every chunk has its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +69,17 @@ class DocumentsEnded:
 def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) -> DocumentsEnded:
     """The whole job: begun or resumed, run as far as its limits and `observer` let it, and published.
 
-    The folder is read first; then its rows are answered in rounds, which share one engine.
+    Rows are answered in rounds, which share one engine; the first one begins while files are still being read.
     """
     with ExitStack() as resources:
         source = resources.enter_context(open_source(request.batch.model))
         paths = DocumentPaths(_claimed(request, source), facts_digest(request.facts))
         resources.enter_context(lock_folder(paths.outputs))
         settle_question(paths, request)
+        _note(paths, request)
         tokenizer = resources.enter_context(Tokenizer.load(source.folder))
         job = DocumentJob(request, paths, _tokens(request, source, tokenizer))
+        resources.callback(job.close)
         rounds = resources.enter_context(_RoundRunner(request.batch, request.question, job, observer))
         reason = _run_rounds(job, rounds, observer)
         made_by = rounds.made_by()
@@ -81,21 +90,56 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
             job.publish(made_by)
         else:
             job.publish_partial(made_by)
-        return DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample)
+        ended = DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample)
+        _note(paths, request, ended)
+        return ended
+
+
+def _note(paths: DocumentPaths, request: DocumentsRequest, ended: DocumentsEnded | None = None) -> None:
+    """For reports and lists of jobs: whose folder it is, and what the run came to, once it has ended."""
+    found: dict[str, Any] = {
+        "output": str(paths.outputs.out.resolve()), "folder": str(request.batch.input.resolve()), "at": now_text(),
+    }  # fmt: skip
+    if ended is not None:
+        found |= {"reason": ended.reason, "totals": _plain(ended.totals), "report": _plain(ended.report)}
+        found["sample"] = request.sample
+    write_atomically(paths.summary, json.dumps(found, indent=1).encode())
+
+
+def _plain(counts: Totals | FolderReport) -> dict[str, Any]:
+    """`asdict` makes no counter of a counter."""
+    return {each.name: getattr(counts, each.name) for each in fields(counts)}
 
 
 def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:
     """Why the rounds ended before the last row; None where they did not."""
-    if (begun := job.rounds.unfinished) is not None and (reason := rounds.run(begun)):
-        return reason
-    current = job.read(observer.reading)
+    files = job.find()
     if not job.report.num_files:
         raise InputRefused(f"{rounds.folder} has no file to read; {job.report.skipped.total():,} were skipped")
+    observer.found(job.report)
+    left = True
+    while left:
+        with job.reading(files, rounds.longest_prompt) as reading:
+            reason = _run_while_reading(reading, rounds, observer)
+        if reading.done:
+            job.count()
+        if reason:
+            return reason
+        left = reading.deferred > 0
+        rounds.reread = True
     observer.read(job.report)
-    while (current := current or job.merge()) is not None:
+    while (current := job.merge()) is not None:
         if reason := rounds.run(current):
             return reason
-        current = None
+    return None
+
+
+def _run_while_reading(reading: Reading, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:
+    """The rows of a reading; those of the second one are all known before the engine gets memory for the longest."""
+    while (current := reading.next_round(observer.reading, every=rounds.reread)) is not None:
+        if reason := rounds.run(current, reading):
+            return reason
+        reading.close_round()
     return None
 
 
@@ -128,22 +172,31 @@ class _RoundRunner:
     ) -> None:
         self._request = request
         self._question = question
+        self._max_tokens = request.defaults.max_tokens
         self._job = job
         self._observer = observer
         self._held = ExitStack()
         self._model: LoadedModel | None = None
         self._stop_rule = StopRule(request.limits)
         self._rows_left = request.limits.max_rows
+        self.reread = False
         self.ended: list[Ended] = []
 
     @property
     def folder(self) -> Path:
         return self._request.input
 
-    def run(self, current: Round) -> str | None:
-        """Why the round stopped early; None where all of its rows have answers."""
+    @property
+    def longest_prompt(self) -> int | None:
+        """The longest that the engine has memory for; None where it is still to be loaded, or loaded again."""
+        if self._model is None or self.reread:
+            return None
+        return self._model.longest - self._max_tokens
+
+    def run(self, current: Round, reading: Reading | None = None) -> str | None:
+        """Why the round stopped early; None where all of its rows have answers. `reading` adds rows meanwhile."""
         with ExitStack() as resources:
-            opened = Checked.open(self._round_request(current))
+            opened = self._open(current, reading)
             resources.callback(opened.resources.close)
             checked = replace(opened, stop_rule=self._stop_rule)
             self._refuse_other(checked)
@@ -152,11 +205,11 @@ class _RoundRunner:
                 with self._observer.working():
                     ended = checked.publish()
             else:
-                loaded = self._load(checked)
+                loaded = self._load(checked, reading)
                 if self._model is None:
                     # The first job of an engine stays open as long as the engine is in use.
                     self._hold(loaded, resources.pop_all())
-                ended = run_loaded(loaded, self._observer)
+                ended = run_loaded(loaded, self._observer, reading)
         self.ended.append(ended)
         if self._rows_left is not None:
             self._rows_left -= ended.session.journal.state.counts.rows - done
@@ -186,7 +239,22 @@ class _RoundRunner:
         source, tokenizer = planned.measured.checked.source, planned.measured.tokenizer
         self._model = LoadedModel(source, tokenizer, planned.memory, chosen, loaded.policy, loaded.engine)
 
-    def _load(self, checked: Checked) -> Loaded:
+    def _open(self, current: Round, reading: Reading | None) -> Checked:
+        if reading is None:
+            return Checked.open(self._round_request(current))
+        with reading.paused():
+            opened = Checked.open(self._round_request(current))
+            reading.note_in(opened.preflight.index)
+            if not reading.done and self._model is None:
+                # What is longer is for a later round: this one is planned before it is known.
+                reading.longest = self._expected_prompt(reading)
+            return opened
+
+    def _expected_prompt(self, reading: Reading) -> int:
+        expected = reading.expected
+        return expected.longest_of(self._job.longest_prompt(expected.longest))
+
+    def _load(self, checked: Checked, reading: Reading | None) -> Loaded:
         """On the engine of the rounds before, unless this one has a longer row than it has memory for."""
         observer, given = self._observer, self._model
         observer.checked(checked)
@@ -196,7 +264,10 @@ class _RoundRunner:
             return measured.plan().load()
         self._held.close()
         self._model = None
-        planned = replace(measured, checked=checked).plan()
+        expected = None
+        if reading is not None and reading.longest is not None and not reading.done:
+            expected = _more(measured.size.shape(), reading.expected.workload(self._max_tokens, reading.longest))
+        planned = replace(measured, checked=checked).plan(expected)
         observer.planned(planned)
         loaded = planned.load()
         observer.loaded(loaded)
@@ -235,6 +306,17 @@ class _RoundRunner:
         first = self._job.rounds.first
         folder = None if first is None else JobFolder(first.outputs.job)
         return read_state(folder.journal) if folder is not None and folder.begun else None
+
+
+def _more(known: Workload, expected: Workload) -> Workload:
+    """What a job comes to whose rows are known in part."""
+    return Workload(
+        max(known.sequences, expected.sequences),
+        max(known.longest, expected.longest),
+        known.shortest,
+        max(known.prompt_tokens or 0, expected.prompt_tokens or 0),
+        max(known.generated_tokens or 0, expected.generated_tokens or 0),
+    )
 
 
 class _Progress(BatchProgress, DocumentsObserver):

@@ -6,10 +6,13 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import BinaryIO
 
 from .document import Document, UnreadDocument
@@ -51,6 +54,45 @@ def read_files(
     workers: int | None = None,
 ) -> Iterator[Document | UnreadDocument]:
     """The same for files that were found before."""
+    with _readers(folder, options, cache, workers) as (submit, ahead):
+        waiting: deque[Future[Document | UnreadDocument]] = deque()
+        for found in files:
+            waiting.append(submit(found))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def read_as_completed(
+    folder: Path,
+    files: Iterable[tuple[int, FoundFile]],
+    options: ReadOptions,
+    cache: str | os.PathLike[str] | None,
+    workers: int | None,
+    stop: Event,
+) -> Iterator[tuple[int, Document | UnreadDocument]]:
+    """The same for numbered files, each as soon as it is read: a slow one delays no other. Ends once `stop` is set."""
+    with _readers(folder, options, cache, workers) as (submit, ahead):
+        left = iter(files)
+        waiting = {submit(found): number for number, found in islice(left, ahead)}
+        while waiting and not stop.is_set():
+            for future in wait(waiting, _POLL_SECONDS, FIRST_COMPLETED).done:
+                yield waiting.pop(future), future.result()
+                waiting |= {submit(found): number for number, found in islice(left, 1)}
+
+
+# How soon a stop is noticed while every reader is busy.
+_POLL_SECONDS = 0.1
+
+Submit = Callable[[FoundFile], Future[Document | UnreadDocument]]
+
+
+@contextmanager
+def _readers(
+    folder: Path, options: ReadOptions, cache: str | os.PathLike[str] | None, workers: int | None
+) -> Iterator[tuple[Submit, int]]:
+    """(starts to read a file, how many files may wait for whoever takes them); ends what is still being read."""
     count = workers or min(4, os.cpu_count() or 1)
     kept = None if cache is None else TextCache(Path(cache), options)
     processes: SimpleQueue[ReaderProcess] = SimpleQueue()
@@ -67,29 +109,13 @@ def read_files(
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="documents")
     try:
-        yield from _in_order(pool, read, files, 2 * count)
+        yield lambda found: pool.submit(read, found), 2 * count
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         # Whoever waits for one of them sees its end.
         for process in every:
             process.close()
         pool.shutdown()
-
-
-def _in_order(
-    pool: ThreadPoolExecutor,
-    read: Callable[[FoundFile], Document | UnreadDocument],
-    files: Iterable[FoundFile],
-    ahead: int,
-) -> Iterator[Document | UnreadDocument]:
-    """The results in the order of the files; at most `ahead` of them wait."""
-    waiting: deque[Future[Document | UnreadDocument]] = deque()
-    for found in files:
-        waiting.append(pool.submit(read, found))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 def _read(

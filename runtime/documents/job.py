@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from ...offload.atomic_file import AtomicFile, write_atomically
@@ -18,12 +21,13 @@ from ..jobs.outputs import file_sha256
 from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
 from .document import Document, UnreadDocument
+from .feed import READ_FIRST, AskedRow, Reading
 from .file_walk import FoundFile, Skipped, find_files
-from .iterate import read_files
+from .iterate import read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Answers, Entry, Round, Rounds, read_entries, row_id
+from .rounds import Answers, Entry, EntryLog, Round, Rounds, read_entries, row_id
 from .splitting import Chunk, split
 from .table import DocumentTable, Totals
 from .text_cache import TextCache
@@ -31,6 +35,8 @@ from .text_cache import TextCache
 MAX_CHUNK_TOKENS = 32_768
 # Tokens that may appear where a text meets the prompt around it.
 _SEAM_TOKENS = 8
+# What a prompt is taken to have beside the text, until longer ones are known.
+_AROUND_TOKENS = 1024
 
 
 @dataclass(slots=True)
@@ -83,30 +89,58 @@ class DocumentJob:
         self.rounds = Rounds(paths.rounds)
         self.report = FolderReport()
         self.totals = Totals()
+        self._log: EntryLog | None = None
+        self._before: dict[str, str] | None = None
 
     @property
     def index(self) -> Path:
+        """The documents of the folder, or of the sample, when all were read."""
         return self._paths.index if self._request.sample is None else self._paths.sample
 
-    def read(self, progress: Callable[[int, int], None]) -> Round | None:
-        """Reads the folder and returns the round of chunks that have no answer yet; None where all have.
-
-        `progress` gets the number of files read, and of all. Raises InputUnreadable, SettingError.
-        """
+    def find(self) -> list[FoundFile]:
+        """The files to read, in their order; counts all of them. Raises InputUnreadable."""
         request, folder = self._request, Path(self._request.batch.input)
         listed = find_files(folder, include=request.include, exclude=request.exclude)
         files = self.report.found(each for each in listed if not self._own(folder, each))
-        if request.sample is not None:
-            files = spread(files, request.sample)
-        before = {each.source: each.sha256 for each in read_entries(self.index)} if self.index.exists() else {}
-        answers, index = self.rounds.answers(), AtomicFile(self.index)
+        return files if request.sample is None else spread(files, request.sample)
+
+    @contextmanager
+    def reading(self, files: Sequence[FoundFile], longest: int | None = None) -> Iterator[Reading]:
+        """Reads and splits the files while it is open, and appends the rows that have no answer yet to a round.
+
+        Prompts of more than `longest` tokens are left for a later one. The first of them that is not left early makes
+        the index.
+        """
+        self.close()
+        if self._before is None:
+            self._before = {each.source: each.sha256 for each in self._indexed()}
+        self._log = EntryLog(self._paths.outputs.job, len(files))
+        reading = Reading(self.rounds, self.rounds.answers(), files, self._log, longest)
+        with reading.running(partial(self._read, files), self._split):
+            yield reading
+
+    def count(self) -> None:
+        """Publishes what was read as the index, and counts what is new since the one before."""
+        assert self._log is not None
+        index, before, report = AtomicFile(self.index), dict(self._before or {}), self.report
+        report.new = report.changed = report.split = 0
+        report.unread.clear()
         try:
-            made = self.rounds.add(self._rows(folder, files, before, answers, index, progress))
+            for line in self._log.lines():
+                index.write(line)
             index.publish()
         finally:
             index.discard()
-        self.report.removed = len(before)
-        return made
+        for entry in self._log.entries():
+            self._count(entry, before.pop(entry.source, None))
+        report.removed = len(before)
+        self.close()
+
+    def close(self) -> None:
+        """Forgets documents that were read in vain, because a reading ended early."""
+        if self._log is not None:
+            self._log.close()
+        self._log = None
 
     def merge(self) -> Round | None:
         """The round of merges that the answers so far allow; None where every document has its answer."""
@@ -154,12 +188,11 @@ class DocumentJob:
     def finished_rows(self, made_by: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The rows of the output that are finished, in their order; counts them in `totals`."""
         self.totals = Totals()
-        if not self.index.exists():
-            return
         texts = TextCache(self._request.cache or self._paths.texts, self._request.reading)
         table = DocumentTable(self._question, self._merger, self.rounds.answers(), texts, made_by)
         names = schema_fields(self._question.schema) or ()
-        for entry in read_entries(self.index):
+        self.totals.pending = 0 if self._log is None else self._log.num_missing
+        for entry in self._indexed():
             rows = table.rows(entry)
             if rows is None:
                 self.totals.pending += 1
@@ -176,22 +209,19 @@ class DocumentJob:
         ours = (each for each in (outputs.out, outputs.errors, outputs.partial) if each.name == path.name)
         return any((folder / path).parent.resolve() == each.parent.resolve() for each in ours)
 
-    def _rows(
-        self,
-        folder: Path,
-        files: list[FoundFile],
-        before: dict[str, str],
-        answers: Answers,
-        index: AtomicFile,
-        progress: Callable[[int, int], None],
-    ) -> Iterator[dict[str, Any]]:
+    def _read(self, files: Sequence[FoundFile], stop: Event) -> Iterator[tuple[int, Document | UnreadDocument]]:
+        """Some of all types and sizes first: what is expected of the others comes of them."""
         request, cache = self._request, self._request.cache or self._paths.texts
-        for number, found in enumerate(read_files(folder, files, request.reading, cache, request.workers), 1):
-            entry, rows = self._split(found)
-            self._count(entry, before.pop(entry.source, None))
-            index.write(entry.dumped() + b"\n")
-            yield from (row for row in rows if row["id"] not in answers)
-            progress(number, len(files))
+        first = {each.path for each in spread(list(files), READ_FIRST)}
+        numbered = sorted(enumerate(files), key=lambda each: each[1].path not in first)
+        folder = Path(request.batch.input)
+        return read_as_completed(folder, numbered, request.reading, cache, request.workers, stop)
+
+    def _indexed(self) -> Iterator[Entry]:
+        """The entries of the documents that were read: now, or when the folder was read last."""
+        if self._log is not None:
+            return self._log.entries()
+        return read_entries(self.index) if self.index.exists() else iter(())
 
     def _count(self, entry: Entry, digest: str | None) -> None:
         self.report.new += digest is None
@@ -200,7 +230,7 @@ class DocumentJob:
         if entry.error is not None:
             self.report.unread[entry.error["code"]] += 1
 
-    def _split(self, found: Document | UnreadDocument) -> tuple[Entry, list[dict[str, Any]]]:
+    def _split(self, found: Document | UnreadDocument) -> tuple[Entry, list[AskedRow]]:
         """The entry of a document, and the rows that ask about its chunks."""
         if isinstance(found, UnreadDocument):
             return Entry(found.source, found.sha256, error={"code": found.code, "message": found.message}), []
@@ -216,12 +246,19 @@ class DocumentJob:
             return self._refused(found, "document_too_long", message), []
         spans = tuple((each.start, each.end, *(each.pages or (0, 0))) for each in chunks)
         entry = Entry(found.source, found.sha256, document_facts(found), spans, found.notes)
-        rows = [{"id": row_id(entry.key, 0, number), "prompt": each} for number, each in enumerate(prompts)]
+        tokens = self._tokens.prompt
+        rows = [AskedRow(row_id(entry.key, 0, number), each, tokens(each)) for number, each in enumerate(prompts)]
         return entry, rows
 
     def _refused(self, found: Document, code: str, message: str) -> Entry:
         facts = document_facts(found)
         return Entry(found.source, found.sha256, facts, error={"code": code, "message": message})
+
+    def longest_prompt(self, longest: int) -> int:
+        """The most tokens that a prompt may come to, where `longest` is that of the prompts so far."""
+        question = self._question
+        usual = (question.chunk_tokens or MAX_CHUNK_TOKENS) + _AROUND_TOKENS
+        return self._tokens.limit if longest > usual else min(self._tokens.limit, usual)
 
     def _chunks(self, document: Document) -> Iterator[Chunk]:
         """Raises ValueError where the prompt leaves no tokens for the text."""
@@ -239,7 +276,7 @@ class DocumentJob:
         return split(document.text, limit, self._tokens.text, overlap=overlap, page_starts=document.page_starts)
 
     def _merges(self, answers: Answers) -> Iterator[dict[str, Any]]:
-        for entry in read_entries(self.index):
+        for entry in self._indexed():
             if entry.error is None and len(entry.chunks) > 1:
                 found = self._merger.advance(entry, answers)
                 if isinstance(found, Missing):

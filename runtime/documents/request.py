@@ -85,6 +85,11 @@ class DocumentPaths:
         return self.outputs.job / "question.json"
 
     @property
+    def summary(self) -> Path:
+        """What the last run came to, for reports and lists of jobs."""
+        return self.outputs.job / "summary.json"
+
+    @property
     def published(self) -> Path:
         """The hashes of the output files."""
         return self.outputs.job / "published.json"

@@ -1,19 +1,21 @@
-"""The rows of a job over documents, in rounds: files of rows that do not change, each answered by a batch job.
+"""The rows of a job over documents, in rounds: files of rows, each answered by a batch job.
 
-The first round are chunks of documents; later ones are merges of partial answers, and whatever was added to the folder
-since. An answer is found again by the id of its row, which says document, level and number. An index has an entry for
-each document.
+The first round are chunks of documents, and grows while they are read; later ones are merges of partial answers, and
+whatever was added to the folder since. An answer is found again by the id of its row, which says document, level and
+number. An index has an entry for each document.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from ...offload.atomic_file import AtomicFile
 from ..jobs.outputs import OutputPaths
@@ -104,12 +106,20 @@ class Rounds:
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> Round | None:
         """The next round, of these rows; None where there are none."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = Round(self.all[-1].number + 1 if self.all else 1, self._folder)
+        made = self._next()
         if not made.write(rows):
             return None
         self.all.append(made)
         return made
+
+    def new(self) -> Round:
+        """The next round, whose rows are still to be written."""
+        self.all.append(made := self._next())
+        return made
+
+    def _next(self) -> Round:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Round(self.all[-1].number + 1 if self.all else 1, self._folder)
 
     def answers(self) -> Answers:
         """Those of the rounds that are finished now, and those that a stopped one has so far."""
@@ -187,6 +197,48 @@ def read_entries(path: Path) -> Iterator[Entry]:
     """The entries of an index, one at a time."""
     with path.open("rb") as file:
         for line in file:
-            found = json.loads(line)
-            chunks = tuple(tuple(each) for each in found.pop("chunks"))
-            yield Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)
+            yield _entry(line)
+
+
+def _entry(line: bytes) -> Entry:
+    found = json.loads(line)
+    chunks = tuple(tuple(each) for each in found.pop("chunks"))
+    return Entry(**{**found, "notes": tuple(found["notes"])}, chunks=chunks)
+
+
+class EntryLog:
+    """Entries in the order in which documents were read, in a file without a name, and given in that of their numbers.
+
+    One thread adds entries, whoever reads them does so afterwards.
+    """
+
+    def __init__(self, folder: Path, num_files: int) -> None:
+        self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=1 << 20))  # noqa: SIM115
+        # One more than where an entry begins: 0 is a file that was not read.
+        self._begins = array("Q", bytes(8 * num_files))
+        self._end = 0
+
+    def add(self, number: int, entry: Entry) -> None:
+        line = entry.dumped() + b"\n"
+        self._file.write(line)
+        self._begins[number] = self._end + 1
+        self._end += len(line)
+
+    def lines(self) -> Iterator[bytes]:
+        """Of every document that was read."""
+        self._file.flush()
+        for begin in self._begins:
+            if begin:
+                self._file.seek(begin - 1)
+                yield self._file.readline()
+
+    def entries(self) -> Iterator[Entry]:
+        return map(_entry, self.lines())
+
+    @property
+    def num_missing(self) -> int:
+        """Files that were not read."""
+        return sum(not begin for begin in self._begins)
+
+    def close(self) -> None:
+        self._file.close()

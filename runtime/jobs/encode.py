@@ -86,8 +86,8 @@ class TokenSpool:
             self._ends = array("Q", bytes(8 * len(self._ends)))
 
     def token_ids(self, row: int) -> list[list[int]] | None:
-        """The ids of each prompt of a row; None where they have to be computed."""
-        if not self._ends[row]:
+        """The ids of each prompt of a row; None where they have to be computed, as for rows that came later."""
+        if row >= len(self._ends) or not self._ends[row]:
             return None
         begin = self._ends[row] - 1
         (count,) = self._read(begin, 1)

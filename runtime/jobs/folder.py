@@ -39,6 +39,11 @@ class JobFolder:
         return self.path / "journal"
 
     @property
+    def runs(self) -> Path:
+        """How its runs went, for a report."""
+        return self.path / "runs.jsonl"
+
+    @property
     def ballast(self) -> Path:
         return self.path / "ballast"
 

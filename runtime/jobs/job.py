@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
-from ...offload.memory import Heap
+from ...offload.memory import Heap, host_resident
 from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
@@ -32,10 +32,11 @@ from ..weights.key_offsets import MAX_TOKENS, TEXT
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
-from .folder import seekable
+from .folder import now_text, seekable
 from .job_plan import plan_job, remember, with_workload
-from .report import summarise
-from .run import FileRows, RowRunner, RowSource
+from .journal.run_log import RunLog
+from .report import expert_use, summarise
+from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
 from .session import Checked, Ended, JobClaim, JobSession
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
@@ -77,12 +78,12 @@ class Measured:
             size.refuse_most(checked.preflight, checked.request.lenient)
         return cls(checked, tokenizer, spool, file, size, array("Q", order.rows()), encoder.notes)
 
-    def plan(self) -> Planned:
+    def plan(self, expected: Workload | None = None) -> Planned:
         """The job begins here: its first record says what "auto" became. An engine that was given keeps its plan.
 
-        Raises DoesNotFit, SettingError, JobMismatch.
+        `expected` is the workload with rows that are still to come. Raises DoesNotFit, SettingError, JobMismatch.
         """
-        checked, workload, budgets = self.checked, self.size.shape(), self.checked.request.budgets
+        checked, workload, budgets = self.checked, expected or self.size.shape(), self.checked.request.budgets
         if (given := checked.given) is not None:
             chosen = with_workload(given.chosen, given.policy.plan, workload)
             return Planned(self, workload, given.memory, chosen, checked.claim.begin(chosen.plan))
@@ -155,23 +156,26 @@ class Loaded:
     longest: int
     nbytes_written: int = 0
 
-    def run(self) -> Running:
-        return Running(self)
+    def run(self, feed: RowFeed | None = None) -> Running:
+        """`feed` appends rows to the input while the job runs."""
+        return Running(self, feed)
 
 
 class Running:
     """Iterate `passes`, then call `end`. `stopped_because` says why the passes ended before the last row."""
 
-    def __init__(self, loaded: Loaded, rows: RowSource | None = None) -> None:
-        """`rows` are those of the input file that have no answer, unless another source is given."""
+    def __init__(self, loaded: Loaded, feed: RowFeed | None = None) -> None:
+        """The rows are those of the input file that have no answer, and those that `feed` adds to it."""
         self._loaded = loaded
         self._planned = loaded.planned
         self._checked = loaded.planned.measured.checked
         self.session = loaded.planned.session
         self.policy = loaded.policy
         self.stopped_because: str | None = None
-        self._rows = rows or self._file_rows()
+        self._fed = feed is not None
+        self._rows: RowSource = self._file_rows() if feed is None else self._fed_rows(feed)
         self._seconds: float | None = None
+        self._log = RunLog(self.session.folder.runs)
 
     @property
     def metrics(self) -> Metrics:
@@ -179,9 +183,15 @@ class Running:
 
     def eta(self) -> Eta:
         """The estimate of the remaining time; update it after every pass."""
-        found, size, plan = self._checked.preflight, self._planned.measured.size, self._planned.plan
-        done = self._checked.claim.num_done
-        return Eta(Work(found.num_rows, done, size.prompt_tokens, size.max_generated_tokens, plan.tokens_per_pass))
+        workload, plan, done = self._planned.workload, self._planned.plan, self._checked.claim.num_done
+        prompt, generated = workload.prompt_tokens or 0, workload.generated_tokens or 0
+        return Eta(Work(self.num_rows, done, prompt, generated, plan.tokens_per_pass))
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the job; where more are to come, as many as are expected."""
+        expected = self._checked.claim.num_done + self._planned.workload.sequences if self._fed else 0
+        return max(self.session.journal.state.num_rows, expected)
 
     @property
     def expert_hit_rate(self) -> float | None:
@@ -195,11 +205,13 @@ class Running:
         stacks = session.folder.stacks
         with session.working(engine.key_offsets), StallGuard(self._work, engine.streamed, stacks) as guard:
             partial = self._partial_file()
+            self._log.begin(**self._beginning())
             for _ in guard.watched(self._runner().passes()):
                 heap.after_pass()
                 if partial is not None:
                     partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
+                self._log.sample(self._sample)
                 yield
                 self.stopped_because = self._why_stop()
                 if self.stopped_because is not None:
@@ -216,6 +228,8 @@ class Running:
         else:
             self.session.stop(reason)
         summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
+        self._log.sample(self._sample, last=True)
+        self._log.end(reason=reason, summary=summary.as_dict(), experts=expert_use(self._loaded.engine))
         return Ended(self.session, self._checked.paths, summary, reason, over)
 
     def _partial_file(self) -> AnswerStream | None:
@@ -237,12 +251,38 @@ class Running:
         invalid = set(self._checked.preflight.bad_rows).intersection(claim.rows_to_run())
         return FileRows(self.session.journal.state, measured.file, measured.order, _failures(claim, invalid), claim.cut)
 
+    def _fed_rows(self, feed: RowFeed) -> FedRows:
+        file, most = self._planned.measured.file, self._checked.request.limits.max_rows
+        return FedRows(self._file_rows(), feed, file, self.session.journal, most)
+
+    def _beginning(self) -> dict[str, Any]:
+        counts, predicted = self.session.journal.state.counts, self._planned.chosen.prediction
+        return {
+            "at": now_text(),
+            "rows": self.num_rows,
+            "done": counts.rows,
+            "load_s": self._loaded.load_seconds,
+            "predicted_tok_s": predicted.generated_tok_s,
+            "predicted_s": predicted.seconds,
+            "ram_budget": self._planned.memory.budget.host_nbytes,
+        }
+
+    def _sample(self) -> dict[str, Any]:
+        counts, metrics = self.session.journal.state.counts, self.metrics
+        return {
+            "done": counts.rows,
+            "failed": counts.failed,
+            "generated": metrics.generated_tokens,
+            "prompt": metrics.prompt_tokens,
+            "ram": host_resident(),
+        }
+
     def _why_stop(self) -> str | None:
-        failed, rows = self.session.journal.state.counts.failed, self._checked.preflight.num_rows
-        return self._checked.stop_rule.reason(failed, rows) or self.session.cancelled()
+        failed = self.session.journal.state.counts.failed
+        return self._checked.stop_rule.reason(failed, self.num_rows) or self.session.cancelled()
 
     def _work(self) -> int:
-        return self.metrics.passes + self.session.journal.state.counts.rows
+        return self.metrics.passes + self.session.journal.state.counts.rows + self._rows.num_waits
 
     def _summary(self) -> RunSummary:
         source, chosen, engine = self._checked.source, self._planned.chosen, self._loaded.engine
@@ -251,6 +291,7 @@ class Running:
         summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
         summary.bytes.written = self._loaded.nbytes_written
+        summary.stalls.rows = self._rows.seconds_without_rows
         took = self._loaded.load_seconds, self._seconds or 0
         remember(chosen, source, self.metrics, took, engine.ledger)
         return summary

@@ -67,6 +67,15 @@ def experts(loaded: LoadedEngine, total: int) -> Experts:
     return found
 
 
+def expert_use(loaded: LoadedEngine) -> list[list[int]] | None:
+    """How many tokens chose each expert, for each layer that has experts; None for a model without any."""
+    streamed = loaded.streamed
+    if streamed is None or streamed.experts is None:
+        return None
+    layers = streamed.experts.stats.popularity.layers.values()
+    return [[round(count) for count in layer.chosen] for layer in layers if layer.tokens] or None
+
+
 def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
     counts = forecast.counts
     if not counts.issued:

@@ -20,7 +20,7 @@ from .folder import JobFolder, JobLock, is_locked, now_text
 from .journal.journal import Journal
 from .journal.record import FINISHED
 from .journal.repair import Repaired, repair
-from .journal.state import JobState, read_state
+from .journal.state import Counts, JobState, read_state
 from .outputs import OutputPaths, check_folder, export_partial
 
 
@@ -74,6 +74,14 @@ class JobStatus:
     def model(self) -> str:
         """The name that the job was started with."""
         return str(self.state.opened["model_name"])
+
+    @property
+    def counts(self) -> Counts:
+        return self.state.counts
+
+    @property
+    def num_rows(self) -> int:
+        return self.state.num_rows
 
     @property
     def created(self) -> datetime:
@@ -182,15 +190,17 @@ def find_job(name: str) -> JobFolder:
     for path in (Path(name), Path(name).with_suffix(_SUFFIX) if Path(name).name else Path(name)):
         if JobFolder(path).begun:
             return JobFolder(path.resolve())
-    matching = {
-        JobFolder(Path(os.path.realpath(link))).path
-        for link in _root().glob(f"{_escaped(name)}*")
-        if JobFolder(Path(os.path.realpath(link))).begun
-    }
+    matching = job_id_folders(name)
     if len(matching) == 1:
-        return JobFolder(matching.pop())
+        return matching[0]
     found = "several jobs have an id that begins with it" if matching else "no job with that id, folder or output"
     raise JobNotFound(f"{name}: {found}; `moedge jobs ls` lists them")
+
+
+def job_id_folders(name: str) -> list[JobFolder]:
+    """The jobs of this user whose id begins with `name`."""
+    found = {Path(os.path.realpath(link)) for link in _root().glob(f"{_escaped(name)}*")}
+    return [folder for folder in map(JobFolder, sorted(found)) if folder.begun]
 
 
 def _escaped(name: str) -> str:

@@ -19,7 +19,7 @@ from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
 from .journal.state import Counts
 
-SCHEMA = "moedge.run/6"
+SCHEMA = "moedge.run/7"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -119,10 +119,11 @@ class Moved:
 
 @dataclass(slots=True)
 class Stalls:
-    """Seconds that compute waited for bytes, by the link that they came over last."""
+    """Seconds that compute waited for bytes, by the link that they came over last, and for `rows` to be there."""
 
     disk: Amount | None = None
     link: Amount | None = None
+    rows: Amount | None = None
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ RUNTIME = [
     {"calibration"},
     {"jobs", "doctor"},
     {"documents"},
-    {"api"},
+    {"api", "reports"},
 ]
 MAX_FILES = 16
 MAX_FILE_LINES = 600

@@ -79,6 +79,18 @@ class Counts:
     def rows(self) -> int:
         return self.ok + self.failed
 
+    def plus(self, other: Counts) -> Counts:
+        """Those of both together."""
+        return Counts(
+            self.ok + other.ok,
+            self.failed + other.failed,
+            self.prompt_tokens + other.prompt_tokens,
+            self.generated_tokens + other.generated_tokens,
+            self.cut + other.cut,
+            self.finish_reasons + other.finish_reasons,
+            self.codes + other.codes,
+        )
+
     def add(self, done: Done, times: int = 1) -> None:
         self.ok += times * (not done.failed)
         self.failed += times * done.failed
@@ -178,6 +190,13 @@ class JobState:
     def failed_rows(self) -> list[int]:
         """Rows with an error that another run may answer; cut rows are continued instead."""
         return sorted(row for row in self._failed if row not in self._cut)
+
+    def failures(self) -> dict[str, list[tuple[int, int]]]:
+        """By code, the most frequent first: failed rows in their order, and where their records begin."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for row, code in sorted(self._failed.items()):
+            found.setdefault(code, []).append((row, self._offsets[row]))
+        return dict(sorted(found.items(), key=lambda each: -len(each[1])))
 
     @property
     def num_continued(self) -> int:

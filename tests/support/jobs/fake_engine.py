@@ -160,7 +160,7 @@ def given_model(engine: FakeEngine, close: Callable[[], None]) -> Any:
     return SimpleNamespace(
         source=fake_source("fake"),
         tokenizer=FakeTokenizer(),
-        memory=None,
+        memory=SimpleNamespace(budget=SimpleNamespace(host_nbytes=0)),
         chosen=chosen,
         policy=SimpleNamespace(plan=chosen.plan, applied=[]),
         engine=fake_loaded(engine, close=close),
@@ -189,6 +189,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     setattr(states, "rehearse", lambda *_: None)
     setattr(states, "store_for", lambda *_: None)
     setattr(states, "summarise", lambda source, plan, loaded, counts, *_: summarise_rows(counts))
+    setattr(states, "expert_use", lambda loaded: None)
     setattr(requests, "_model", lambda source: "fake")
 
 

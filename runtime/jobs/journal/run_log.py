@@ -1,0 +1,101 @@
+"""How the runs of a job went, for its report: when, at what rate, in how much memory, and the numbers at their ends.
+
+Nothing but a report reads it: a job goes on where it cannot be written, and answers never depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+# A run has about this many samples at most, however long it takes: they become rarer.
+_MOST_SAMPLES = 1000
+_LEAST_SECONDS = 1.0
+
+
+class RunRecord(StrEnum):
+    """`begin` is the first record of a run, `end` its last one, which a killed run does not have."""
+
+    BEGIN, SAMPLE, END = "begin", "sample", "end"
+
+
+class RunLog:
+    """Appends the records of one run to a file of JSON lines; `clock` counts its seconds."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._begun = clock()
+        self._next = 0.0
+
+    def begin(self, **facts: Any) -> None:
+        """With the command line, where the job was started by one."""
+        self._begun, self._next = self._clock(), 0.0
+        self._append(RunRecord.BEGIN, {"command": command_line(), "cwd": os.getcwd(), **facts})
+
+    def sample(self, facts: Callable[[], Mapping[str, Any]], last: bool = False) -> None:
+        """Now and then, what `facts` says; `last` does so in any case."""
+        seconds = self._clock() - self._begun
+        if seconds >= self._next or last:
+            self._next = seconds + max(_LEAST_SECONDS, seconds / (_MOST_SAMPLES / 4))
+            self._append(RunRecord.SAMPLE, {"s": round(seconds, 2), **facts()})
+
+    def end(self, **facts: Any) -> None:
+        self._append(RunRecord.END, facts)
+
+    def _append(self, record: RunRecord, facts: Mapping[str, Any]) -> None:
+        with suppress(OSError), self._path.open("ab") as file:
+            file.write(json.dumps({"record": record, **facts}, separators=(",", ":")).encode() + b"\n")
+
+
+@dataclass(slots=True)
+class LoggedRun:
+    """One run of a job. `end` is empty where it was killed."""
+
+    begin: Mapping[str, Any]
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    end: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_runs(path: Path) -> list[LoggedRun]:
+    """The runs in their order; a line that a kill cut off is left out."""
+    runs: list[LoggedRun] = []
+    for found in _records(path):
+        record = found.pop("record", None)
+        if record == RunRecord.BEGIN:
+            runs.append(LoggedRun(found))
+        elif runs and record == RunRecord.SAMPLE:
+            runs[-1].samples.append(found)
+        elif runs and record == RunRecord.END:
+            runs[-1].end = found
+    return runs
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield found
+
+
+def command_line() -> str | None:
+    """The command that runs, and the variables that it reads, for a shell; None for a program of somebody else's."""
+    program = Path(sys.argv[0])
+    # `python -m moedge` runs the file in api/, or in the installed package.
+    if program.name not in ("moedge", "__main__.py"):
+        return None
+    options = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MOEDGE_")]
+    return " ".join(filter(None, [*map(shlex.quote, options), shlex.join(["moedge", *sys.argv[1:]])]))

@@ -1,0 +1,236 @@
+"""Collects what a job has recorded: its journals, the logs of its runs, and the summary of a job over documents.
+
+What was not recorded stays empty. Torch-free, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+from ..jobs.folder import JobFolder
+from ..jobs.journal.answers import read_answer
+from ..jobs.journal.run_log import LoggedRun, read_runs
+from ..jobs.journal.state import Counts, JobState
+from ..jobs.outputs import OutputPaths
+from ..jobs.status import JobStatus
+from .documents_job import DocumentsJob
+
+MOST_EXAMPLES = 3
+_SETTINGS = ("quant", "kv", "dtype", "attention", "compute", "deterministic", "temperature", "max_tokens", "seed")
+
+
+class Example(NamedTuple):
+    row_id: str
+    message: str
+
+
+@dataclass(slots=True)
+class Failures:
+    """Failed rows of one code, and the first of them."""
+
+    code: str
+    count: int
+    examples: list[Example] = field(default_factory=list)
+
+
+class Point(NamedTuple):
+    """`seconds` of work of all runs, and a value at that time."""
+
+    seconds: float
+    value: float
+
+
+@dataclass(slots=True)
+class JobReport:
+    """`runs` are those of the journals in their order. `documents` is the summary of a job over documents."""
+
+    PHASES: ClassVar[tuple[str, ...]] = (
+        "loading", "computing", "waiting for the disk", "waiting for the link to the GPU", "waiting for rows",
+        "all else",
+    )  # fmt: skip
+
+    name: str
+    output: Path
+    model: str
+    status: str
+    created: str
+    num_rows: int
+    counts: Counts
+    runs: list[LoggedRun]
+    # Rows that were done before each run began, over all journals.
+    rows_before: list[int]
+    failures: list[Failures]
+    settings: Mapping[str, Any]
+    documents: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_batch(cls, folder: JobFolder) -> Self:
+        """Raises BadJournal, OtherVersion."""
+        status = JobStatus.read(folder)
+        runs = read_runs(folder.runs)
+        return cls(
+            name=status.job_id,
+            output=status.output,
+            model=status.model,
+            status=_status(status),
+            created=f"{status.created:%Y-%m-%d %H:%M}",
+            num_rows=status.num_rows,
+            counts=status.counts,
+            runs=runs,
+            rows_before=[0] * len(runs),
+            failures=list(_failures_of(folder, status.state)),
+            settings=_settings(status.state.opened),
+        )
+
+    @classmethod
+    def of_documents(cls, job: DocumentsJob) -> Self:
+        runs, before, done = list[LoggedRun](), list[int](), 0
+        for each in job.rounds:
+            found = read_runs(each.folder.runs)
+            runs += found
+            before += [done] * len(found)
+            done += each.counts.rows
+        return cls(
+            name=job.job_id,
+            output=job.output,
+            model=job.model,
+            status=_status(job),
+            created=f"{job.created:%Y-%m-%d %H:%M}",
+            num_rows=job.num_rows,
+            counts=job.counts,
+            runs=runs,
+            rows_before=before,
+            failures=list(_failures_in(job.output)),
+            settings=_settings(job.rounds[0].state.opened) | {k: v for k, v in job.question.items() if v},
+            documents=job.summary if "totals" in job.summary else {},
+        )
+
+    @property
+    def command(self) -> str | None:
+        """The command line of the last run that had one."""
+        return next((run.begin["command"] for run in reversed(self.runs) if run.begin.get("command")), None)
+
+    @property
+    def folder(self) -> str | None:
+        """Where that command ran."""
+        return next((run.begin["cwd"] for run in reversed(self.runs) if run.begin.get("command")), None)
+
+    @property
+    def summaries(self) -> list[Mapping[str, Any]]:
+        """Of the runs that ended by themselves."""
+        return [run.end["summary"] for run in self.runs if run.end]
+
+    @property
+    def seconds(self) -> float:
+        """Of passes, over all runs."""
+        return sum(map(_length, self.runs))
+
+    def breaks(self) -> list[float]:
+        """The seconds at which a run other than the first began."""
+        return [begin for begin, _ in self._timed()][1:]
+
+    def rows_over_time(self) -> list[Point]:
+        return [
+            Point(begin + sample["s"], before + sample["done"])
+            for (begin, run), before in zip(self._timed(), self.rows_before, strict=True)
+            for sample in run.samples
+        ]
+
+    def memory_over_time(self) -> list[Point]:
+        return [Point(begin + sample["s"], sample["ram"]) for begin, run in self._timed() for sample in run.samples]
+
+    def rates(self, most: int = 120) -> list[Point]:
+        """Generated tokens per second, each over a part of the time; there are about `most` of them."""
+        shortest, found = max(self.seconds / most, 1e-9), list[Point]()
+        for begin, run in self._timed():
+            seconds = generated = 0.0
+            for sample in run.samples:
+                if sample["s"] - seconds >= shortest and sample["s"] > seconds:
+                    rate = (sample["generated"] - generated) / (sample["s"] - seconds)
+                    found.append(Point(begin + (seconds + sample["s"]) / 2, rate))
+                    seconds, generated = sample["s"], sample["generated"]
+        return found
+
+    def expected_rates(self) -> list[tuple[float, float, float]]:
+        """(from, to, tokens per second) of the estimates that the runs began with."""
+        return [
+            (begin, begin + _length(run), run.begin["predicted_tok_s"])
+            for begin, run in self._timed()
+            if run.begin.get("predicted_tok_s") is not None
+        ]
+
+    @property
+    def ram_budget(self) -> float | None:
+        return max((run.begin.get("ram_budget") or 0 for run in self.runs), default=0) or None
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by what a job did or waited for, over the runs that ended by themselves."""
+        found = dict.fromkeys(self.PHASES, 0.0)
+        for each in self.summaries:
+            seconds = {name: each["seconds"][name] or 0.0 for name in ("load", "generate", "total")}
+            stalls = {name: value or 0.0 for name, value in each["stalls"].items()}
+            waited = min(sum(stalls.values()), seconds["generate"])
+            found["loading"] += seconds["load"]
+            found["computing"] += seconds["generate"] - waited
+            found["waiting for the disk"] += stalls.get("disk", 0.0)
+            found["waiting for the link to the GPU"] += stalls.get("link", 0.0)
+            found["waiting for rows"] += stalls.get("rows", 0.0)
+            found["all else"] += max(0.0, seconds["total"] - seconds["load"] - seconds["generate"])
+        return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+    def expert_use(self) -> list[list[int]]:
+        """Tokens by layer and expert, of the last run that has counted them."""
+        return next((run.end["experts"] for run in reversed(self.runs) if run.end.get("experts")), [])
+
+    def _timed(self) -> Iterator[tuple[float, LoggedRun]]:
+        """The runs, each with the seconds of those before it."""
+        begin = 0.0
+        for run in self.runs:
+            yield begin, run
+            begin += _length(run)
+
+
+def _length(run: LoggedRun) -> float:
+    return float(run.samples[-1]["s"]) if run.samples else 0.0
+
+
+def _status(job: JobStatus | DocumentsJob) -> str:
+    return str(job.phase) if job.reason is None else f"{job.phase} ({job.reason})"
+
+
+def _settings(opened: Mapping[str, Any]) -> dict[str, Any]:
+    identity = opened["identity"]
+    return {name: identity[name] for name in _SETTINGS if identity.get(name) not in (None, "")}
+
+
+def _failures_of(folder: JobFolder, state: JobState) -> Iterator[Failures]:
+    for code, rows in state.failures().items():
+        read = (read_answer(folder.journal, row, offset) for row, offset in rows[:MOST_EXAMPLES])
+        yield Failures(code, len(rows), [_example(json.loads(done.line)) for done in read])
+
+
+def _failures_in(output: Path) -> Iterable[Failures]:
+    """Of a job over documents: its error rows, or those that it has so far."""
+    paths, found = OutputPaths(output), dict[str, Failures]()
+    for path in (paths.errors, paths.partial):
+        if not path.is_file() or (path == paths.errors and paths.partial.is_file()):
+            continue
+        with path.open("rb") as file:
+            for line in file:
+                row = json.loads(line)
+                if row.get("error"):
+                    each = found.setdefault(row["error"]["code"], Failures(row["error"]["code"], 0))
+                    each.count += 1
+                    if len(each.examples) < MOST_EXAMPLES:
+                        each.examples.append(_example(row))
+    return sorted(found.values(), key=lambda each: -each.count)
+
+
+def _example(row: Mapping[str, Any]) -> Example:
+    """Of a row in the short form, or in OpenAI's."""
+    error = row.get("error") or ((row.get("response") or {}).get("body") or {}).get("error") or {}
+    return Example(str(row.get("custom_id") or row.get("id") or ""), str(error.get("message") or ""))
