@@ -30,11 +30,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        count = self.compute.real_rows(len(rows)) if self.per_token else len(rows)
-        if count == len(rows):
+        num_rows = rows.shape[0]
+        count = self.compute.real_rows(num_rows) if self.per_token else num_rows
+        if count == num_rows:
             out = self.compute.linear(rows, self.packed, self.bias)
         else:
-            out = rows.new_empty(len(rows), self.packed.shape[0])
+            out = rows.new_empty(num_rows, self.packed.shape[0])
             out[count:].zero_()
             self.compute.linear(rows[:count], self.packed, self.bias, out=out[:count])
         return out.view(*x.shape[:-1], out.shape[-1])
