@@ -265,6 +265,10 @@ class ParallelMatmul(Matmul):
         with torch_threads(self._num_threads):
             self._pool.run(jobs, lambda job, worker: work(job, self._workers[worker]), deterministic=self.deterministic)
 
+    def for_each(self, slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+        """Calls work(rows) for every slice, in parallel, as tensor.pack_into wants it."""
+        self.parallel_for(list(slices), lambda rows, _: work(rows))
+
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if _is_small(x, packed):
             return super().linear(x, packed, bias, out)
