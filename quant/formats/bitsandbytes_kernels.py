@@ -71,7 +71,7 @@ def _fused_kernel() -> Callable[..., None]:
     kernel = import_module("bitsandbytes.cextension").lib.gemv_4bit_inference_cpu_nf4_bf16
     # Argument types that are known take half of the time of a call; those of bitsandbytes' own object stay as they are.
     prototype = CFUNCTYPE(None, *[c_longlong] * 3, *[c_void_p] * 4, *[c_longlong] * 3)
-    return prototype(cast(kernel, c_void_p).value)
+    return prototype(cast(kernel, c_void_p).value or 0)
 
 
 @cache

@@ -306,7 +306,7 @@ def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
 GEMV_SHAPE = (512, 1024)
 # Enough rows for the time per row to be constant.
 GEMV_ROWS = 16
-# The fused product of nf4 is compared for so many rows: it may be the faster one for any number.
+# Rows for which the fused product of nf4 is compared, too: it may be the faster one for any number.
 FUSED_ROWS = 256
 # Beyond a tile or two of matrix units the kernels are not faster on any machine; a disturbed measurement may say so.
 MOST_GEMV_ROWS = 64
