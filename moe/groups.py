@@ -40,11 +40,17 @@ class ExpertGroups:
         return slice(self.offsets[expert_id], self.offsets[expert_id + 1])
 
 
+# The number of assignments up to which Python groups them on a CPU before torch has called half of its operations.
+FEW_ASSIGNMENTS = 64
+
+
 def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     """Groups expert_ids [T, A] with one stable sort. On a device the host waits once, for E counts.
 
     The host derives everything else from the counts. `bincount` would make it wait a second time, for the largest id.
     """
+    if expert_ids.is_cpu and expert_ids.numel() <= FEW_ASSIGNMENTS:
+        return _group_few(expert_ids, num_experts)
     flat = expert_ids.reshape(-1)
     ascending, order = torch.sort(flat, stable=True)
     counts: list[int] = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
@@ -56,6 +62,23 @@ def group_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
     token_ids = flat.new_zeros(offsets[-1]).scatter_(0, rows, order // expert_ids.shape[1])
     assignment_rows = torch.empty_like(order).scatter_(0, order, rows)
     return ExpertGroups(expert_ids, counts, token_ids, assignment_rows, offsets)
+
+
+def _group_few(expert_ids: torch.Tensor, num_experts: int) -> ExpertGroups:
+    """As `group_by_expert`, by a counting sort of lists."""
+    chosen: list[int] = expert_ids.reshape(-1).tolist()
+    counts = [0] * num_experts
+    for expert in chosen:
+        counts[expert] += 1
+    offsets = tuple(accumulate(map(padded_rows, counts), initial=0))
+    following, token_ids, rows = list(offsets), [0] * offsets[-1], []
+    for assignment, expert in enumerate(chosen):
+        row = following[expert]
+        following[expert] = row + 1
+        rows.append(row)
+        token_ids[row] = assignment // expert_ids.shape[1]
+    ids, assignment_rows = (torch.tensor(each, dtype=expert_ids.dtype) for each in (token_ids, rows))
+    return ExpertGroups(expert_ids, counts, ids, assignment_rows, offsets)
 
 
 def combine(rows: torch.Tensor, groups: ExpertGroups, weights: torch.Tensor) -> torch.Tensor:

@@ -133,8 +133,14 @@ _NEWEST = 0.1
 class RoutingStats:
     """Everything that is counted of routing, for all layers with experts: one object that a model's layers share."""
 
-    def __init__(self, num_experts: Mapping[int, int], device: torch.device | str = "cpu") -> None:
-        """`num_experts` by layer; the tables of `affinity` are on `device`, where routers choose."""
+    def __init__(
+        self, num_experts: Mapping[int, int], device: torch.device | str = "cpu", *, popularity_only: bool = False
+    ) -> None:
+        """`num_experts` by layer; the tables of `affinity` are on `device`, where routers choose.
+
+        `popularity_only` spares what only forecasts and modes of streaming read; a summary needs no more.
+        """
+        self._popularity_only = popularity_only
         self.popularity = Popularity(num_experts)
         self.affinity = Affinity(num_experts, device)
         # Tokens of one text choose similar experts: the measured union divided by that of independent tokens.
@@ -150,7 +156,10 @@ class RoutingStats:
 
     def observe(self, layer: int, groups: ExpertGroups) -> None:
         """Counts what the router of `layer` chose in a pass."""
-        tokens = len(groups.expert_ids)
+        tokens = groups.expert_ids.shape[0]
+        if self._popularity_only:
+            self.popularity.observe(layer, tokens, groups.counts)
+            return
         # First, because popularity must not know the pass that its prediction is compared with.
         self.observe_union(layer, tokens, len(groups.wanted))
         self.popularity.observe(layer, tokens, groups.counts)

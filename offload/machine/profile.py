@@ -123,10 +123,10 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class LoadingRates:
-    """Bytes of a checkpoint's weights that one thread takes through each step of loading in a second.
+    """Bytes of a checkpoint's weights that each step of loading takes in a second.
 
-    `convert_bytes_s`: copied out of the files and joined to the matrices that are multiplied. `pack_bytes_s`: from
-    these to a weight format, by format.
+    `convert_bytes_s`: copied out of the files and joined to the matrices that are multiplied, by one thread.
+    `pack_bytes_s`: from these to a weight format, by format, on all threads.
     """
 
     convert_bytes_s: float

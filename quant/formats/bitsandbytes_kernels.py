@@ -47,7 +47,7 @@ def multiply_nf4(x: Tensor, codes: Tensor, absmax: Tensor, block: int, out: Tens
     kernel gets only addresses and cannot check that. It reads columns of x in pairs, so rows must be an even number
     of columns apart. It computes on torch's number of threads.
     """
-    sizes = (len(x), out.shape[1], x.shape[1])
+    sizes = (x.shape[0], out.shape[1], x.shape[1])
     pointers = (x.data_ptr(), codes.data_ptr(), absmax.data_ptr(), out.data_ptr())
     _fused_kernel()(*sizes, *pointers, block, x.stride(0), out.stride(0))
 
@@ -71,7 +71,7 @@ def _fused_kernel() -> Callable[..., None]:
     kernel = import_module("bitsandbytes.cextension").lib.gemv_4bit_inference_cpu_nf4_bf16
     # Argument types that are known take half of the time of a call; those of bitsandbytes' own object stay as they are.
     prototype = CFUNCTYPE(None, *[c_longlong] * 3, *[c_void_p] * 4, *[c_longlong] * 3)
-    return prototype(cast(kernel, c_void_p).value)
+    return prototype(cast(kernel, c_void_p).value or 0)
 
 
 @cache

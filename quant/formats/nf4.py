@@ -143,12 +143,12 @@ def multiply(x: Tensor, planes: tuple[Tensor, ...], out: Tensor) -> None:
     sums of its own, over K in one order.
     """
     codes, absmax = planes
-    if not len(x):
+    if not x.shape[0]:
         # The kernel divides by the number of rows.
         return
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
-    bitsandbytes_kernels.multiply_nf4(x, codes, absmax, x.shape[1] // len(absmax), out)
+    bitsandbytes_kernels.multiply_nf4(x, codes, absmax, x.shape[1] // absmax.shape[0], out)
 
 
 def interleave(codes: Tensor, out: Tensor) -> None:

@@ -116,7 +116,7 @@ class Matmul:
         Writes to `out` if given, whose rows are contiguous and do not overlap x. Raises FormatError if the workspace is
         too small for the product (scratch.scratch_nbytes).
         """
-        y = x.new_empty(len(x), packed.shape[0]) if out is None else out
+        y = x.new_empty(x.shape[0], packed.shape[0]) if out is None else out
         if self.integer and packed.layout.codes == "int8" and len(packed.planes[1].shape) == 1:
             int8.multiply_integers(x, packed.planes, y)
         elif self._is_fused(x, packed):
@@ -129,11 +129,12 @@ class Matmul:
             self._multiply_strips(x, packed, y)
         return y if bias is None else y.add_(bias)
 
+    # Here and below `shape[0]`, since len() of a tensor takes as long as a small operation.
     def _is_fused(self, x: Tensor, packed: PackedTensor) -> bool:
         """Whether the product takes bitsandbytes' kernel, which dequantizes nf4 in registers for any number of rows."""
         if packed.layout.order != NF4PACK or x.dtype != torch.bfloat16 or not bitsandbytes_kernels.has_fused():
             return False
-        return self.deterministic or len(x) <= self.gemv_max_rows.get("nf4", 0)
+        return self.deterministic or x.shape[0] <= self.gemv_max_rows.get("nf4", 0)
 
     def _kernel(self, x: Tensor, packed: PackedTensor) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor] | None:
         """The kernel that multiplies by codes in place, if there is one and rows are few; else None.
@@ -141,7 +142,7 @@ class Matmul:
         In float32 and float16 these kernels are slower than dequantizing, even for one row.
         """
         name = packed.layout.codes
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or len(x) > self.gemv_max_rows.get(name, 0):
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.shape[0] > self.gemv_max_rows.get(name, 0):
             return None
         if name == "int8":
             return int8.multiply if int8.has_kernel(packed.planes) else None
@@ -264,6 +265,10 @@ class ParallelMatmul(Matmul):
         with torch_threads(self._num_threads):
             self._pool.run(jobs, lambda job, worker: work(job, self._workers[worker]), deterministic=self.deterministic)
 
+    def for_each(self, slices: Iterable[slice], work: Callable[[slice], None]) -> None:
+        """Calls work(rows) for every slice, in parallel, as tensor.pack_into wants it."""
+        self.parallel_for(list(slices), lambda rows, _: work(rows))
+
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if _is_small(x, packed):
             return super().linear(x, packed, bias, out)
@@ -284,7 +289,7 @@ class ParallelMatmul(Matmul):
 
 def _is_small(x: Tensor, packed: PackedTensor) -> bool:
     """Whether a product is done before several threads would have synchronized."""
-    return packed.nbytes * max(1, len(x) // ROWS_A_SWEEP) < SMALL_NBYTES
+    return packed.nbytes * max(1, x.shape[0] // ROWS_A_SWEEP) < SMALL_NBYTES
 
 
 def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
@@ -301,7 +306,7 @@ def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
 GEMV_SHAPE = (512, 1024)
 # Enough rows for the time per row to be constant.
 GEMV_ROWS = 16
-# The fused product of nf4 is compared for so many rows: it may be the faster one for any number.
+# Rows for which the fused product of nf4 is compared, too: it may be the faster one for any number.
 FUSED_ROWS = 256
 # Beyond a tile or two of matrix units the kernels are not faster on any machine; a disturbed measurement may say so.
 MOST_GEMV_ROWS = 64

@@ -50,7 +50,7 @@ class CodeScratch:
             return Coded(codes[task.block_range], *factors)
         codes, *others = stored.planes
         nbytes = codes[0].numel() * len(task.block_ids) * codes.itemsize
-        if len(self._codes) < nbytes:
+        if self._codes.shape[0] < nbytes:
             self._codes = self._codes.new_empty(nbytes)
         gathered = self._codes[:nbytes].view(codes.dtype).view(len(task.block_ids), *codes.shape[1:])
         torch.index_select(codes, 0, task.block_ids, out=gathered)
@@ -77,14 +77,14 @@ class CodeScratch:
         if format.packed > 1:
             codes = codes >> 4 if part else codes & INT4_CODES
         nbytes = codes.numel() * dtype.itemsize
-        if len(self._wide) < nbytes:
+        if self._wide.shape[0] < nbytes:
             self._wide = self._wide.new_empty(nbytes)
         return self._wide[:nbytes].view(dtype).view(codes.shape).copy_(codes).flatten(0, 1)
 
     def dots(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory for products."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if len(self._dots) < nbytes:
+        if self._dots.shape[0] < nbytes:
             self._dots = self._dots.new_empty(nbytes)
         return self._dots[:nbytes].view(dtype).view(shape)
 
@@ -150,7 +150,7 @@ class Query:
 
         In float32: products have the dtype of their factors, and scores must not be rounded.
         """
-        return self.q.float().view(len(self.q), kv_heads, -1, self.q.shape[-1])
+        return self.q.float().view(self.q.shape[0], kv_heads, -1, self.q.shape[-1])
 
     def exponents(self, products: torch.Tensor, task: TileTask) -> torch.Tensor:
         """Turns the products [n, H, G, L] of a tile, in place, into log2 of the terms that softmax sums."""
@@ -179,9 +179,9 @@ class DecodeScratch:
         """Uninitialized partials of `count` rows."""
         shape = (count, kv_heads, group)
         numel = math.prod(shape)
-        if len(self._parts) < numel * dim:
+        if self._parts.shape[0] < numel * dim:
             self._parts = self._parts.new_empty(numel * dim)
-        if len(self._exponents) < 2 * numel:
+        if self._exponents.shape[0] < 2 * numel:
             self._exponents = self._exponents.new_empty(2 * numel)
         exponents, totals = self._exponents[: 2 * numel].view(2, *shape)
         return Partials(self._parts[: numel * dim].view(*shape, dim), exponents, totals)
@@ -209,7 +209,7 @@ class Reduced:
 
     @classmethod
     def of(cls, partials: Partials, reduction: Reduction, num_sequences: int) -> Reduced:
-        count, dim = len(partials.parts), partials.parts.shape[-1]
+        count, dim = partials.parts.shape[0], partials.parts.shape[-1]
         exponents = partials.exponents.view(count, -1)
         among = exponents.index_select(0, reduction.rows)
         highest = among.new_full((num_sequences, among.shape[1]), NOTHING)

@@ -120,6 +120,10 @@ class TorchAttention:
         """Fills the rows of `out` that are chunks of one token."""
         planes = zip(layer.pool.planes(layer.index), layer.pool.formats, strict=True)
         keys, values = (Stored(*side) for side in planes)
+        if plan.rows.shape[0] == out.shape[0]:
+            # Every row is a chunk of one token: they need not be gathered and scattered.
+            out.copy_(self._decoder.decode(Query(layer.call, layer.q, layer.shift), [keys], values, plan))
+            return
         shift = None if layer.shift is None else layer.shift[plan.rows]
         query = Query(layer.call, layer.q[plan.rows], shift)
         out[plan.rows] = self._decoder.decode(query, [keys], values, plan).to(out.dtype)

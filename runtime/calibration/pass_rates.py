@@ -22,11 +22,11 @@ from torch import Tensor
 from ...moe.expected_rows import expected_union
 from ...offload.machine.profile import LoadingRates, Overheads
 from ...offload.machine.timing import Case, best_seconds, measure_rates
-from ...quant.formats.format import QUANT_FORMATS
+from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
 from ...quant.scratch import scratch_nbytes
-from ...quant.tensor import PackedTensor, dtype_name, pack
+from ...quant.tensor import PackedTensor, dtype_name, pack, pack_into
 from ..attention.protocol import AttentionCall
 from ..attention.torch_backend import TorchAttention
 from ..engine.batch import pack as pack_batch
@@ -135,19 +135,27 @@ def _attend(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) 
     return lambda: attention.attend(AttentionCall(0, HEAD_DIM**-0.5), q, k, v, batch)
 
 
-# A matrix of an expert, as a checkpoint has it; one to pack is smaller, because int4 looks for its best scales.
-LOADED_SHAPE, PACKED_SHAPE = (768, 2048), (128, 2048)
+# A matrix of an expert, as a checkpoint has it, and one to pack: gate and up together.
+LOADED_SHAPE, PACKED_SHAPE = (768, 2048), (1536, 2048)
 LOADED_EXPERTS = 8
 
 
 @torch.inference_mode()
 def loading_rates() -> LoadingRates:
-    """How fast one thread converts and packs bfloat16 weights."""
-    weight = torch.randn(PACKED_SHAPE).bfloat16()
-    packed = {name: weight.nbytes / best_seconds(partial(pack, weight, name), _SECONDS) for name in QUANT_FORMATS}
+    """How fast one thread converts bfloat16 weights, and all threads pack them."""
+    packed = {name: _packing_rate(name) for name in QUANT_FORMATS}
     files = [torch.randn(LOADED_SHAPE).bfloat16() for _ in range(3 * LOADED_EXPERTS)]
     nbytes = sum(matrix.nbytes for matrix in files)
     return LoadingRates(nbytes / best_seconds(partial(_convert, files), _SECONDS), packed)
+
+
+def _packing_rate(format_name: str) -> float:
+    weight = torch.randn(PACKED_SHAPE).bfloat16()
+    chosen = get_format(format_name).in_order(kernel_order(format_name, weight.dtype, "cpu"))
+    layout = chosen.layout(PACKED_SHAPE, dtype_name(weight.dtype))
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    compute = ParallelMatmul(Workspace(0), helpers=[Workspace(0) for _ in range(torch.get_num_threads() - 1)])
+    return weight.nbytes / best_seconds(partial(pack_into, weight, layout, buffer, compute.for_each), _SECONDS)
 
 
 def _convert(files: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ from ...offload.errors import swallow_cuda_error
 from ...quant.formats import bitsandbytes_kernels
 from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kernels.gpu import triton_lack
-from ...quant.matmul.matmul import ParallelMatmul, Workspace
+from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
 from ..loading.kernel_trial import try_kernels, usual_needs
@@ -37,6 +37,8 @@ def check_bitsandbytes(device: str) -> Finding:
     if not serves:
         fix = "pip install --force-reinstall bitsandbytes, built for this CUDA version"
         return warn(name, f"{found} OK but slow: bitsandbytes was built without CUDA", fix)
+    if device == "cpu" and not bitsandbytes_kernels.has_fused():
+        return ok(name, f"{found} OK (64x64 test); without AVX512-BF16 nf4 is dequantized first, slower for few rows")
     return ok(name, f"{found} OK (64x64 test)")
 
 
@@ -104,7 +106,7 @@ def product_error(format_name: str, device: str) -> float:
     """Worst difference of a product in bfloat16, relative to the largest number of the float64 one."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
-    packed = pack(weight, format_name)
+    packed = pack(weight, format_name, kernel_order(format_name, x.dtype, device))
     meant = x.double() @ packed.dequantize().double().t()
     there = type(packed)(packed.layout, tuple(plane.to(device) for plane in packed.planes))
     nbytes = scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False)

@@ -95,14 +95,15 @@ def _attention(
     if rescale := getattr(module, RESCALE, None):
         query = rescale(query, packed.positions)
     count = packed.batch.num_tokens
-    q, k, v = (x.squeeze(0).transpose(0, 1)[:count] for x in (query, key, value))
+    padding = query.shape[2] - count
+    q, k, v = (x[0].transpose(0, 1)[:count] if padding else x[0].transpose(0, 1) for x in (query, key, value))
     if call.latent is not None:
         out = packed.attention.attend(call, q, k, v, packed.batch)
     else:
         width = max(query.shape[-1], value.shape[-1])
         q, k, v = (_widen(x, width) for x in (q, k, v))
         out = packed.attention.attend(call, q, k, v, packed.batch)[..., : value.shape[-1]]
-    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - count)).unsqueeze(0), None
+    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).unsqueeze(0), None
 
 
 def _is_chunked(module: torch.nn.Module) -> bool:

@@ -25,8 +25,8 @@ class PackedExperts(nn.Module):
         self.compute = compute
 
     def forward(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        count = self.compute.real_rows(len(hidden))
-        if count == len(hidden):
+        count = self.compute.real_rows(hidden.shape[0])
+        if count == hidden.shape[0]:
             return mix_experts(hidden, expert_ids, weights, self.source, self.body, self.compute)
         # Padding rows need no expert.
         mine = hidden[:count], expert_ids[:count], weights[:count]

@@ -40,11 +40,12 @@ class PackedLinear(nn.Module):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] -> [..., N], with another bias than its own."""
         rows = x.reshape(-1, x.shape[-1])
-        count = self.compute.real_rows(len(rows)) if self.per_token else len(rows)
-        if count == len(rows):
+        num_rows = rows.shape[0]
+        count = self.compute.real_rows(num_rows) if self.per_token else num_rows
+        if count == num_rows:
             out = self.compute.linear(rows, self.packed, bias)
         else:
-            out = rows.new_empty(len(rows), self.packed.shape[0])
+            out = rows.new_empty(num_rows, self.packed.shape[0])
             out[count:].zero_()
             self.compute.linear(rows[:count], self.packed, bias, out=out[:count])
         return out.view(*x.shape[:-1], out.shape[-1])

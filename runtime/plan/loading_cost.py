@@ -1,6 +1,6 @@
 """What happens before the first row of a job, and how long it takes: weights read, quantized, written. Torch-free.
 
-A step takes the bytes of the checkpoint over the rate of one thread, because loading is one thread's work.
+A step takes the bytes of the checkpoint over the rate of one thread; all threads pack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LoadingSpeeds:
-    """Bytes per second: of a checkpoint read, converted and packed (by weight format) by one thread, of prepared
+    """Bytes per second: of a checkpoint read and converted by one thread, packed (by weight format) by all, of prepared
     weights written, and of prepared weights read."""
 
     read_bytes_s: float = SLOW_READ_BYTES_S

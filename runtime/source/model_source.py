@@ -94,7 +94,7 @@ def open_source(name: str, tokenizer: bool = True) -> Iterator[ModelSource]:
             extract_files(store, Path(small))
             shape = shape_from_json(dict(store.manifest.extra["shape"]))
         found = _recipe(store)
-        yield ModelSource(name, Path(small), shape, folder, **found)
+        yield ModelSource(name, Path(small), shape, folder, found["quant"], found["dtype"], layout=found["layout"])
 
 
 @contextmanager
@@ -146,9 +146,9 @@ def prepared_nbytes(
     # Which order of codes this machine wants is not known without torch; hardly any has stores in two.
     found: dict[str, int] = {}
     for quant, layout in ((each, layout) for each in formats for layout in get_format(each).orders):
-        folder = store_folder(root, name, fingerprint, recipe(quant, dtype, layout)).name
-        if folder in stores:
-            found[quant] = max(stores[folder], found.get(quant, 0))
+        there = store_folder(root, name, fingerprint, recipe(quant, dtype, layout)).name
+        if there in stores:
+            found[quant] = max(stores[there], found.get(quant, 0))
     return found
 
 

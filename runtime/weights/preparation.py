@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -207,11 +207,7 @@ def pack_shard(
 def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor, compute: ParallelMatmul) -> PackedTensor:
     if matrix.kept:
         return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
-
-    def on_all_threads(slices: Iterable[slice], work: Callable[[slice], None]) -> None:
-        compute.parallel_for(list(slices), lambda rows, _: work(rows))
-
-    return pack_into(weight, matrix.layout, buffer, on_all_threads)
+    return pack_into(weight, matrix.layout, buffer, compute.for_each)
 
 
 def _kept(layout: ShardLayout) -> dict[str, Layout]:

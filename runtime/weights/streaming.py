@@ -171,16 +171,23 @@ class ModelExperts:
         layers: Sequence[LayerAssembly],
         options: ExpertOptions,
         live: int,
-        profile: Profile,
+        profile: Profile | None,
     ) -> None:
-        """`live` is the expected number of tokens of a pass; `profile` is what earlier jobs counted."""
+        """`live` is the expected number of tokens of a pass; `profile` is what earlier jobs counted.
+
+        None without a store, where no profile is kept and no expert streams.
+        """
         self._memory = memory
         self._lanes = lanes
         self._layers = layers
         self._options = options
         counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
-        self.stats = RoutingStats(counts, "cpu" if memory.device is None else memory.device.torch_device)
-        self._profile = profile
+        self.stats = RoutingStats(
+            counts,
+            "cpu" if memory.device is None else memory.device.torch_device,
+            popularity_only=profile is None and lanes.experts is None,
+        )
+        self._profile = profile or {}
         self._start_from_profile()
         self.cache = None if lanes.experts is None else self._make_cache(lanes.experts, live)
         for index, count in counts.items():
@@ -352,10 +359,10 @@ class StreamedWeights:
                 merge(self._store.folder, self.experts.observed)
             self._store.close()
 
-    def _profile(self) -> Profile:
+    def _profile(self) -> Profile | None:
         """The routing counts of earlier jobs."""
         if self._store is None:
-            return {}
+            return None
         counts = [layer.shards.num_experts for layer in self._layers]
         return kept(self._store.folder, profile_shapes(counts))
 

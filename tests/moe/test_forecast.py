@@ -92,3 +92,17 @@ def test_pairs_are_counted_token_by_token() -> None:
     wanted[0, 3] = wanted[0, 2] = wanted[1, 3] = wanted[1, 2] = 1
     wanted[2, 0] = wanted[2, 1] = wanted[3, 0] = wanted[3, 1] = 1
     assert torch.equal(affinity.follows[1], wanted)
+
+
+def test_popularity_alone_is_counted_where_no_expert_streams() -> None:
+    groups = group_by_expert(torch.tensor([[0, 1], [1, 2]]), E)
+    whole, alone = RoutingStats({0: E, 1: E}), RoutingStats({0: E, 1: E}, popularity_only=True)
+    for stats in (whole, alone):
+        for layer in (0, 1):
+            stats.observe(layer, groups)
+    for layer in (0, 1):
+        mine, theirs = alone.popularity.layers[layer], whole.popularity.layers[layer]
+        assert mine.chosen.tolist() == theirs.chosen.tolist() == [1.0, 2.0, 1.0, *[0.0] * (E - 3)]
+        assert (mine.tokens, mine.passes, mine.unions) == (theirs.tokens, theirs.passes, theirs.unions) == (2.0, 1, 3)
+    assert whole.affinity.follows[1].sum() == 8
+    assert not alone.affinity.follows[1].any()

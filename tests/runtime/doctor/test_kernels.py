@@ -26,6 +26,13 @@ def test_what_works_is_well() -> None:
     assert kernels.check_formats("cpu").verdict is Verdict.OK
 
 
+def test_what_a_processor_without_the_fused_product_costs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bitsandbytes_kernels, "has_fused", lambda: False)
+    finding = kernels.check_bitsandbytes("cpu")
+    assert finding.verdict is Verdict.OK
+    assert "without AVX512-BF16 nf4 is dequantized first" in finding.found
+
+
 def test_a_kernel_that_is_wrong_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ParallelMatmul.linear
     monkeypatch.setattr(ParallelMatmul, "linear", lambda self, x, packed: right(self, x, packed).roll(1, 0))

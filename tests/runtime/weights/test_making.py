@@ -2,18 +2,27 @@
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from moedge.offload.errors import BadStore
 from moedge.offload.store.manifest import MANIFEST, read_manifest
+from moedge.offload.stream.lane import ShardKey
 from moedge.quant.formats.format import INT4PACK, ROWS, Layout
-from moedge.runtime.loading.prepare import prepare
+from moedge.quant.matmul.matmul import kernel_order
+from moedge.quant.tensor import PackedTensor
+from moedge.runtime.loading.engine_loader import load_engine
+from moedge.runtime.loading.prepare import prepare, store_path
 from moedge.runtime.model.loading import CheckpointLoader
-from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.source.model_source import ModelSource, open_source
 from moedge.runtime.weights.preparation import WINDOW_NBYTES, window_nbytes
@@ -103,3 +112,28 @@ def test_the_order_of_codes_is_in_the_manifest_and_another_order_is_refused(
         replace(manifest, recipe={**manifest.recipe, **change}).save(tmp_path / "store" / MANIFEST)
         with pytest.raises(BadStore, match="wanted; prepare the model again"), open_source(str(tmp_path / "store")):
             pass
+
+
+def test_stores_for_a_cpu_and_for_a_gpu_hold_the_same_numbers(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In the order that the kernels of each read; a store in either order is loaded by what is in its manifest."""
+    found: dict[str, list[torch.Tensor]] = {}
+    job = Workload(1, 8)
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        plan = make_plan(source.shape, Settings(quant="nf4", dtype="bf16"), MemoryBudget(4 << 30), job)
+        paths = [store_path(source, "nf4", "bf16", tmp_path, kind) for kind in ("cpu", "cuda")]
+        orders = [kernel_order("nf4", torch.bfloat16, kind) for kind in ("cpu", "cuda")]
+        assert (paths[0] == paths[1]) == (orders[0] == orders[1])
+        for kind, path, order in zip(("cpu", "cuda"), paths, orders, strict=True):
+            prepare(source, path, "nf4", "bf16", Budgets(), device_type=kind)
+            assert read_manifest(path / MANIFEST).recipe["layout"] == order
+            with open_source(str(path)) as stored:
+                assert (stored.quant, stored.dtype, stored.layout) == ("nf4", "bf16", order)
+            with closing(load_engine(source, plan, path)) as loaded:
+                shard, layout = loaded.streamed.memory.shard(ShardKey(0, 1)), loaded.shards.layers[0].expert
+                assert layout is not None
+                matrices = [(each.layout, shard[each.offset : each.end]) for each in layout.matrices]
+                assert {each.order for each, _ in matrices} <= {"rows", order}
+                found[kind] = [PackedTensor.bind(*each).dequantize() for each in matrices]
+    assert all(torch.equal(mine, other) for mine, other in zip(found["cpu"], found["cuda"], strict=True))
