@@ -70,7 +70,7 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
         machine, failures = _measure(stores, say) if torch else (None, [])
         findings += failures
         # The link is as fast as it gets: data was copied over it a moment ago.
-        states = [replace(before, link=now.link) for before, now in zip(states, find_gpu_states(), strict=False)]
+        states = tuple(replace(one, link=now.link) for one, now in zip(states, find_gpu_states(), strict=False))
         findings += _cache_reads(stores, say)
     findings += gpu_state_findings(states, busy=not quick)
     if machine is None:
