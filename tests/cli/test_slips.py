@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from moedge.cli.main import app
+from moedge.cli.options import options
 from moedge.cli.views import job_view
 from moedge.runtime.jobs.summary import Rows as RowCounts
 
@@ -27,6 +28,13 @@ def commands(group: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield from commands(command, (*name, word))
         else:
             yield (*name, word), command
+
+
+def test_help_lists_every_option_of_a_job_under_a_heading() -> None:
+    listed = {name: command for name, command in commands(get_command(app)) if name == ("batch",)}
+    panels = {option.name: option.rich_help_panel for option in listed["batch",].params if option.opts[0][0] == "-"}
+    assert {name for name, panel in panels.items() if panel is None} <= {"profile", "help"}
+    assert set(panels.values()) - {None} == set(options.Panel)
 
 
 def path_options() -> list[Any]:
