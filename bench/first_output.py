@@ -66,6 +66,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "refuse run": ["run", "no-such-model", "hello"],
         "refuse prepare": ["prepare", "no-such-model"],
         "refuse plan": ["plan", "no-such-model"],
+        "refuse docs": ["docs", "no-such-model", str(folder), "-o", str(folder / "x.csv"), "--task", "summarize"],
     }
 
 

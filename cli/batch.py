@@ -25,6 +25,7 @@ OUTPUT = Annotated[
         "--output",
         "-o",
         callback=writable_file,
+        rich_help_panel=options.Panel.OUTPUT,
         help="File for the answers: .jsonl, .csv or .parquet; - is stdout.",
     ),
 ]
@@ -33,11 +34,17 @@ JOB_DIR = Annotated[
     typer.Option(
         "--job-dir",
         callback=new_folder,
+        rich_help_panel=options.Panel.OUTPUT,
         help="Folder of the job with -o -; the user's state by default, removed at the end.",
     ),
 ]
 OVERWRITE = Annotated[
-    bool, typer.Option("--overwrite", help="Start over: remove the job of this output and its files first.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        rich_help_panel=options.Panel.OUTPUT,
+        help="Start over: remove the job of this output and its files first.",
+    ),
 ]
 
 

@@ -83,7 +83,10 @@ def main() -> None:
         if code is ExitCode.BUG:
             say(f"moedge: internal error: {error!r}; please report it, with the traceback in {_save_traceback()}")
         else:
-            say(f"moedge: {error}")
+            # A name in it may be the model's, or a row's.
+            from ..runtime.settings.formatting import escape_controls
+
+            say(escape_controls(f"moedge: {error}"))
         sys.exit(code)
 
 

@@ -55,6 +55,18 @@ INPUT = Annotated[
 ]
 
 
+class Panel(StrEnum):
+    """The headings under which `--help` lists options."""
+
+    OUTPUT = "Output and progress"
+    ROWS = "Rows and prompts"
+    BUDGETS = "Memory and disk"
+    PRECISION = "Formats and precision"
+    SAMPLING = "Sampling, for rows that do not set it"
+    STOPPING = "Stopping and resuming"
+    TUNING = "Tuning"
+
+
 class DType(StrEnum):
     AUTO, BF16, FP16, FP32 = "auto", "bf16", "fp16", "fp32"
 
@@ -107,6 +119,7 @@ DTYPE = Annotated[
         "--dtype",
         envvar="MOEDGE_DTYPE",
         show_envvar=False,
+        rich_help_panel=Panel.PRECISION,
         help="dtype to compute in; auto is the dtype of the checkpoint.",
     ),
 ]
@@ -116,6 +129,7 @@ QUANT = Annotated[
         "--quant",
         envvar="MOEDGE_QUANT",
         show_envvar=False,
+        rich_help_panel=Panel.PRECISION,
         help="Quantize weights to this format; auto is the most precise one that fits, kept leaves a quantized "
         "checkpoint's codes as they are.",
     ),
@@ -126,6 +140,7 @@ COMPUTE = Annotated[
         "--compute",
         envvar="MOEDGE_COMPUTE",
         show_envvar=False,
+        rich_help_panel=Panel.PRECISION,
         help="int8 also quantizes activations: faster prefill on many CPUs; needs --quant int8.",
     ),
 ]
@@ -135,6 +150,7 @@ KV_FORMAT = Annotated[
         "--kv",
         envvar="MOEDGE_KV",
         show_envvar=False,
+        rich_help_panel=Panel.PRECISION,
         help="KV cache format (keys/values); auto is --dtype where everything fits, else int8.",
     ),
 ]
@@ -144,6 +160,7 @@ ATTENTION = Annotated[
         "--attention",
         envvar="MOEDGE_ATTENTION",
         show_envvar=False,
+        rich_help_panel=Panel.PRECISION,
         help="Attention backend; auto is the fastest that works here.",
     ),
 ]
@@ -154,6 +171,7 @@ MAX_TOKENS = Annotated[
         envvar="MOEDGE_MAX_TOKENS",
         show_envvar=False,
         min=1,
+        rich_help_panel=Panel.SAMPLING,
         help="max_tokens for rows that do not set it.",
     ),
 ]
@@ -161,10 +179,14 @@ STREAM = Annotated[
     Stream,
     typer.Option(
         "--stream",
+        rich_help_panel=Panel.TUNING,
         help="Experts to read: all, those routed to, or also a forecast.",
     ),
 ]
-HOLD = Annotated[Hold, typer.Option("--hold", help="Experts to keep in memory: most often or last used.")]
+HOLD = Annotated[
+    Hold,
+    typer.Option("--hold", rich_help_panel=Panel.TUNING, help="Experts to keep in memory: most often or last used."),
+]
 TEMPERATURE = Annotated[
     float | None,
     typer.Option(
@@ -172,6 +194,7 @@ TEMPERATURE = Annotated[
         envvar="MOEDGE_TEMPERATURE",
         show_envvar=False,
         min=0.0,
+        rich_help_panel=Panel.SAMPLING,
         help="Temperature for rows that do not set it; 0 is greedy. By default the model's generation_config.json "
         "says it, else 0.",
     ),
@@ -182,6 +205,7 @@ REASONING_EFFORT = Annotated[
         "--reasoning-effort",
         envvar="MOEDGE_REASONING_EFFORT",
         show_envvar=False,
+        rich_help_panel=Panel.SAMPLING,
         help="reasoning_effort of the chat template, for rows that do not set it.",
     ),
 ]
@@ -192,6 +216,7 @@ MAX_THINKING_TOKENS = Annotated[
         envvar="MOEDGE_MAX_THINKING_TOKENS",
         show_envvar=False,
         min=0,
+        rich_help_panel=Panel.SAMPLING,
         help="Most tokens of reasoning before a chat answer, for rows that do not set it.",
     ),
 ]
@@ -203,13 +228,21 @@ CHAT_TEMPLATE_KWARGS = Annotated[
         show_envvar=False,
         metavar="JSON",
         parser=_kwargs,
+        rich_help_panel=Panel.SAMPLING,
         help="Variables of the chat template as a JSON object, for rows that do not set them: "
         "'{\"enable_thinking\": false}'.",
     ),
 ]
 SEED = Annotated[
     int,
-    typer.Option("--seed", envvar="MOEDGE_SEED", show_envvar=False, min=0, help="Seed for rows that do not set one."),
+    typer.Option(
+        "--seed",
+        envvar="MOEDGE_SEED",
+        show_envvar=False,
+        min=0,
+        rich_help_panel=Panel.SAMPLING,
+        help="Seed for rows that do not set one.",
+    ),
 ]
 TOKENS_PER_PASS = Annotated[
     int | None,
@@ -218,6 +251,7 @@ TOKENS_PER_PASS = Annotated[
         envvar="MOEDGE_TOKENS_PER_PASS",
         show_envvar=False,
         min=1,
+        rich_help_panel=Panel.TUNING,
         help="Most tokens per forward pass; chosen from the job and the memory by default.",
     ),
 ]
@@ -228,26 +262,50 @@ MAX_SEQUENCES = Annotated[
         envvar="MOEDGE_MAX_SEQUENCES",
         show_envvar=False,
         min=1,
+        rich_help_panel=Panel.TUNING,
         help="Most sequences in a batch; chosen from the job and the memory by default.",
     ),
 ]
 INPUT_FORMAT = Annotated[
     InputFormat,
-    typer.Option("--input-format", help="Format of INPUT; auto goes by its suffix, and takes a pipe as JSON lines."),
+    typer.Option(
+        "--input-format",
+        rich_help_panel=Panel.ROWS,
+        help="Format of INPUT; auto goes by its suffix, and takes a pipe as JSON lines.",
+    ),
 ]
 PROMPT_COLUMN = Annotated[
-    str | None, typer.Option("--prompt-column", metavar="NAME", help="The column, or field, that holds the prompt.")
+    str | None,
+    typer.Option(
+        "--prompt-column",
+        metavar="NAME",
+        rich_help_panel=Panel.ROWS,
+        help="The column, or field, that holds the prompt.",
+    ),
 ]
 ID_COLUMN = Annotated[
-    str | None, typer.Option("--id-column", metavar="NAME", help="The column, or field, that holds the id.")
+    str | None,
+    typer.Option(
+        "--id-column", metavar="NAME", rich_help_panel=Panel.ROWS, help="The column, or field, that holds the id."
+    ),
 ]
 PROMPT = Annotated[
     str | None,
-    typer.Option("--prompt", metavar="TEXT|FILE", help="Template of every prompt; {{ NAME }} is a column of the row."),
+    typer.Option(
+        "--prompt",
+        metavar="TEXT|FILE",
+        rich_help_panel=Panel.ROWS,
+        help="Template of every prompt; {{ NAME }} is a column of the row.",
+    ),
 ]
 SYSTEM = Annotated[
     str | None,
-    typer.Option("--system", metavar="TEXT|FILE", help="Template of a system message before every prompt."),
+    typer.Option(
+        "--system",
+        metavar="TEXT|FILE",
+        rich_help_panel=Panel.ROWS,
+        help="Template of a system message before every prompt.",
+    ),
 ]
 SCHEMA = Annotated[
     Path | None,
@@ -255,6 +313,7 @@ SCHEMA = Annotated[
         "--schema",
         metavar="FILE",
         callback=readable_file,
+        rich_help_panel=Panel.ROWS,
         help="JSON schema of every answer, unless a row has its own.",
     ),
 ]
@@ -262,12 +321,18 @@ CHAT = Annotated[
     bool | None,
     typer.Option(
         "--chat/--no-chat",
+        rich_help_panel=Panel.ROWS,
         help="Prompts become messages of a user; by default those from columns do, if the model has a chat template.",
     ),
 ]
 PLAN = Annotated[
     Path | None,
-    typer.Option("--plan", callback=readable_file, help="Run a plan written by `moedge plan --save` on this machine."),
+    typer.Option(
+        "--plan",
+        callback=readable_file,
+        rich_help_panel=Panel.BUDGETS,
+        help="Run a plan written by `moedge plan --save` on this machine.",
+    ),
 ]
 LENIENT = Annotated[
     bool,
@@ -275,6 +340,7 @@ LENIENT = Annotated[
         "--lenient",
         envvar="MOEDGE_LENIENT",
         show_envvar=False,
+        rich_help_panel=Panel.ROWS,
         help="Write malformed lines as error rows instead of refusing the input.",
     ),
 ]
@@ -284,6 +350,7 @@ DETERMINISTIC = Annotated[
         "--deterministic",
         envvar="MOEDGE_DETERMINISTIC",
         show_envvar=False,
+        rich_help_panel=Panel.PRECISION,
         help="Bit-identical results for a row in any batch, on one machine (slower).",
     ),
 ]
@@ -295,6 +362,7 @@ RAM = Annotated[
         show_envvar=False,
         metavar="SIZE",
         parser=_size,
+        rich_help_panel=Panel.BUDGETS,
         help="RAM budget, never exceeded: 7GiB, 80%, auto.",
     ),
 ]
@@ -306,6 +374,7 @@ GPU_MEM = Annotated[
         show_envvar=False,
         metavar="SIZE",
         parser=_size,
+        rich_help_panel=Panel.BUDGETS,
         help="GPU memory budget: 7GiB, 80%, auto, or 0 to run on the CPU.",
     ),
 ]
@@ -317,6 +386,7 @@ DISK = Annotated[
         show_envvar=False,
         metavar="SIZE",
         parser=_size,
+        rich_help_panel=Panel.BUDGETS,
         help="Disk budget for all prepared weights: 60GiB, auto, or 0 for none.",
     ),
 ]
@@ -327,6 +397,7 @@ DISK_DIR = Annotated[
         envvar="MOEDGE_DISK_DIR",
         show_envvar=False,
         callback=new_folder,
+        rich_help_panel=Panel.BUDGETS,
         help="Folder for prepared weights; the user's cache by default.",
     ),
 ]
@@ -337,11 +408,19 @@ UNTIL = Annotated[
         envvar="MOEDGE_UNTIL",
         show_envvar=False,
         metavar="HH:MM",
+        rich_help_panel=Panel.STOPPING,
         help="Stop at this time of day (resumable).",
     ),
 ]
 MAX_ROWS = Annotated[
-    int | None, typer.Option("--max-rows", metavar="N", min=1, help="Stop after N rows of this run (resumable).")
+    int | None,
+    typer.Option(
+        "--max-rows",
+        metavar="N",
+        min=1,
+        rich_help_panel=Panel.STOPPING,
+        help="Stop after N rows of this run (resumable).",
+    ),
 ]
 MAX_FAILURES = Annotated[
     str | None,
@@ -350,6 +429,7 @@ MAX_FAILURES = Annotated[
         envvar="MOEDGE_MAX_FAILURES",
         show_envvar=False,
         metavar="N|P%",
+        rich_help_panel=Panel.STOPPING,
         help="Stop when more rows of the job than this have failed: a number, or a percentage.",
     ),
 ]
@@ -358,15 +438,26 @@ ACCEPT_DRIFT = Annotated[
     typer.Option(
         "--accept-drift",
         metavar="NAME",
+        rich_help_panel=Panel.STOPPING,
         help="Continue although this setting differs from the original job (repeatable).",
     ),
 ]
 SUMMARY = Annotated[
     Path | None,
-    typer.Option("--summary", callback=own_file, help="Write a summary of the run to this file, as JSON."),
+    typer.Option(
+        "--summary",
+        callback=own_file,
+        rich_help_panel=Panel.OUTPUT,
+        help="Write a summary of the run to this file, as JSON.",
+    ),
 ]
 PARTIAL = Annotated[
-    bool, typer.Option("--partial", help="Append answers to OUT's name with .partial.jsonl while the job runs.")
+    bool,
+    typer.Option(
+        "--partial",
+        rich_help_panel=Panel.OUTPUT,
+        help="Append answers to OUT's name with .partial.jsonl while the job runs.",
+    ),
 ]
 PROGRESS = Annotated[
     Progress,
@@ -374,12 +465,20 @@ PROGRESS = Annotated[
         "--progress",
         envvar="MOEDGE_PROGRESS",
         show_envvar=False,
+        rich_help_panel=Panel.OUTPUT,
         help="auto is a progress bar on a terminal, plain lines elsewhere.",
     ),
 ]
-FORMAT = Annotated[Format, typer.Option("--format", help="json prints events on stdout, one per line: docs/events.md.")]
-VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers of the run at its end.")]
-QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+FORMAT = Annotated[
+    Format,
+    typer.Option(
+        "--format", rich_help_panel=Panel.OUTPUT, help="json prints events on stdout, one per line: docs/events.md."
+    ),
+]
+VERBOSE = Annotated[
+    bool, typer.Option("--verbose", "-v", rich_help_panel=Panel.OUTPUT, help="Print all numbers of the run at its end.")
+]
+QUIET = Annotated[bool, typer.Option("--quiet", "-q", rich_help_panel=Panel.OUTPUT, help="Print errors only.")]
 
 
 def budgets(ram: str, gpu_mem: str, disk: str, disk_dir: Path | None) -> Budgets:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ...offload.atomic_file import write_atomically
 from ...offload.memory import reset_host_peak
@@ -19,23 +19,25 @@ from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, s
 from ..documents.rounds import Round
 from ..documents.table import Totals
 from ..jobs.folder import JobFolder, now_text
-from ..jobs.job import Loaded, Measured
-from ..jobs.job_plan import with_workload
 from ..jobs.journal.state import JobState, read_state
 from ..jobs.outputs import OutputPaths, claim_output
 from ..jobs.request import BatchRequest, identity, settle
 from ..jobs.session import Checked, Ended, lock_folder
 from ..jobs.stop import StopRule
-from ..loading.engine_loader import LoadedModel
 from ..plan.placement import Workload
 from ..rows.tables import InputFormat
 from ..settings.errors import BadArgument, InputRefused
+from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
-from ..text.tokenizer import Tokenizer
 from .batch import BatchProgress, JobObserver, request_of, run_loaded
-from .model import refuse_over_budget
 from .options import DocumentOptions, check
+
+if TYPE_CHECKING:
+    # What is refused is refused before torch is imported.
+    from ..jobs.job import Loaded
+    from ..loading.engine_loader import LoadedModel
+    from ..text.tokenizer import Tokenizer
 
 
 class DocumentsObserver(JobObserver):
@@ -77,6 +79,8 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
         resources.enter_context(lock_folder(paths.outputs))
         settle_question(paths, request)
         _note(paths, request)
+        with stage("importing tokenizers"):
+            from ..text.tokenizer import Tokenizer
         tokenizer = resources.enter_context(Tokenizer.load(source.folder))
         job = DocumentJob(request, paths, _tokens(request, source, tokenizer))
         resources.callback(job.close)
@@ -235,6 +239,9 @@ class _RoundRunner:
         planned, plan = loaded.planned, loaded.policy.plan
         # Rows of later rounds may be as long as the cache allows.
         longest = replace(planned.workload, longest=plan.kv_tokens)
+        from ..jobs.job_plan import with_workload
+        from ..loading.engine_loader import LoadedModel
+
         chosen = with_workload(planned.chosen, plan, longest)
         source, tokenizer = planned.measured.checked.source, planned.measured.tokenizer
         self._model = LoadedModel(source, tokenizer, planned.memory, chosen, loaded.policy, loaded.engine)
@@ -258,6 +265,8 @@ class _RoundRunner:
         """On the engine of the rounds before, unless this one has a longer row than it has memory for."""
         observer, given = self._observer, self._model
         observer.checked(checked)
+        with stage("importing torch"):
+            from ..jobs.job import Measured
         measured = Measured.of(replace(checked, given=given))
         observer.measured(measured)
         if given is not None and not measured.size.longer_than(given.longest):
@@ -344,6 +353,8 @@ def run_documents(
     check(options, DocumentOptions)
     reset_host_peak()
     ended = run_documents_job(documents_request(model, folder, output, options), _Progress(progress))
+    from .model import refuse_over_budget
+
     for each in ended.rounds:
         refuse_over_budget(each.over_budget, each.summary)
     return ended

@@ -132,6 +132,11 @@ def make_report(
         size.refuse_if_none_runs(found)
         notes = tuple(_left_out(found, size))
     workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
+    if size is None and workload.longest > headers.shape.context:
+        notes = (
+            f"rows of {workload.longest:,} tokens, prompt and answer, are longer than the model's context of "
+            f"{headers.shape.context:,}: a job would answer none (--prompt-tokens, --output-tokens)",
+        )
     request = plan_request(headers, settings, budgets, machine, workload, gpu)
     try:
         result = solve(request)

@@ -70,12 +70,12 @@ def measure_cache_reads(cache: Path) -> float | None:
     """
     if files := large_files(cache, "models--*/blobs/*"):
         return measure_cold_reads(files, _CACHE_READ)
-    way = {"blocks": (_CACHE_READ.block_nbytes,), "threads": (_CACHE_READ.threads,)}
+    blocks, threads = (_CACHE_READ.block_nbytes,), (_CACHE_READ.threads,)
     try:
-        disk = measure_disk(nearest_existing(cache), _BUFFER_NBYTES, **way)
+        disk = measure_disk(nearest_existing(cache), _BUFFER_NBYTES, blocks=blocks, threads=threads)
     except OSError:
         return None
-    return disk and disk.best.bytes_s
+    return None if disk is None else disk.best.bytes_s
 
 
 def saved_profile(folder: Path) -> Machine | None:

@@ -69,10 +69,11 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
         findings += _try_kernels(bool(gpus), say) if torch else []
         machine, failures = _measure(stores, say) if torch else (None, [])
         findings += failures
-        # The link is as fast as it gets: data was copied over it a moment ago.
-        states = [replace(before, link=now.link) for before, now in zip(states, find_gpu_states(), strict=False)]
+        # Data was copied over the link a moment ago: it is as fast as it gets.
+        states = tuple(replace(one, link=now.link) for one, now in zip(states, find_gpu_states(), strict=False))
         findings += _cache_reads(stores, say)
-    findings += gpu_state_findings(states, busy=not quick)
+    copied = not quick and machine is not None and machine.link is not None
+    findings += gpu_state_findings(states, busy=copied)
     if machine is None:
         findings.append(not_measured())
     else:

@@ -79,7 +79,7 @@ def _check_taken(state: GpuState) -> Finding | None:
     says = f"{state.gpu.name}: {gib(state.taken_nbytes)} of {gib(state.gpu.nbytes)} are taken"
     if state.taken_nbytes <= _MUCH_TAKEN:
         return ok("GPU in use", says)
-    fix = "close what holds it: `nvidia-smi` names the programs; a desktop can run on the processor's own graphics"
+    fix = "close what holds it: `nvidia-smi` names the programs; a desktop can run on integrated graphics"
     return warn("GPU in use", f"{says} by a desktop or other programs", fix)
 
 
@@ -91,7 +91,7 @@ def _check_pcie(state: GpuState, busy: bool) -> Finding | None:
     if not narrow and not slow:
         return ok("PCIe", f"{state.gpu.name}: {_pcie(best)}")
     now = _pcie(link) if busy else f"{link.lanes} lanes"
-    fix = "a slot that is wired for all lanes, mostly the one next to the processor; the BIOS may also set a generation"
+    fix = "a slot that is wired for all lanes, mostly the one next to the CPU; the BIOS may also set a generation"
     return warn("PCIe", f"{state.gpu.name}: {now}, and the card can have {_pcie(best)}: copies wait for the link", fix)
 
 

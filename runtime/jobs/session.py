@@ -92,6 +92,8 @@ class JobInput:
         kind = input_format(request.input, request.input_format)
         path = json_lines(regular_input(request.input, folder), kind, folder)
         found = preflight(path, request.defaults)
+        if os.fspath(request.input) == STDIN:
+            found = replace(found, path="standard input")
         if kind is not InputFormat.JSONL:
             found = replace(found, path=str(request.input), unit="row")
         return cls(path, request.defaults, found)

@@ -81,6 +81,8 @@ class Preflight:
 
     def report(self, lenient: bool = False) -> str:
         """A report for the user: the counts, then the errors that refuse the input, then the others."""
+        if any(failure.code is ErrorCode.EMPTY_FILE for failure in self.file_problems.first):
+            return f"{self.path} contains no rows"
         text = [f"{self.path}: {counted(self.num_rows, 'row')}: {self._counts()}", *self.file_problems.lines(self.unit)]
         marked = not lenient and self.line_problems.total > 0
         listed = self._listed(lenient)

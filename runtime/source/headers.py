@@ -28,7 +28,7 @@ from ..shape.model_shape import ModelShape, shape_from_json
 from ..shape.multimodal import text_name
 from ..shape.read import model_shape
 from ..shape.shards import all_formats, checkpoint_nbytes, weights_nbytes
-from .hub import download_space, local_folder, repository_of
+from .hub import download_space, hub_reason, local_folder, repository_of
 from .model_source import is_store
 
 # An index may count tensors that are not read, such as rotary tables.
@@ -103,8 +103,9 @@ def _on_hub(name: str) -> ModelShape:
         metadata = get_safetensors_metadata(repository, revision=revision)
     # As in hub.py: whatever its HTTP client or its parser raises.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ModelNotFound(f"{name!r} is not a local folder, and its headers could not be read: {reason}") from None
+        raise ModelNotFound(
+            f"{name!r} is not a local folder, and its headers could not be read: {hub_reason(error)}"
+        ) from None
     entries = {
         tensor: TensorEntry(tensor, info.dtype, tuple(info.shape), *info.data_offsets)
         for file in metadata.files_metadata.values()

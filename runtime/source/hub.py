@@ -100,6 +100,26 @@ def _cached_gguf(name: str) -> Path | None:
     return Path(found[0]) if all(isinstance(path, str) for path in found) and isinstance(found[0], str) else None
 
 
+def hub_reason(error: Exception) -> str:
+    """Why the hub gave nothing, in one sentence: the library's own are long, and name its functions."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        if constants.HF_HUB_OFFLINE:
+            return "it is not in the model cache, and HF_HUB_OFFLINE is set"
+        if not isinstance(error.__cause__, errors.HfHubHTTPError):
+            return "it is not in the model cache, and the hub cannot be reached; check the connection"
+        error = error.__cause__
+    for kind, says in (
+        (errors.GatedRepoError, "it is gated: accept the terms on its page, and set HF_TOKEN"),
+        (errors.RepositoryNotFoundError, "the hub has no model of that name, or a private one (then set HF_TOKEN)"),
+        (errors.RevisionNotFoundError, "the hub has no such revision of it"),
+    ):
+        if isinstance(error, kind):
+            return says
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def _fetch_gguf(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
@@ -109,9 +129,8 @@ def _fetch_gguf(name: str) -> Path:
         return first
     # As in `_fetch`.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ModelNotFound(
-            f"{name!r} is not a local file, and could not be downloaded from the hub: {reason}"
+            f"{name!r} is not a local file, and could not be downloaded from the hub: {hub_reason(error)}"
         ) from None
 
 
@@ -137,9 +156,8 @@ def _fetch(name: str, repository: str, revision: str | None) -> Path:
     # The library lets through the errors of its HTTP client, another one in every major version, and, where a proxy
     # answers something else than the hub would, whatever its own code trips over.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise ModelNotFound(
-            f"{name!r} is not a local folder, and could not be downloaded from the hub: {reason}"
+            f"{name!r} is not a local folder, and could not be downloaded from the hub: {hub_reason(error)}"
         ) from None
     return Path(found)
 

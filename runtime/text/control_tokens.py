@@ -1,16 +1,20 @@
 """What a text must not hold before it is tokenized: its limits, and imitations of control tokens."""
 
+from __future__ import annotations
+
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import NamedTuple, TypeVar
-
-from tokenizers import AddedToken, Encoding, Tokenizer, models
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..settings.errors import PromptError, TokenizerError
+
+if TYPE_CHECKING:
+    # A folder is read, and much is refused, before the library is imported.
+    from tokenizers import AddedToken, Encoding, Tokenizer
 
 MAX_TEXT_NBYTES = 16 << 20
 _OUTPUT_FACTOR = 8
@@ -84,7 +88,7 @@ class PlainText:
     """The pipeline of `backend` without its added tokens and without what it puts around a text."""
 
     def __init__(self, backend: Tokenizer) -> None:
-        self._pipeline = Tokenizer(backend.model)
+        self._pipeline = type(backend)(backend.model)
         if backend.normalizer is not None:
             self._pipeline.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
@@ -165,6 +169,8 @@ def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
 
 def _matcher(backend: Tokenizer, controls: Iterable[AddedToken]) -> Tokenizer | None:
     """A tokenizer that knows nothing but `controls`, to find those that appear only once a text is normalized."""
+    from tokenizers import AddedToken, Tokenizer, models
+
     normalized = [AddedToken(token.content, normalized=True) for token in controls if token.normalized]
     if backend.normalizer is None or not normalized:
         return None

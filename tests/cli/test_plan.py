@@ -252,3 +252,14 @@ def test_memory_that_changes_nothing_is_told_in_one_line(
     assert memory.count("no gain from more") == 1
     assert len([line for line in memory.splitlines() if "#" in line]) == 1
     assert len([line for line in sequences.splitlines() if "#" in line]) > 2
+
+
+def test_rows_longer_than_the_context_are_said_before_anything_else(
+    cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = files("moedge.demo") / "model"
+    for prompt_tokens, said in ((1700, False), (1900, True)):
+        assert cli("plan", model, "--prompt-tokens", prompt_tokens, "--ram", "3GiB") == 0
+        first = "rows of 2,156 tokens, prompt and answer, are longer than the model's context of 2,048"
+        captured = capsys.readouterr()
+        assert (first in captured.out + captured.err) is said

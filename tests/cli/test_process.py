@@ -1,6 +1,7 @@
 """What the command line settles before torch is loaded, seen in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,18 @@ def test_benches_on_a_gpu_take_the_allocator_s_settings_from_where_users_do() ->
     ]
     main = (bench / "gpu" / "__main__.py").read_text()
     assert 0 < main.index("\nsettle()\n") < main.index("\nimport torch\n")
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
+    """The command line that is imported is one that presses it."""
+    program = """
+import os, signal, sys, types
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+sys.modules["moedge.cli.main"] = types.SimpleNamespace(main=press)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from moedge.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

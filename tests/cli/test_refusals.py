@@ -45,11 +45,19 @@ REFUSALS: list[tuple[list[str], int, str]] = [
 ]
 
 
-def without_libraries(commands: list[list[str]], cwd: Path) -> list[tuple[int, str]]:
+# Questions are templates, so Jinja is there.
+DOCUMENTS: list[tuple[list[str], int, str]] = [
+    (["docs", "no-such-model", "models", "-o", "out.csv", "--task", "summarize"], 5, "neither a folder nor a hub id"),
+    (["docs", MODEL, "in.jsonl", "-o", "out.csv", "--task", "summarize"], 2, "is not a folder"),
+    (["docs", MODEL, "models", "-o", "out.csv"], 4, "nothing is asked"),
+]
+
+
+def without_libraries(commands: list[list[str]], cwd: Path, program: str = WITHOUT_LIBRARIES) -> list[tuple[int, str]]:
     """Exit codes and standard errors of commands, in a process that has none of the large libraries."""
     home = {"HOME": str(cwd), "XDG_CACHE_HOME": str(cwd), "XDG_CONFIG_HOME": str(cwd), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIBRARIES],
+        [sys.executable, "-c", program],
         input=json.dumps(commands),
         check=False,
         capture_output=True,
@@ -79,6 +87,14 @@ def test_refusals_need_no_large_library(folder: Path) -> None:
         for (arguments, _, says), (code, stderr) in zip(REFUSALS, results, strict=True)
     }
     assert found == {" ".join(arguments): (code, says) for arguments, code, says in REFUSALS}
+
+
+def test_questions_about_documents_are_refused_before_torch(folder: Path) -> None:
+    program = WITHOUT_LIBRARIES.replace(', "jinja2"', "")
+    results = without_libraries([arguments for arguments, _, _ in DOCUMENTS], folder, program)
+    for (_, code, says), (ended, stderr) in zip(DOCUMENTS, results, strict=True):
+        assert (ended, says in stderr) == (code, True), stderr
+        assert stderr.startswith("computing on the CPU ("), "the first line"
 
 
 def test_a_finished_job_is_recognised_without_libraries(folder: Path, cli: Cli) -> None:

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from moedge.cli.main import app
+from moedge.cli.options import options
 from moedge.cli.views import job_view
 from moedge.runtime.jobs.summary import Rows as RowCounts
 
@@ -33,6 +34,13 @@ def takes_path(option: Any) -> bool:
     """Typer says it by an annotation since 0.28, by a type of click's before."""
     found = getattr(option, "type_descriptor", None)
     return found.annotation is Path if found is not None else option.type.name in {"path", "file", "directory"}
+
+
+def test_help_lists_every_option_of_a_job_under_a_heading() -> None:
+    listed = {name: command for name, command in commands(get_command(app)) if name == ("batch",)}
+    panels = {option.name: option.rich_help_panel for option in listed["batch",].params if option.opts[0][0] == "-"}
+    assert {name for name, panel in panels.items() if panel is None} <= {"profile", "help"}
+    assert set(panels.values()) - {None} == set(options.Panel)
 
 
 def path_options() -> list[Any]:
@@ -86,7 +94,9 @@ def test_a_summary_that_moedge_wrote_is_replaced_and_an_empty_input_is_a_sentenc
     assert cli("batch", MODEL, "empty.jsonl", "-o", "out.jsonl", "--summary", "s.json") == 7
     assert "contains no rows" in capsys.readouterr().err
     assert cli("plan", MODEL, "empty.jsonl") == 7
-    assert "contains no rows" in capsys.readouterr().err
+    assert capsys.readouterr().err == "moedge: empty.jsonl contains no rows\n"
+    assert cli("plan", MODEL, "a\x1b[31m\u202eb.jsonl") == 7
+    assert "a\\x1b[31m\\u202eb.jsonl cannot be read" in capsys.readouterr().err, "nothing steers the terminal"
 
 
 @pytest.mark.parametrize("command", ["batch", "plan"])

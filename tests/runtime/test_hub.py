@@ -215,3 +215,13 @@ def test_a_name_that_is_no_hub_id_asks_no_hub(name: str, hub: Hub, tmp_path: Pat
     if name:
         assert find(hub, tmp_path, name).startswith("refused:")
     assert not hub.seen
+
+
+def test_why_a_hub_gives_nothing_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    refused = "refused: 'some/model' is not a local folder, and could not be downloaded from the hub: "
+    found = find(hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert found == f"{refused}it is not in the model cache, and HF_HUB_OFFLINE is set"
+    found = find(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert found == f"{refused}it is not in the model cache, and the hub cannot be reached; check the connection"
+    hub.status["main"] = 404
+    assert not set(find(hub, tmp_path).removeprefix(refused)) & set("\n_("), "no text of the library's"

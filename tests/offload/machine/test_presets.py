@@ -4,7 +4,7 @@ import pytest
 
 from moedge.offload.machine.presets import PRESETS
 
-# Bits of the memory bus, Gbit/s of a pin, boost clock in GHz, fp16 operations (fp32 sums) a clock and multiprocessor.
+# Bits of the memory bus, Gbit/s of a pin, boost clock in GHz, fp16 operations a clock and SM, with fp32 sums.
 MADE_OF = {
     "RTX 2060 6GB": (192, 14, 1.68, 512),
     "RTX 3060 12GB": (192, 15, 1.777, 512),

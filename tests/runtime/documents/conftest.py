@@ -12,7 +12,8 @@ from moedge.runtime.documents.reader_process import ReaderProcess
 from moedge.runtime.documents.readers.content import Content
 from moedge.runtime.documents.readers.read import read
 from moedge.runtime.jobs import job as states
-from moedge.runtime.jobs import session
+from moedge.runtime.jobs import job_plan, session
+from moedge.runtime.text import tokenizer
 from support.jobs import fake_engine
 from support.jobs.documents_oracle import END, OracleText, Stopper, oracle
 
@@ -60,8 +61,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., api.Do
         # Processes are tested by themselves: here their start would take most of the time.
         monkeypatch.setattr(ReaderProcess, "read", read_here)
         monkeypatch.setattr(api, "open_source", session.open_source)
-        monkeypatch.setattr(api, "with_workload", for_rounds)
-        monkeypatch.setattr(api, "Tokenizer", Tokenizer)
+        monkeypatch.setattr(job_plan, "with_workload", for_rounds)
+        monkeypatch.setattr(tokenizer, "Tokenizer", Tokenizer)
         given = {"prompt": "Which facts?", "max_tokens": 200, "workers": 1, **options}
         request = api.documents_request("fake", folder, tmp_path / out, given)
         return api.run_documents_job(request, observer or Stopper())

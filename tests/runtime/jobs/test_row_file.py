@@ -16,7 +16,7 @@ from moedge.runtime.jobs.folder import JobFolder, regular_input, seekable
 from moedge.runtime.rows.failure import RowFailure
 from moedge.runtime.rows.reader import RowFile, RowIndex, rows_from
 from moedge.runtime.rows.row import Defaults, Row
-from moedge.runtime.settings.errors import InputChanged, InputUnreadable
+from moedge.runtime.settings.errors import InputChanged, InputRefused, InputUnreadable
 
 LINES = st.sampled_from([
     b'{"prompt":"a"}', b'{"id":"x","prompt":"\xc3\xa9"}', b' {"prompt":"\\u00e9","top_p":5e-1,"seed":18446744073}\t',
@@ -123,6 +123,14 @@ def test_what_comes_through_a_pipe_is_kept_and_must_be_the_same_the_next_time(
     piped(rows)
     assert job(input=Path("-")).finished
     assert len(outputs()["out.jsonl"].splitlines()) == 6
+
+
+def test_what_comes_through_a_pipe_is_called_standard_input(
+    piped: Callable[[bytes], None], job: Callable[..., Any]
+) -> None:
+    piped(b"\n")
+    with pytest.raises(InputRefused, match=r"^standard input contains no rows$"):
+        job(input=Path("-"))
 
 
 def test_rows_are_not_waited_for_from_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
