@@ -129,8 +129,10 @@ FEATURES = (
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
+    "nemotron_h",  # layers of one part each: Mamba-2, attention, experts or a network; other names outside of layers
     "phimoe",  # a window that only the mask tells
     "qwen3_moe",  # experts apart in the file
+    "qwen3_next",  # recurrent layers beside attention
 )
 
 
