@@ -219,6 +219,10 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
 }  # fmt: skip
 _HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 14,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "aria": ("aria_text", {"vision_config": {**_VISION, "model_type": "idefics3_vision"}}),
     "gemma3": (
@@ -238,6 +242,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         }},
     ),
     "llava": ("llama", {"vision_config": {**_VISION, "model_type": "clip_vision_model"}}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": {**_QWEN_VISION, "model_type": "qwen3_5_vision"}}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": {**_QWEN_VISION, "model_type": "qwen3_5_moe_vision"}}),
     "mistral3": ("mistral", {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16}}),
 }  # fmt: skip
 
