@@ -311,7 +311,7 @@ def _cache(
 def _state_pool(
     shape: ModelShape, plan: Plan, torch_device: torch.device, states: PassStates | None
 ) -> StatePool | None:
-    """The states of recurrent layers, which `states` of the passes are told of; None where the model has none."""
+    """The states of recurrent layers, which `states` of the passes get as their pool; None where the model has none."""
     if states is None:
         return None
     states.pool = StatePool(StateSpec(shape.state_groups, plan.dtype), plan.max_sequences, torch_device)

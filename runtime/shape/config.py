@@ -218,6 +218,8 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if limit is not None and limit not in ([0.0, {"__float__": "Infinity"}], [0.0, math.inf]):
         raise out_of_range("time_step_limit", limit, "0 and infinity")
     if model_type == "nemotron_h":
+        # transformers ties nothing in this family, whatever its files say.
+        found["tie_word_embeddings"] = False
         letters = found.pop("hybrid_override_pattern", None)
         if found.get("layers_block_type") is None and isinstance(letters, str):
             if not set(letters) <= set(_LETTERS):

@@ -19,7 +19,7 @@ RUNTIME = [
     {"sampling", "kv", "documents.readers"},
     {"rows"},
     {"engine", "jobs.journal", "attention.kernels"},
-    {"attention"},
+    {"attention", "model.recurrent"},
     {"model", "plan"},
     {"weights", "source"},
     {"loading"},

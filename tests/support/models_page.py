@@ -15,10 +15,10 @@ transformers' `generate`. The columns are releases of transformers at both ends 
 
 The family is the `model_type` in config.json; the models of a family share its code, whatever their size. The family
 of a model with image or audio input is its text model (`gemma4_text` of `gemma4`). Such a checkpoint runs for text if
-its own type is `aria`, `gemma3`, `gemma4`, `gemma4_unified`, `llama4`, `llava` or `mistral3`: tensors of its other
-parts are not read and not counted, and rows with images are refused. Rotary embeddings that depend on the longest
-sequence (`dynamic`, `longrope`) are refused in every family: a row's answer would depend on the other rows of its
-batch.
+its own type is `aria`, `gemma3`, `gemma4`, `gemma4_unified`, `llama4`, `llava`, `mistral3`, `qwen3_5` or
+`qwen3_5_moe`: tensors of its other parts are not read and not counted, and rows with images are refused. Rotary
+embeddings that depend on the longest sequence (`dynamic`, `longrope`) are refused in every family: a row's answer
+would depend on the other rows of its batch.
 """
 
 

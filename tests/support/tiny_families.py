@@ -129,8 +129,10 @@ FEATURES = (
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
+    "nemotron_h",  # layers of one part each: Mamba-2, attention, experts or a network; other names outside of layers
     "phimoe",  # a window that only the mask tells
     "qwen3_moe",  # experts apart in the file
+    "qwen3_next",  # recurrent layers beside attention
 )
 
 
@@ -217,6 +219,10 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
 }  # fmt: skip
 _HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 14,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "aria": ("aria_text", {"vision_config": {**_VISION, "model_type": "idefics3_vision"}}),
     "gemma3": (
@@ -236,6 +242,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         }},
     ),
     "llava": ("llama", {"vision_config": {**_VISION, "model_type": "clip_vision_model"}}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": {**_QWEN_VISION, "model_type": "qwen3_5_vision"}}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": {**_QWEN_VISION, "model_type": "qwen3_5_moe_vision"}}),
     "mistral3": ("mistral", {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16}}),
 }  # fmt: skip
 

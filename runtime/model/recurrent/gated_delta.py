@@ -12,7 +12,7 @@ from .pass_states import PassStates
 
 
 def gated_delta_rule(states: PassStates, layer: int, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Takes the place of `torch_chunk_gated_delta_rule`; a state is a matrix [K, V] for each of H value heads."""
+    """Replaces `torch_chunk_gated_delta_rule`; a state is a matrix [K, V] for each of H value heads."""
     chunks, recurrent = known["torch_chunk_gated_delta_rule"], known["torch_recurrent_gated_delta_rule"]
 
     def forward(

@@ -11,7 +11,7 @@ from .pass_states import PassStates
 
 
 def selective_scan(states: PassStates, layer: int, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Takes the place of `mamba_selective_scan`; a state is a vector [N] for each of C channels.
+    """Replaces `mamba_selective_scan`; a state is a vector [N] for each of C channels.
 
     The original cannot start from a state, and goes token by token as this does.
     """

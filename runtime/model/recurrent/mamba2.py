@@ -12,7 +12,7 @@ from .pass_states import PassStates
 
 
 def chunk_scan(states: PassStates, layer: int, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Takes the place of `mamba2_chunk_scan`; a state is a matrix [P, N] for each of H heads."""
+    """Replaces `mamba2_chunk_scan`; a state is a matrix [P, N] for each of H heads."""
     scan_chunks, update = known["mamba2_chunk_scan"], known["mamba2_selective_state_update"]
 
     def forward(

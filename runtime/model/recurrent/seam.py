@@ -26,7 +26,7 @@ from .mamba import selective_scan
 from .mamba2 import chunk_scan
 from .pass_states import PassStates
 
-# The global names of functions that mix tokens, and what takes their place.
+# The global names of functions that mix tokens, and what replaces them.
 Function = Callable[..., Any]
 _SCANS: Mapping[str, Callable[[PassStates, int, Mapping[str, Function]], Function]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,

@@ -34,12 +34,13 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, window: int = 3) -> A
 
 def load_experts(loader: CheckpointLoader, index: int, module: Any, window: int) -> None:
     count, parts = module.num_experts, []
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
     for begin in range(0, count, window):
         experts = range(begin, min(begin + window, count))
-        parts.append(loader.load_experts(index, module, "gate_up_proj", experts))
+        parts.append(loader.load_experts(index, module, up_name, experts))
         assert len(parts[-1][0]) == len(experts)
         assert module.down_proj.is_meta, "the whole layer's experts must not be held"
-    for name, tensors in zip(("gate_up_proj", "down_proj"), zip(*parts, strict=True), strict=True):
+    for name, tensors in zip((up_name, "down_proj"), zip(*parts, strict=True), strict=True):
         whole = torch.cat(tensors)
         setattr(module, name, torch.nn.Parameter(whole.transpose(1, 2) if module.is_transposed else whole))
 
