@@ -380,6 +380,8 @@ def _estimate(chosen: PlanResult) -> Iterator[str]:
     )
     if predicted.written_nbytes:
         yield f"loading writes {gib(predicted.written_nbytes)} of prepared weights to disk, once (--disk 0 writes none)"
+    elif chosen.plan.streams and not chosen.ledger.tiers["disk"].planned and not chosen.request.prepared.is_model:
+        yield "0 GiB to write: every pass reads the checkpoint's own files"
     now = seconds[chosen.plan.quant]
     times = {quant: taken / now for quant, taken in seconds.items() if quant != chosen.plan.quant}
     if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:

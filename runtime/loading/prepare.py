@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ...offload.budget import gib
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.errors import BadStore
+from ...offload.store.manifest import MANIFEST, Manifest, read_manifest
 from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul, Workspace
@@ -21,15 +25,16 @@ from ..plan.planner import budget_range, make_plan
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
-from ..settings.stages import stage
+from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
-from ..shape.shards import model_shards, offered_formats, settled_format, weights_nbytes
+from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
-from ..source.stored_model import write_resident
+from ..source.stored_model import FindLinked, carried_files, write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
-from ..weights.preparation import Preparation, StoreSink, window_nbytes
+from ..weights.linking import CannotLink, Linker, LinkingSink
+from ..weights.preparation import Preparation, ShardSink, StoreSink, window_nbytes
 from .engine_loader import load_engine
 
 
@@ -41,9 +46,13 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
     return packed, source.shape.dtype if dtype == "auto" else dtype
 
 
-def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None) -> Path:
-    """The path of the store of this checkpoint in this format, whether it exists or not."""
-    return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), recipe(quant, dtype))
+def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None, linked: bool = False) -> Path:
+    """The path of the store of this checkpoint in this format, whether it exists or not.
+
+    `linked`: of the one that names what lies in the checkpoint's files.
+    """
+    made_of = model_fingerprint(source.weights), recipe(quant, dtype, linked)
+    return store_folder(root or default_root(), source.name, *made_of)
 
 
 class Written(NamedTuple):
@@ -62,30 +71,82 @@ def prepare(
     `repair` also reads a finished store and writes its damaged files again. Raises DoesNotFit if the memory is too
     little for the largest part that is converted whole, OutOfBudget if the store does not fit on the disk.
     """
-    written = _pack(source, target, quant, dtype, budgets, repair)
+    nbytes = weights_nbytes(source.shape, quant, dtype)
+    disk_budget(target, nbytes, budgets.disk_nbytes())
+    making = _Making(source, quant, dtype, budgets)
+    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(source.weights)) as writer:
+        if writer.complete and not repair:
+            written = Written()
+        else:
+            with (
+                making.opened() as checkpoint,
+                making.stage(f"writing {quant} weights", _announcement(target, nbytes)) as advance,
+            ):
+                written = making.write(writer, checkpoint, StoreSink(writer), advance)
     _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
 
 
-def _pack(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets, repair: bool) -> Written:
-    folder, shape = source.folder, source.shape
-    shards = model_shards(shape, quant, dtype)
-    window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
-    nbytes = weights_nbytes(shape, quant, dtype)
-    disk_budget(target, nbytes, budgets.disk_nbytes())
-    with StoreWriter(target, recipe(quant, dtype), model_fingerprint(source.weights)) as writer:
-        if writer.complete and not repair:
+def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> Written | None:
+    """The same for a store at `target` that names the extents of weights in the checkpoint's own files.
+
+    Reads the checkpoint once, for checksums, and copies what lies in the files otherwise than headers show; None where
+    a part of a layer's experts does. A finished store is left as it is: opening it notices if the files have changed.
+    """
+    fingerprint, made_of = model_fingerprint(source.weights), recipe(quant, dtype, linked=True)
+    with suppress(FileNotFoundError, BadStore):
+        found = read_manifest(target / MANIFEST)
+        if found.same_making(Manifest.begin(fingerprint, made_of, found.sources)):
             return Written()
-        config = ModelConfig.read(folder)
-        model = define(config, TORCH_DTYPES[dtype])
-        with open_checkpoint(config, source.weights) as checkpoint:
-            tensors = read_tensors(config, checkpoint)
-            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), window, tensors)
-            with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:
-                preparation.run(shards, StoreSink(writer), advance)
-        write_resident(writer, model, folder)
+    making, written = _Making(source, quant, dtype, budgets), None
+    with making.opened() as checkpoint:
+        linker = Linker(checkpoint, carried_files(source.folder))
+        with StoreWriter(target, made_of, fingerprint, linker.sources) as writer, suppress(CannotLink):
+            limit = partial(disk_budget, target, wanted=budgets.disk_nbytes())
+            sink = LinkingSink(writer, linker, making.shards, limit)
+            note = (
+                f"reading {gib(making.shards.nbytes)} of weights for checksums, once; passes read them where they are"
+            )
+            with making.stage("checking weights", note) as advance:
+                written = making.write(writer, checkpoint, sink, advance, linker.find_resident)
+    if written is not None:
+        _keep_key_offsets(source, target, quant, dtype, budgets)
+    return written
+
+
+class _Making:
+    """Packs the weights of a checkpoint for a store. Raises DoesNotFit where memory is too little."""
+
+    def __init__(self, source: ModelSource, quant: str, dtype: str, budgets: Budgets) -> None:
+        self._source = source
+        self._quant = quant
+        self._dtype = dtype
+        self.shards = model_shards(source.shape, quant, dtype)
+        self._window = window_nbytes(source.shape, self.shards, dtype, budgets.host_nbytes())
+        self._config = ModelConfig.read(source.folder)
+
+    def opened(self) -> Checkpoint:
+        return open_checkpoint(self._config, self._source.weights)
+
+    def stage(self, doing: str, note: str) -> AbstractContextManager[Advance]:
+        return stage(doing, self.shards.nbytes, note)
+
+    def write(
+        self,
+        writer: StoreWriter,
+        checkpoint: Checkpoint,
+        sink: ShardSink,
+        advance: Advance,
+        find: FindLinked = lambda name, data: None,
+    ) -> Written:
+        """Fills `sink` and finishes the store of `writer`; `find` finds resident tensors in the checkpoint's files."""
+        model = define(self._config, TORCH_DTYPES[self._dtype])
+        tensors = read_tensors(self._config, checkpoint)
+        preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0)), self._window, tensors)
+        preparation.run(self.shards, sink, advance)
+        write_resident(writer, model, self._source.folder, find)
         loss = dict(preparation.loss.by_group)
-        writer.finish({"shape": shape_to_json(shape), "name": source.name, "loss": loss})
+        writer.finish({"shape": shape_to_json(self._source.shape), "name": self._source.name, "loss": loss})
         return Written(writer.nbytes_written, loss)
 
 
@@ -128,10 +189,19 @@ class FinishedStore(NamedTuple):
 
 
 def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStore | None:
-    """The store that a plan streams from, prepared now if it is missing; None where none is needed."""
+    """The store that a plan streams from, prepared now if it is missing; None where none is needed.
+
+    Where weights lie in the checkpoint's files as they are computed with, the store names them there, unless a copy was
+    prepared before.
+    """
     if source.store is not None:
         return FinishedStore(source.store)
     if not plan.streams:
         return None
-    target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir)
-    return FinishedStore(target, prepare(source, target, plan.quant, plan.dtype, budgets).nbytes)
+    formats = plan.quant, plan.dtype
+    target = store_path(source, *formats, budgets.disk_dir)
+    if lies_unpacked(source.shape, *formats) and not (target / MANIFEST).exists():
+        named = store_path(source, *formats, budgets.disk_dir, linked=True)
+        if (written := prepare_linked(source, named, *formats, budgets)) is not None:
+            return FinishedStore(named, written.nbytes)
+    return FinishedStore(target, prepare(source, target, *formats, budgets).nbytes)

@@ -10,7 +10,9 @@ from ...quant.formats.dtypes import OPTION_DTYPES
 from ...quant.formats.format import QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
+from .families import SUPPORTED, family
 from .model_shape import LayerShape, Matrix, ModelShape
+from .read import SMALL
 
 # The formats of `--quant`.
 FORMATS = tuple(QUANT_FORMATS)
@@ -235,6 +237,21 @@ def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str) -> ShardL
 def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
     """Bytes of all weights with matrices packed in a format, the rest in `dtype`."""
     return resident_nbytes(shape, dtype) + model_shards(shape, format_name, dtype).nbytes
+
+
+def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:
+    """Whether weights in a format are, byte for byte, runs of the checkpoint's own tensors, so that passes can read
+    them there. Headers show it; a store is made by comparing bytes (weights/linking.py)."""
+    stored = {each.format for each in shape.stored if each.group != SMALL} or {shape.dtype}
+    floats = all(matrix.bits == 0 for matrix in _matrices(shape))
+    if format_name != "none" or stored != {dtype} or not floats or shape.model_type not in SUPPORTED:
+        return False
+    return not (shape.num_experts and family(shape.model_type).transposed_experts)
+
+
+def copied_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
+    """Bytes that a store of all weights writes: none where they lie in the checkpoint's files as they are."""
+    return 0 if lies_unpacked(shape, format_name, dtype) else weights_nbytes(shape, format_name, dtype)
 
 
 def checkpoint_nbytes(shape: ModelShape) -> int:

@@ -17,7 +17,8 @@ from moedge.runtime.settings.settings import Settings
 from support.known_shapes import plain_model
 
 GIB = 1 << 30
-SHAPE = plain_model(num_layers=8)
+# A family whose experts are stored transposed: its weights are copied to disk in every format.
+SHAPE = replace(plain_model(num_layers=8), model_type="gpt_oss")
 QUICK = LoadingSpeeds(2e9, 2e9, {"none": 2e9, "int8": 1e9, "nf4": 5e8, "int4": 1e9}, 2e9)
 # Arithmetic takes longest, and the same in every format, so that nothing but loading tells formats apart.
 COSTS = Overheads(1e-3, 1e-5, 1e-5, 1e-7, 1e-6)
@@ -45,6 +46,20 @@ def test_no_format_is_chosen_whose_prepared_weights_the_disk_has_no_free_bytes_f
     assert solve(request(5, (store - GIB) / GIB, prepared=begun)).plan.quant == "none"
     with pytest.raises(DoesNotFit, match=r"prepared weights of .* GiB do not fit the 1\.00 GiB that --disk"):
         solve(request(1, 1))
+
+
+def test_weights_that_lie_in_the_files_as_they_are_need_no_disk() -> None:
+    shape = plain_model(num_layers=8)
+    asked = replace(request(3, 0), costs=CostModel(shape, RATES)).with_settings(quant="none")
+    found = solve(asked)
+    assert found.plan.streams
+    assert (found.prediction.written_nbytes, found.ledger.tiers["disk"].planned) == (0, 0)
+    with pytest.raises(DoesNotFit, match="--disk"):
+        solve(request(3, 0).with_settings(quant="none"))
+    # In another dtype, or quantized, the bytes are others.
+    for other in ({"quant": "none", "dtype": "fp16"}, {"quant": "int8"}):
+        with pytest.raises(DoesNotFit, match="--disk"):
+            solve(replace(asked, budget=MemoryBudget(2 * GIB, None, 0)).with_settings(**other))
 
 
 def test_loading_counts_in_the_choice() -> None:
