@@ -22,6 +22,7 @@ from ...runtime.rows.failure import ErrorCode
 from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching
+from ...runtime.shape.shards import bits_lost
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .progress import (
@@ -189,7 +190,8 @@ class JobView(JobObserver):
 
     def loaded(self, loaded: Loaded) -> None:
         self._say_fallbacks(loaded.policy)
-        if line := loss_line(loaded.engine.loss):
+        bits = bits_lost(loaded.planned.measured.checked.source.shape, loaded.planned.plan.quant)
+        if line := loss_line(loaded.engine.loss, bits):
             self._say(line)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)

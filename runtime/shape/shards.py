@@ -39,14 +39,30 @@ def kept_format(shape: ModelShape) -> str | None:
     return numel.most_common(1)[0][0] if numel else None
 
 
-def offered_formats(shape: ModelShape) -> tuple[str, ...]:
-    """What `--quant auto` considers, from exact to smallest: of a quantized checkpoint what is kept comes first, and
-    nothing has more bits than most of its weights have."""
+def code_bits(shape: ModelShape) -> int:
+    """Bits of a code of most weights in the files; 0 for floats."""
     bits: Counter[int] = Counter()
     for matrix, count in _counted(shape):
         bits[matrix.bits] += count * matrix.numel
-    most = max(bits, key=lambda each: bits[each], default=0)
-    kept = kept_format(shape)
+    return max(bits, key=lambda each: bits[each], default=0)
+
+
+def bits_lost(shape: ModelShape, format_name: str) -> int:
+    """The bits of most codes in the files (5 or 6) where a format has fewer and none lies between; else 0."""
+    bits = code_bits(shape)
+    return bits if _CODE_BITS.get(format_name, 8) < bits < 8 else 0
+
+
+def default_format(shape: ModelShape) -> str:
+    """The format of `moedge prepare`: nf4; of a quantized checkpoint what `auto` prefers, which are its own codes where
+    a format has them."""
+    return offered_formats(shape)[0] if code_bits(shape) else "nf4"
+
+
+def offered_formats(shape: ModelShape) -> tuple[str, ...]:
+    """What `--quant auto` considers, from exact to smallest: of a quantized checkpoint what is kept comes first, and
+    nothing has more bits than most of its weights have."""
+    most, kept = code_bits(shape), kept_format(shape)
     if kept is not None:
         # The smallest also packs what the files hold as floats.
         return (kept, *(name for name in AUTO_FORMATS if _CODE_BITS[name] < most or name == AUTO_FORMATS[-1]))

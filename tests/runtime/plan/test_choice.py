@@ -13,7 +13,9 @@ from moedge.runtime.plan.rates import Rates
 from moedge.runtime.plan.what_if import suggestions
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.formatting import loss_line
 from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.shards import bits_lost, offered_formats
 from support.known_shapes import plain_model
 
 GIB = 1 << 30
@@ -124,3 +126,23 @@ def test_a_plan_with_one_open_format_has_its_loading_and_generating_seconds() ->
     )
     assert told.seconds == {"nf4": pytest.approx(told.prediction.total_s)}
     assert told.prediction.loading_s > SHAPE.parameters * 2 / 5e8
+
+
+@pytest.mark.parametrize(
+    ("bits", "packed", "said"),
+    [(6, "int4", 6), (5, "nf4", 5), (6, "int8", 0), (8, "int4", 0), (4, "int4", 0), (0, "nf4", 0)],
+)
+def test_a_loss_that_more_bits_would_avoid_is_explained(bits: int, packed: str, said: int) -> None:
+    """`auto` takes int4 for codes of five and six bits, because int8 has more than the files."""
+    layers = tuple(
+        replace(layer, dense=tuple(replace(matrix, bits=bits) for matrix in layer.dense), experts=None)
+        for layer in SHAPE.layers
+    )
+    shape = replace(SHAPE, layers=layers)
+    assert bits_lost(shape, packed) == said
+    if bits in (5, 6):
+        assert offered_formats(shape)[0] == "int4"
+    line = loss_line({"attention": 0.07}, bits_lost(shape, packed))
+    assert line.startswith("weights were packed again; relative L2 error against the checkpoint: attention 7 %")
+    assert (f"the files have {bits} bits a weight, and --quant int8 would lose less" in line) == bool(said)
+    assert loss_line({}, 6) == ""

@@ -91,8 +91,9 @@ def test_without_any_disk_a_model_streams_from_its_own_files(checkpoint: Callabl
         assert again == FinishedStore(found.folder), "nothing is read again"
         named, nbytes = tokens(source, plan, found.folder)
         prepare(source, tmp_path / "copy", "none", "fp32", Budgets())
-        assert (named, nbytes) == tokens(source, plan, tmp_path / "copy")
-        assert nbytes > 0
+        copied, nbytes_of_copy = tokens(source, plan, tmp_path / "copy")
+        assert named == copied
+        assert min(nbytes, nbytes_of_copy) > 0
         # A copy that was prepared before is used.
         prepare(source, copy := store_path(source, "none", "fp32", tmp_path), "none", "fp32", Budgets())
         assert store_for(source, plan, Budgets(disk_dir=tmp_path)) == FinishedStore(copy)
