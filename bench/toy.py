@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "reads --folder {out} --gib 0.03125 --shard-mib 2 --rounds 1",
         "step --sequences 8 --vocab 4000 --passes 2",
     ),
+    "own_files": ("--model {model} --stores {out} --ram {ram} --sequences 2 --passes 1 --rounds 1",),
     "picture": ("docs/measurements/bf16-in-3-GiB.json --out {out}/picture.svg",),
     "planner": (
         "budgets --model demo --rows 4 --shorter 16 --results {out}/planner.jsonl",

@@ -27,7 +27,15 @@ def prepare(
             "--output", "-o", callback=new_folder, help="Folder to write; by default one in the user's cache."
         ),
     ] = None,
-    quant: options.QUANT = options.Quant.NF4,
+    quant: Annotated[
+        options.Quant | None,
+        typer.Option(
+            "--quant",
+            envvar="MOEDGE_QUANT",
+            show_envvar=False,
+            help="Quantize weights to this format; by default nf4, or what a quantized checkpoint has.",
+        ),
+    ] = None,
     dtype: options.DTYPE = options.DType.AUTO,
     ram: options.RAM = "auto",
     disk: options.DISK = "auto",
@@ -55,7 +63,7 @@ def prepare(
 
 
 def _prepare(
-    model: str, output: Path | None, quant: str, dtype: str, budgets: Budgets, say: Callable[[str], None]
+    model: str, output: Path | None, quant: str | None, dtype: str, budgets: Budgets, say: Callable[[str], None]
 ) -> None:
     import time
 
@@ -69,11 +77,12 @@ def _prepare(
         with stage("importing torch"):
             from ..runtime.loading.prepare import precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
-        formats = precision(source, quant, dtype)
+            from ..runtime.shape.shards import bits_lost, default_format
+        formats = precision(source, quant or default_format(source.shape), dtype)
         target = output or store_path(source, *formats, budgets.disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
         written = write_store(source, target, *formats, budgets, repair=True)
-    if line := loss_line(written.loss):
+    if line := loss_line(written.loss, bits_lost(source.shape, formats[0])):
         say(line)
     peak, budget = host_peak(), budgets.host_nbytes()
     say(f"done in {duration(time.perf_counter() - begun)}; peak {gib(peak)} of RAM; run: moedge batch {target} ...")

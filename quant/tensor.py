@@ -15,7 +15,7 @@ from torch import Tensor
 from .formats import chunks, int4, int8, mxfp4, nf4, plain
 from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
-from .formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, FormatError, Layout, Plane, get_format
+from .formats.format import ALIGNMENT, CODE_BITS, INT4PACK, NF4PACK, ROWS, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 
@@ -54,6 +54,10 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
 )
 
 
+# Floats are multiplied by torch, which reads them at any multiple of their size.
+FLOAT_ALIGNMENT = 8
+
+
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
     """A packed matrix [N, K], always row-major: to multiply x @ w, pack the transpose of w.
@@ -68,10 +72,11 @@ class PackedTensor:
     @classmethod
     def bind(cls, layout: Layout, buffer: Tensor) -> Self:
         """Makes views of `buffer`, uint8 [layout.nbytes], without a copy. Raises FormatError if it does not fit."""
-        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,) or buffer.data_ptr() % ALIGNMENT:
+        aligned = ALIGNMENT if CODE_BITS[layout.codes] else FLOAT_ALIGNMENT
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,) or buffer.data_ptr() % aligned:
             raise FormatError(
                 f"A buffer {list(buffer.shape)} of {buffer.dtype} at address {buffer.data_ptr():#x} was found;"
-                f" {layout.format} {list(layout.shape)} wants uint8 [{layout.nbytes}] at a multiple of {ALIGNMENT}."
+                f" {layout.format} {list(layout.shape)} wants uint8 [{layout.nbytes}] at a multiple of {aligned}."
             )
         return cls(layout, tuple([view(buffer, plane) for plane in layout.planes]))
 

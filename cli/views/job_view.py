@@ -22,6 +22,7 @@ from ...runtime.rows.failure import ErrorCode
 from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching
+from ...runtime.shape.shards import bits_lost
 from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .progress import (
@@ -191,7 +192,8 @@ class JobView(JobObserver):
 
     def loaded(self, loaded: Loaded) -> None:
         self._say_fallbacks(loaded.policy)
-        if line := loss_line(loaded.engine.loss):
+        bits = bits_lost(loaded.planned.measured.checked.source.shape, loaded.planned.plan.quant)
+        if line := loss_line(loaded.engine.loss, bits):
             self._say(line)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)
@@ -389,6 +391,8 @@ def _estimate(chosen: PlanResult) -> Iterator[str]:
     )
     if predicted.written_nbytes:
         yield f"loading writes {gib(predicted.written_nbytes)} of prepared weights to disk, once (--disk 0 writes none)"
+    elif chosen.plan.streams and not chosen.ledger.tiers["disk"].planned and not chosen.request.prepared.is_model:
+        yield "0 GiB to write: every pass reads the checkpoint's own files"
     now = seconds[chosen.plan.quant]
     times = {quant: taken / now for quant, taken in seconds.items() if quant != chosen.plan.quant}
     if others := [f"{quant} {factor:.1f}x" for quant, factor in times.items()]:

@@ -152,6 +152,11 @@ class Checkpoint:
         """The name of the file that holds a tensor."""
         return self._file_of[name]
 
+    @property
+    def files(self) -> Mapping[str, os.stat_result]:
+        """Every file by its name in `folder`, as it was opened."""
+        return self._opened
+
     def select(self, rename: Callable[[str], str | None]) -> None:
         """Gives tensors the names that `rename` returns, and leaves out those for which it returns None.
 

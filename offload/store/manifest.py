@@ -9,8 +9,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from ..atomic_file import TEMPORARY_SUFFIX, sync_folder, write_atomically
 from ..errors import BadStore
 from .access import LOCK, open_trusted, refuse_untrusted
+from .linked import LinkedTensor, SourceFile
 
 FORMAT = "moedge.store/1"
 MANIFEST = "manifest.json"
@@ -52,19 +53,23 @@ def canonical(content: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file: its size, the CRC32 of all bytes before its data, and the CRC32 of each tensor's shards in order."""
+    """One file: its size, the CRC32 of all bytes before its data, and the CRC32 of each tensor's shards in order.
+
+    `linked` are tensors that belong to it and lie in the checkpoint's own files.
+    """
 
     name: str
     nbytes: int
     header_crc32: int
     shards_crc32: Mapping[str, tuple[int, ...]]
+    linked: Mapping[str, LinkedTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The contents of a manifest. `fingerprint` (of the model) and `recipe` determine every byte of the files.
 
-    `extra` belongs to the caller that wrote the store.
+    `extra` belongs to the caller that wrote the store. `sources` are the checkpoint's files that linked shards lie in.
     """
 
     version: str
@@ -72,16 +77,22 @@ class Manifest:
     recipe: Mapping[str, Any]
     files: tuple[FileRecord, ...]
     extra: Mapping[str, Any]
+    sources: tuple[SourceFile, ...] = ()
 
     @classmethod
-    def begin(cls, fingerprint: str, recipe: Mapping[str, Any]) -> Manifest:
+    def begin(cls, fingerprint: str, recipe: Mapping[str, Any], sources: Sequence[SourceFile] = ()) -> Manifest:
         """The manifest of a store of this version without files; `recipe` is normalized by a JSON round trip."""
-        return cls(version("moedge"), fingerprint, json.loads(canonical(recipe)), (), {})
+        return cls(version("moedge"), fingerprint, json.loads(canonical(recipe)), (), {}, tuple(sources))
 
     @property
     def nbytes(self) -> int:
         """The bytes of all files together, without the manifest."""
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def nbytes_named(self) -> int:
+        """The bytes of all files, and of the tensors that they name in the checkpoint's files."""
+        return self.nbytes + sum(tensor.nbytes for file in self.files for tensor in file.linked.values())
 
     def made_of(self, fingerprint: str, recipe: Mapping[str, Any]) -> bool:
         """Whether the store has these inputs."""
@@ -89,7 +100,8 @@ class Manifest:
 
     def same_making(self, other: Manifest) -> bool:
         """Whether files of both may be in one store: they have the same version and the same inputs."""
-        return self.version == other.version and self.made_of(other.fingerprint, other.recipe)
+        same = self.version == other.version and self.sources == other.sources
+        return same and self.made_of(other.fingerprint, other.recipe)
 
     def encode(self) -> bytes:
         """Canonical JSON; its `crc32` is the CRC32 of the same JSON without that key."""
@@ -103,6 +115,8 @@ class Manifest:
             "nbytes": self.nbytes,
             "extra": self.extra,
         }
+        if self.sources:
+            content["sources"] = [[each.path, each.nbytes, each.mtime_ns] for each in self.sources]
         return canonical(content | {"crc32": _hex(zlib.crc32(canonical(content)))}) + b"\n"
 
     def save(self, path: Path) -> None:
@@ -122,7 +136,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = _from_json(content)
         sound = manifest.encode() == data
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise BadStore(f"{path} is damaged: its bytes do not match its CRC32; prepare the model again")
@@ -141,25 +155,34 @@ def _read(path: Path) -> bytes:
 
 def _file_to_json(file: FileRecord) -> dict[str, Any]:
     crcs = {tensor: [_hex(crc) for crc in values] for tensor, values in file.shards_crc32.items()}
-    return {"name": file.name, "nbytes": file.nbytes, "header_crc32": _hex(file.header_crc32), "shards_crc32": crcs}
+    linked = {tensor: each.to_json() for tensor, each in file.linked.items()}
+    return {
+        "name": file.name,
+        "nbytes": file.nbytes,
+        "header_crc32": _hex(file.header_crc32),
+        "shards_crc32": crcs,
+        **({"linked": linked} if linked else {}),
+    }
 
 
 def _from_json(content: Mapping[str, Any]) -> Manifest:
-    files = tuple(_file_from_json(file) for file in content["files"])
+    sources = tuple(SourceFile(*each) for each in content.get("sources", ()))
+    files = tuple(_file_from_json(file, sources) for file in content["files"])
     texts, mappings = (content["version"], content["fingerprint"]), (content["recipe"], content["extra"])
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(each, dict) for each in mappings):
         raise TypeError("wanted strings and objects")
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is listed twice")
-    return Manifest(*texts, mappings[0], files, mappings[1])
+    return Manifest(*texts, mappings[0], files, mappings[1], sources)
 
 
-def _file_from_json(content: Mapping[str, Any]) -> FileRecord:
+def _file_from_json(content: Mapping[str, Any], sources: Sequence[SourceFile]) -> FileRecord:
     # A name is joined to the store's folder, so it must not lead out of it.
     if not is_file_name(content["name"]):
         raise ValueError("not the name of a store's file")
     crcs = {tensor: tuple(int(crc, 16) for crc in values) for tensor, values in content["shards_crc32"].items()}
-    return FileRecord(content["name"], content["nbytes"], int(content["header_crc32"], 16), crcs)
+    linked = {name: LinkedTensor.from_json(each, sources) for name, each in content.get("linked", {}).items()}
+    return FileRecord(content["name"], content["nbytes"], int(content["header_crc32"], 16), crcs, linked)
 
 
 def _hex(crc: int) -> str:

@@ -11,22 +11,38 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..atomic_file import AtomicFile
 from ..checkpoint.header import ITEM_BITS, TensorEntry, header_nbytes, parse_header
 from ..errors import BadCheckpoint, BadStore
 from .access import open_trusted
+from .linked import LinkedTensor, OpenSource, SourceFile, close_sources, open_sources
 from .manifest import FileRecord
 
 _CHUNK_NBYTES = 4 << 20
 
 
+class ExtentPart(NamedTuple):
+    """`nbytes` from byte `begin` of a shard on: those at `offset` of the open file `descriptor`."""
+
+    path: Path
+    descriptor: int
+    begin: int
+    offset: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class ShardExtent:
-    """The extent of a shard: `nbytes` at `offset` of the open file `descriptor`; `index` is its index in its tensor."""
+    """The extent of a shard: `nbytes` at `offset` of the open file `descriptor`; `index` is its index in its tensor.
+
+    If `linked` has parts, they are the shard: in the checkpoint's files, at any offset. Bytes between them are of no
+    use.
+    """
 
     path: Path
     tensor: str
@@ -35,6 +51,11 @@ class ShardExtent:
     offset: int
     nbytes: int
     crc32: int
+    linked: tuple[ExtentPart, ...] = ()
+
+    @property
+    def parts(self) -> tuple[ExtentPart, ...]:
+        return self.linked or (ExtentPart(self.path, self.descriptor, 0, self.offset, self.nbytes),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +68,11 @@ class ShardFile:
     extents: dict[str, tuple[ShardExtent, ...]]
 
 
-def open_shard_file(folder: Path, record: FileRecord) -> ShardFile:
-    """Opens a file of a store. Raises BadStore if it is missing or does not match `record`."""
+def open_shard_file(folder: Path, record: FileRecord, sources: Sequence[OpenSource] = ()) -> ShardFile:
+    """Opens a file of a store. Raises BadStore if it is missing or does not match `record`.
+
+    `sources` are the checkpoint's files that its linked tensors lie in.
+    """
     path = folder / record.name
     try:
         descriptor = open_trusted(path)
@@ -60,7 +84,17 @@ def open_shard_file(folder: Path, record: FileRecord) -> ShardFile:
     except BaseException:
         os.close(descriptor)
         raise
+    for name, tensor in record.linked.items():
+        entries[name] = TensorEntry(name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
+        extents[name] = tuple(_linked_extents(name, tensor, sources))
     return ShardFile(path, descriptor, entries, extents)
+
+
+def _linked_extents(name: str, tensor: LinkedTensor, sources: Sequence[OpenSource]) -> Iterator[ShardExtent]:
+    nbytes = tensor.nbytes // len(tensor.shards)
+    for index, shard in enumerate(tensor.shards):
+        parts = tuple(ExtentPart(*sources[each.source], each.begin, each.offset, each.nbytes) for each in shard.parts)
+        yield ShardExtent(parts[0].path, name, index, parts[0].descriptor, parts[0].offset, nbytes, shard.crc32, parts)
 
 
 def _checked_entries(descriptor: int, path: Path, record: FileRecord) -> dict[str, TensorEntry]:
@@ -89,15 +123,26 @@ def _extents(path: Path, descriptor: int, entry: TensorEntry, record: FileRecord
 
 
 def read_shard(extent: ShardExtent, target: memoryview, check: bool = False) -> None:
-    """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs."""
-    position = 0
-    while position < extent.nbytes:
-        read = os.preadv(extent.descriptor, [target[position : extent.nbytes]], extent.offset + position)
-        if read <= 0:
-            raise BadStore(f"{extent.path} ends inside {extent.tensor} {extent.index}; it changed while it was read")
-        position += read
-    if check and zlib.crc32(target[: extent.nbytes]) != extent.crc32:
+    """Reads a shard into `target`, of its size. With `check`, raises BadStore if its CRC32 differs.
+
+    Bytes between the parts of a linked shard stay as they are.
+    """
+    crc = 0
+    for part in extent.parts:
+        into = target[part.begin : part.begin + part.nbytes]
+        _read_part(extent, part, into)
+        crc = zlib.crc32(into, crc) if check else 0
+    if check and crc != extent.crc32:
         raise BadStore(damage(extent))
+
+
+def _read_part(extent: ShardExtent, part: ExtentPart, target: memoryview) -> None:
+    position = 0
+    while position < part.nbytes:
+        read = os.preadv(part.descriptor, [target[position:]], part.offset + position)
+        if read <= 0:
+            raise BadStore(f"{part.path} ends inside {extent.tensor} {extent.index}; it changed while it was read")
+        position += read
 
 
 def is_sound(extent: ShardExtent) -> bool:
@@ -107,35 +152,45 @@ def is_sound(extent: ShardExtent) -> bool:
     """
     crc = 0
     try:
-        for begin in range(0, extent.nbytes, _CHUNK_NBYTES):
-            length = min(_CHUNK_NBYTES, extent.nbytes - begin)
-            crc = zlib.crc32(os.pread(extent.descriptor, length, extent.offset + begin), crc)
+        for part in extent.parts:
+            for begin in range(0, part.nbytes, _CHUNK_NBYTES):
+                length = min(_CHUNK_NBYTES, part.nbytes - begin)
+                crc = zlib.crc32(os.pread(part.descriptor, length, part.offset + begin), crc)
+            os.posix_fadvise(part.descriptor, part.offset, part.nbytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return False
-    os.posix_fadvise(extent.descriptor, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
     return crc == extent.crc32
 
 
 def damage(extent: ShardExtent) -> str:
     """The message about a shard that does not match its CRC32."""
+    if extent.linked:
+        return (
+            f"{extent.path}: {extent.tensor} {extent.index}, read from the checkpoint's own file, does not match its "
+            "CRC32; the file is damaged: download the checkpoint again"
+        )
     return (
         f"{extent.path}: {extent.tensor} {extent.index}, {extent.nbytes} bytes at {extent.offset}, do not match their "
         "CRC32; prepare the model again, only damaged files are written again"
     )
 
 
-def is_intact(folder: Path, record: FileRecord) -> bool:
-    """Whether the file exists and its header and all its shards match their CRC32."""
+def is_intact(folder: Path, record: FileRecord, sources: Sequence[SourceFile] = ()) -> bool:
+    """Whether the file exists and its header and all its shards match their CRC32, linked ones too."""
+    opened: list[OpenSource] = []
     try:
-        file = open_shard_file(folder, record)
+        opened = open_sources(sources)
+        file = open_shard_file(folder, record, opened)
     except BadStore:
+        close_sources(opened)
         return False
     try:
         return all(is_sound(extent) for extents in file.extents.values() for extent in extents)
     finally:
         os.close(file.descriptor)
+        close_sources(opened)
 
 
 ALIGNMENT = 4096
@@ -170,6 +225,11 @@ class NewShardFile:
         self._written = {spec.name: [0] * spec.num_shards for spec in specs}
         self._crc32 = {spec.name: [0] * spec.num_shards for spec in specs}
         self._file = AtomicFile(path)
+        self._linked: dict[str, LinkedTensor] = {}
+
+    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
+        """Tensors that belong to this file and lie in the checkpoint's files."""
+        self._linked.update(linked)
 
     def write(self, tensor: str, index: int, data: memoryview) -> None:
         """Writes the next bytes of a shard. Raises ValueError if they are more than the shard has."""
@@ -192,7 +252,7 @@ class NewShardFile:
         self._file.write_at(0, memoryview(self._header))
         self._file.publish()
         crcs = {tensor: tuple(values) for tensor, values in self._crc32.items()}
-        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs)
+        return FileRecord(self._name, self._nbytes, zlib.crc32(self._header), crcs, self._linked)
 
     def discard(self) -> None:
         self._file.discard()

@@ -15,6 +15,7 @@ from typing import Self
 
 from ..errors import BadStore
 from .access import lock_to_use, refuse_untrusted
+from .linked import open_sources
 from .manifest import HEAD_FILE, MANIFEST, RESIDENT_FILE, Manifest, layer_file, read_manifest
 from .shard_file import ShardExtent, ShardFile, is_sound, open_shard_file, read_shard
 
@@ -40,7 +41,7 @@ class ResidentTensor:
 class Store:
     """The open files of a store and a lock that excludes writers, until `close`.
 
-    The extents of `layers` and `head` begin at multiples of 4096 bytes.
+    The extents of `layers` and `head` begin at multiples of 4096 bytes, except linked ones.
     """
 
     folder: Path
@@ -103,8 +104,10 @@ class Store:
 
     def _find_extents(self) -> None:
         files: dict[str, ShardFile] = {}
+        sources = open_sources(self.manifest.sources)
+        self._descriptors.extend(source.descriptor for source in sources)
         for record in self.manifest.files:
-            file = files[record.name] = open_shard_file(self.folder, record)
+            file = files[record.name] = open_shard_file(self.folder, record, sources)
             self._descriptors.append(file.descriptor)
         if (head := files.pop(HEAD_FILE, None)) is not None:
             self.head = _single(head, "head")

@@ -18,6 +18,7 @@ from typing import Any, Self
 from ..atomic_file import rename
 from ..errors import DiskFull
 from .access import lock_to_write
+from .linked import LinkedTensor, SourceFile
 from .manifest import (
     HEAD_FILE,
     MANIFEST,
@@ -42,9 +43,12 @@ class StoreWriter:
     folder contains anything but a store.
     """
 
-    def __init__(self, folder: Path, recipe: Mapping[str, Any], fingerprint: str) -> None:
+    def __init__(
+        self, folder: Path, recipe: Mapping[str, Any], fingerprint: str, sources: Sequence[SourceFile] = ()
+    ) -> None:
+        """`sources` are the checkpoint's files that linked tensors lie in."""
         self.folder = folder
-        self._empty = Manifest.begin(fingerprint, recipe)
+        self._empty = Manifest.begin(fingerprint, recipe, sources)
         self._done: dict[str, FileRecord] = {}
         self.nbytes_written = 0
         make_folder(folder)
@@ -64,7 +68,8 @@ class StoreWriter:
 
     def has(self, name: str) -> bool:
         """Whether this run or an earlier one finished the file; reads all of it the first time."""
-        if name not in self._done and name in self._unchecked and is_intact(self.folder, self._unchecked[name]):
+        record = None if name in self._done else self._unchecked.get(name)
+        if record is not None and is_intact(self.folder, record, self._empty.sources):
             self._done[name] = self._unchecked.pop(name)
         return name in self._done
 
@@ -83,6 +88,11 @@ class StoreWriter:
         """Writes the output head, one shard whose size is a multiple of 4096."""
         with self._file(HEAD_FILE, [_opaque("head", (data.nbytes,))]) as file:
             file.write("head", 0, data)
+
+    def link_head(self, head: LinkedTensor) -> None:
+        """Names the extents of the output head in the checkpoint's files."""
+        with self._file(HEAD_FILE, []) as file:
+            file.link({"head": head})
 
     @contextmanager
     def resident(self, specs: Sequence[TensorSpec]) -> Iterator[ResidentFile]:
@@ -170,6 +180,10 @@ class LayerFile:
     def write_expert(self, index: int, data: memoryview) -> None:
         self._file.write("experts", index, data)
 
+    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
+        """Names the extents of `dense` or `experts`, which this file then does not have itself."""
+        self._file.link(linked)
+
 
 class ResidentFile:
     """The resident tensors that are being written, in any order."""
@@ -179,6 +193,10 @@ class ResidentFile:
 
     def write(self, name: str, data: memoryview) -> None:
         self._file.write(name, 0, data)
+
+    def link(self, linked: Mapping[str, LinkedTensor]) -> None:
+        """Names the extents of other resident tensors in the checkpoint's files."""
+        self._file.link(linked)
 
 
 def _opaque(name: str, shape: tuple[int, ...], num_shards: int = 1) -> TensorSpec:

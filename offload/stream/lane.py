@@ -37,9 +37,12 @@ class Ring:
         self._head = 0
         self._taken = 0
 
-    def try_reserve(self, nbytes: int) -> Slot | None:
-        """The next slot, or None until older slots are released. A slot never wraps: the rest at the end is skipped."""
-        size = self._padded(nbytes)
+    def try_reserve(self, nbytes: int, shift: int = 0) -> Slot | None:
+        """The next slot, or None until older slots are released. A slot never wraps: the rest at the end is skipped.
+
+        It begins `shift` bytes after a multiple of the alignment.
+        """
+        size = self._padded(nbytes + shift)
         if not self._live:
             self._head = 0
         wraps = self._head + size > self.capacity
@@ -50,10 +53,11 @@ class Ring:
             # The skipped rest becomes free together with the slot before it.
             youngest, taken = self._live.pop()
             self._live.append((youngest, taken + skipped))
-        slot = Slot(0 if wraps else self._head, nbytes)
+        begin = 0 if wraps else self._head
+        slot = Slot(begin + shift, nbytes)
         self._live.append((slot, size))
         self._taken += skipped + size
-        self._head = slot.offset + size
+        self._head = begin + size
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -77,12 +81,22 @@ class StreamBroken(MoedgeError):
     exit_code = ExitCode.GAVE_OUT
 
 
+class ShardPart(NamedTuple):
+    """`nbytes` at `offset` of `file`, any offset; they are those from byte `begin` of a shard on."""
+
+    file: Path | None
+    offset: int
+    begin: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One contiguous run of bytes: an expert, a layer's linears, the output head.
 
     `offset` counts from the start of `file`, or of the host slab if `file` is None. `crc32` is checked when a reader
-    fetches the shard for the first time.
+    fetches the shard for the first time. A shard with `parts` is gathered from them instead; bytes between them stay as
+    they are in the slot. A slot that begins `shift` bytes after a block receives them without a copy.
     """
 
     name: str
@@ -90,6 +104,8 @@ class Shard:
     offset: int
     file: Path | None = None
     crc32: int | None = None
+    parts: tuple[ShardPart, ...] = ()
+    shift: int = 0
 
 
 DENSE = -1

@@ -14,12 +14,14 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from .lane import ALIGNMENT, Shard, Slot, StreamBroken, SyncPoint
+from ..page_locked import address_of, allocate
+from .lane import ALIGNMENT, Shard, ShardPart, Slot, StreamBroken, SyncPoint
 
 
 class Source(Protocol):
@@ -81,6 +83,68 @@ class DirectFile:
                 raise _ended(offset + position)
             position += read
         os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+# A huge page: reads into it are faster than into small ones.
+BUFFER_NBYTES = 2 << 20
+
+
+class ThreadBuffer:
+    """A buffer of BUFFER_NBYTES for each thread, in huge pages where there are any."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def bytes(self) -> memoryview:
+        """This thread's buffer."""
+        buffer: memoryview | None = getattr(self._local, "bytes", None)
+        if buffer is None:
+            memory = allocate(2 * BUFFER_NBYTES)
+            # A huge page begins at a multiple of its size.
+            begin = -address_of(memory) % BUFFER_NBYTES
+            buffer = self._local.bytes = memoryview(memory)[begin : begin + BUFFER_NBYTES]
+        return buffer
+
+
+class UnalignedFile(DirectFile):
+    """A DirectFile whose offsets and targets are any, and which leaves the rest of a target as it is.
+
+    Direct reads put whole blocks where they belong if the target lies in its pages as the bytes do in the file's
+    blocks; others, and the ends, go through a buffer, which files can share.
+    """
+
+    def __init__(self, path: Path, buffer: ThreadBuffer) -> None:
+        super().__init__(path)
+        self._buffer = buffer
+
+    def _read_direct(self, target: memoryview, offset: int, nbytes: int) -> None:
+        if nbytes + 2 * ALIGNMENT > BUFFER_NBYTES:
+            raise ValueError(f"{nbytes} bytes were wanted, at most {BUFFER_NBYTES - 2 * ALIGNMENT} are read at a time")
+        if not self._read_in_place(target, offset, nbytes):
+            self._copy(target, offset, nbytes)
+
+    def _read_in_place(self, target: memoryview, offset: int, nbytes: int) -> bool:
+        """Whether whole blocks could be read where they belong, at once."""
+        into, ends = np.frombuffer(target, np.uint8)[:nbytes], self._buffer.bytes
+        before, head = offset % ALIGNMENT, -offset % ALIGNMENT
+        middle = max(0, nbytes - head) // ALIGNMENT * ALIGNMENT
+        if not middle or (into.ctypes.data - offset) % ALIGNMENT:
+            return False
+        tail = nbytes - head - middle
+        first, last = ends[: ALIGNMENT if head else 0], ends[ALIGNMENT : (2 if tail else 1) * ALIGNMENT]
+        blocks = [each for each in (first, target[head : head + middle], last) if len(each)]
+        if os.preadv(self._descriptor, blocks, offset - before) < before + nbytes:
+            return False
+        into[:head] = np.frombuffer(ends, np.uint8)[before : before + head]
+        into[head + middle :] = np.frombuffer(ends, np.uint8)[ALIGNMENT : ALIGNMENT + tail]
+        return True
+
+    def _copy(self, target: memoryview, offset: int, nbytes: int) -> None:
+        before, buffer = offset % ALIGNMENT, self._buffer.bytes
+        super()._read_direct(buffer, offset - before, before + nbytes)
+        # numpy copies without Python's lock.
+        np.copyto(np.frombuffer(target, np.uint8)[:nbytes], np.frombuffer(buffer, np.uint8)[before : before + nbytes])
 
 
 class HostBytes:
@@ -160,7 +224,7 @@ class ReaderLane:
         self._sources = sources
         self._memory = memory
         self._chunk_nbytes = chunk_nbytes
-        self._chunks: deque[tuple[Fetch, int]] = deque()
+        self._chunks: deque[tuple[Fetch, ShardPart]] = deque()
         self._verified: set[Shard] = set()
         self._failure: BaseException | None = None
         self._ended = threading.Event()
@@ -179,20 +243,32 @@ class ReaderLane:
             thread.start()
 
     def start(self, shard: Shard, slot: Slot, after: SyncPoint | None) -> Fetch:
-        if shard.offset % ALIGNMENT:
+        if shard.offset % ALIGNMENT and not shard.parts:
             raise ValueError(f"{shard} begins at byte {shard.offset}; wanted a multiple of {ALIGNMENT}")
-        if slot.offset + -(-slot.nbytes // ALIGNMENT) * ALIGNMENT > len(self._memory):
+        nbytes = slot.nbytes if shard.parts else -(-slot.nbytes // ALIGNMENT) * ALIGNMENT
+        if slot.offset + nbytes > len(self._memory):
             raise ValueError(f"{slot} is outside the {len(self._memory)} bytes that readers fill")
-        begins = range(0, shard.nbytes, self._chunk_nbytes)
-        fetch = Fetch(shard, self._memory[slot.offset :], after, len(begins))
+        chunks = self._cut(shard)
+        fetch = Fetch(shard, self._memory[slot.offset :], after, len(chunks))
         with self._wanted:
             self._raise_failure()
             if not self._num_fetches:
                 self._busy_since = time.perf_counter()
             self._num_fetches += 1
-            self._chunks.extend((fetch, begin) for begin in begins)
-            self._wanted.notify(len(begins))
+            self._chunks.extend((fetch, chunk) for chunk in chunks)
+            self._wanted.notify(len(chunks))
         return fetch
+
+    def _cut(self, shard: Shard) -> list[ShardPart]:
+        """What is read at a time."""
+        size, chunks = self._chunk_nbytes, []
+        for file, offset, begin, nbytes in shard.parts or (ShardPart(shard.file, shard.offset, 0, shard.nbytes),):
+            # Chunks end at whole blocks of the file, so that no block is read twice in between.
+            edges = [-(-(offset + at) // ALIGNMENT) * ALIGNMENT - offset for at in range(size, nbytes, size)]
+            if edges and edges[-1] >= nbytes:
+                edges.pop()
+            chunks += [ShardPart(file, offset + at, begin + at, end - at) for at, end in pairwise((0, *edges, nbytes))]
+        return chunks
 
     def wait(self, ready: Fetch) -> None:
         if ready.query():
@@ -243,19 +319,18 @@ class ReaderLane:
             # Whatever ends a reader, SystemExit included, must reach the thread that waits for its bytes.
             self.fail(error)
 
-    def _next_chunk(self) -> tuple[Fetch, int] | None:
+    def _next_chunk(self) -> tuple[Fetch, ShardPart] | None:
         with self._wanted:
             while not self._chunks and not self._ended.is_set():
                 self._wanted.wait()
             return None if self._ended.is_set() else self._chunks.popleft()
 
-    def _fetch(self, fetch: Fetch, begin: int) -> None:
+    def _fetch(self, fetch: Fetch, chunk: ShardPart) -> None:
         if fetch.after is not None:
             fetch.after.synchronize()
-        nbytes = min(self._chunk_nbytes, fetch.shard.nbytes - begin)
-        self._read(fetch, begin, nbytes)
+        self._read(fetch, chunk)
         with self._wanted:
-            self.nbytes_moved += nbytes
+            self.nbytes_moved += chunk.nbytes
             fetch.chunks_left -= 1
             last = fetch.chunks_left == 0
         if last:
@@ -267,27 +342,28 @@ class ReaderLane:
                     self._seconds_busy += time.perf_counter() - self._busy_since
                 self._arrived.notify_all()
 
-    def _read(self, fetch: Fetch, begin: int, nbytes: int) -> None:
-        shard, target = fetch.shard, fetch.target[begin:]
-        offset = shard.offset + begin
+    def _read(self, fetch: Fetch, chunk: ShardPart) -> None:
+        target = fetch.target[chunk.begin :]
         for pause in (*RETRY_SECONDS, None):
             try:
-                self._sources[shard.file].read(target, offset, nbytes)
+                self._sources[chunk.file].read(target, chunk.offset, chunk.nbytes)
                 return
             except OSError as error:
                 if error.errno != errno.EIO or pause is None or self._ended.wait(pause):
-                    what = f"{shard.file}: {nbytes} bytes at {offset} ({shard.name})"
+                    what = f"{chunk.file}: {chunk.nbytes} bytes at {chunk.offset} ({fetch.shard.name})"
                     raise StreamBroken(f"{what} could not be read: {error}") from error
 
     def _verify(self, fetch: Fetch) -> None:
         shard = fetch.shard
         if shard.crc32 is None or shard in self._verified:
             return
-        found = zlib.crc32(fetch.target[: shard.nbytes])
+        found = 0
+        for _, _, begin, nbytes in shard.parts or (ShardPart(shard.file, shard.offset, 0, shard.nbytes),):
+            found = zlib.crc32(fetch.target[begin : begin + nbytes], found)
         if found != shard.crc32:
             raise StreamBroken(
                 f"{shard.file}: {shard.name} has checksum {found:08x}, wanted {shard.crc32:08x}; the file is damaged, "
-                "prepare the model again"
+                f"{'download the checkpoint' if shard.parts else 'prepare the model'} again"
             )
         self._verified.add(shard)
 

@@ -37,7 +37,9 @@ class ShardStream(Generic[View_co]):
     Has one consumer thread. Several arrivals may be held at once; they are released in the order of their arrival.
     """
 
-    def __init__(self, lane: Lane[Any], ring: Ring, memory: RingMemory[View_co]) -> None:
+    def __init__(self, lane: Lane[Any], ring: Ring, memory: RingMemory[View_co], shifts: bool = False) -> None:
+        """With `shifts`, slots begin where their shards can be read without a copy."""
+        self._shifts = shifts
         self._lane = lane
         self._ring = ring
         self._memory = memory
@@ -126,9 +128,12 @@ class ShardStream(Generic[View_co]):
     def _run_ahead(self) -> None:
         if self._closed:
             raise StreamBroken("the stream is closed; nothing further arrives")
-        while self._asked and (slot := self._ring.try_reserve(self._asked[0].nbytes)):
+        while self._asked and (slot := self._reserve(self._asked[0])):
             shard = self._asked.popleft()
             self._ahead.append((shard, slot, self._start(shard, slot)))
+
+    def _reserve(self, shard: Shard) -> Slot | None:
+        return self._ring.try_reserve(shard.nbytes, shard.shift if self._shifts else 0)
 
     def _start(self, shard: Shard, slot: Slot) -> Ready:
         try:

@@ -288,9 +288,20 @@ def _speed(found: Mapping[str, Any]) -> Iterator[str]:
     )
     if written := predicted["written_nbytes"]:
         yield f"loading writes {gib(written)} of prepared weights to disk, once (--disk 0 writes none)"
+    elif _reads_checkpoint(found):
+        yield READS_CHECKPOINT
     yield f"bottleneck: {_busy(predicted)}"
     if not machine["measured"]:
         yield "machine not measured: assuming a slow one; run `moedge doctor`"
+
+
+READS_CHECKPOINT = "0 GiB to write: every pass reads the checkpoint's own files"
+
+
+def _reads_checkpoint(found: Mapping[str, Any]) -> bool:
+    """Whether passes read a disk where nothing is written; without a budget, prepared weights are the model."""
+    (disk,) = (tier for tier in found["tiers"] if tier["tier"] == "disk")
+    return _on_disk(found["plan"]) > 0 and not sum(disk["parts"].values()) and disk["budget"] is not None
 
 
 def _busy(predicted: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...offload.budget import gib
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.errors import BadStore
 from ...offload.memory import keep_memory
+from ...offload.store.manifest import MANIFEST, Manifest, read_manifest
 from ...offload.store.stores import default_root, disk_budget, disk_nbytes, store_folder
 from ...offload.store.writer import StoreWriter
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
@@ -24,15 +28,16 @@ from ..plan.planner import budget_range, make_plan
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
-from ..settings.stages import stage
+from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
 from ..shape.config import ModelConfig
 from ..shape.model_shape import shape_to_json
-from ..shape.shards import model_shards, offered_formats, settled_format, weights_nbytes
+from ..shape.shards import lies_unpacked, model_shards, offered_formats, settled_format, weights_nbytes
 from ..source.model_source import ModelSource, model_fingerprint, recipe
-from ..source.stored_model import write_resident
+from ..source.stored_model import FindLinked, carried_files, write_resident
 from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measure
-from ..weights.preparation import Preparation, StoreSink, window_nbytes
+from ..weights.linking import CannotLink, Linker, LinkingSink
+from ..weights.preparation import Preparation, ShardSink, StoreSink, window_nbytes
 from .engine_loader import load_engine
 
 
@@ -44,18 +49,27 @@ def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
     return packed, source.shape.dtype if dtype == "auto" else dtype
 
 
-def store_path(source: ModelSource, quant: str, dtype: str, root: Path | None, device_type: str | None = None) -> Path:
+def store_path(
+    source: ModelSource,
+    quant: str,
+    dtype: str,
+    root: Path | None,
+    device_type: str | None = None,
+    *,
+    linked: bool = False,
+) -> Path:
     """The path of the store of this checkpoint in this format, whether it exists or not.
 
-    Codes lie as kernels of `device_type` read them, "cpu" or "cuda"; None: of what this machine has.
+    Codes lie as kernels of `device_type` read them, "cpu" or "cuda"; None: of what this machine has. `linked`: of the
+    store that names what lies in the checkpoint's files.
     """
-    made_of = _recipe(quant, dtype, device_type)
+    made_of = _recipe(quant, dtype, device_type, linked)
     return store_folder(root or default_root(), source.name, model_fingerprint(source.weights), made_of)
 
 
-def _recipe(quant: str, dtype: str, device_type: str | None) -> Mapping[str, Any]:
+def _recipe(quant: str, dtype: str, device_type: str | None, linked: bool = False) -> Mapping[str, Any]:
     there = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there))
+    return recipe(quant, dtype, kernel_order(quant, TORCH_DTYPES[dtype], there), linked)
 
 
 class Written(NamedTuple):
@@ -82,33 +96,86 @@ def prepare(
     and writes damaged files again. Raises DoesNotFit if the memory is too little for the largest part that is
     converted whole, OutOfBudget if the store does not fit on the disk.
     """
-    written = _pack(source, target, _recipe(quant, dtype, device_type), budgets, repair)
+    nbytes = weights_nbytes(source.shape, quant, dtype)
+    disk_budget(target, nbytes, budgets.disk_nbytes())
+    made_of = _recipe(quant, dtype, device_type)
+    making = _Making(source, made_of, budgets)
+    with StoreWriter(target, made_of, model_fingerprint(source.weights)) as writer:
+        if writer.complete and not repair:
+            written = Written()
+        else:
+            with (
+                making.opened() as checkpoint,
+                making.stage(f"writing {quant} weights", _announcement(target, nbytes)) as advance,
+            ):
+                written = making.write(writer, checkpoint, StoreSink(writer), advance)
     _keep_key_offsets(source, target, quant, dtype, budgets)
     return written
 
 
-def _pack(source: ModelSource, target: Path, made_of: Mapping[str, Any], budgets: Budgets, repair: bool) -> Written:
-    folder, shape, quant, dtype = source.folder, source.shape, made_of["quant"], made_of["dtype"]
-    shards = model_shards(shape, quant, dtype, made_of["layout"])
-    window = window_nbytes(shape, shards, dtype, budgets.host_nbytes())
-    nbytes = weights_nbytes(shape, quant, dtype)
-    disk_budget(target, nbytes, budgets.disk_nbytes())
-    with StoreWriter(target, made_of, model_fingerprint(source.weights)) as writer:
-        if writer.complete and not repair:
+def prepare_linked(source: ModelSource, target: Path, quant: str, dtype: str, budgets: Budgets) -> Written | None:
+    """The same for a store at `target` that names the extents of weights in the checkpoint's own files.
+
+    Reads the checkpoint once, for checksums, and copies what lies in the files otherwise than headers show; None where
+    a part of a layer's experts does. A finished store is left as it is: opening it notices if the files have changed.
+    """
+    fingerprint, made_of = model_fingerprint(source.weights), _recipe(quant, dtype, None, linked=True)
+    with suppress(FileNotFoundError, BadStore):
+        found = read_manifest(target / MANIFEST)
+        if found.same_making(Manifest.begin(fingerprint, made_of, found.sources)):
             return Written()
+    making, written = _Making(source, made_of, budgets), None
+    with making.opened() as checkpoint:
+        linker = Linker(checkpoint, carried_files(source.folder))
+        with StoreWriter(target, made_of, fingerprint, linker.sources) as writer, suppress(CannotLink):
+            limit = partial(disk_budget, target, wanted=budgets.disk_nbytes())
+            sink = LinkingSink(writer, linker, making.shards, limit)
+            note = (
+                f"reading {gib(making.shards.nbytes)} of weights for checksums, once; passes read them where they are"
+            )
+            with making.stage("checking weights", note) as advance:
+                written = making.write(writer, checkpoint, sink, advance, linker.find_resident)
+    if written is not None:
+        _keep_key_offsets(source, target, quant, dtype, budgets)
+    return written
+
+
+class _Making:
+    """Packs the weights of a checkpoint for a store. Raises DoesNotFit where memory is too little."""
+
+    def __init__(self, source: ModelSource, made_of: Mapping[str, Any], budgets: Budgets) -> None:
+        self._source = source
+        self._dtype = made_of["dtype"]
+        self.shards = model_shards(source.shape, made_of["quant"], self._dtype, made_of["layout"])
+        self._window = window_nbytes(source.shape, self.shards, self._dtype, budgets.host_nbytes())
+        self._config = ModelConfig.read(source.folder)
+
+    def opened(self) -> Checkpoint:
+        return open_checkpoint(self._config, self._source.weights)
+
+    def stage(self, doing: str, note: str) -> AbstractContextManager[Advance]:
+        return stage(doing, self.shards.nbytes, note)
+
+    def write(
+        self,
+        writer: StoreWriter,
+        checkpoint: Checkpoint,
+        sink: ShardSink,
+        advance: Advance,
+        find: FindLinked = lambda name, data: None,
+    ) -> Written:
+        """Fills `sink` and finishes the store of `writer`; `find` finds resident tensors in the checkpoint's files."""
         # Packing allocates and frees the same few buffers for every chunk.
         keep_memory()
-        config = ModelConfig.read(folder)
-        model = define(config, TORCH_DTYPES[dtype])
-        with open_checkpoint(config, source.weights) as checkpoint:
-            tensors = read_tensors(config, checkpoint)
-            helpers = [Workspace(0) for _ in range(torch.get_num_threads() - 1)]
-            preparation = Preparation(model, checkpoint, ParallelMatmul(Workspace(0), helpers=helpers), window, tensors)
-            with stage(f"writing {quant} weights", shards.nbytes, _announcement(target, nbytes)) as advance:
-                preparation.run(shards, StoreSink(writer), advance)
-        write_resident(writer, model, folder)
+        model = define(self._config, TORCH_DTYPES[self._dtype])
+        tensors = read_tensors(self._config, checkpoint)
+        helpers = [Workspace(0) for _ in range(torch.get_num_threads() - 1)]
+        compute = ParallelMatmul(Workspace(0), helpers=helpers)
+        preparation = Preparation(model, checkpoint, compute, self._window, tensors)
+        preparation.run(self.shards, sink, advance)
+        write_resident(writer, model, self._source.folder, find)
         loss = dict(preparation.loss.by_group)
-        writer.finish({"shape": shape_to_json(shape), "name": source.name, "loss": loss})
+        writer.finish({"shape": shape_to_json(self._source.shape), "name": self._source.name, "loss": loss})
         return Written(writer.nbytes_written, loss)
 
 
@@ -151,12 +218,20 @@ class FinishedStore(NamedTuple):
 
 
 def store_for(source: ModelSource, plan: Plan, budgets: Budgets) -> FinishedStore | None:
-    """The store that a plan streams from, prepared now if it is missing; None where none is needed."""
+    """The store that a plan streams from, prepared now if it is missing; None where none is needed.
+
+    Where weights lie in the checkpoint's files as they are computed with, the store names them there, unless a copy was
+    prepared before.
+    """
     if source.store is not None:
         return FinishedStore(source.store)
     if not plan.streams:
         return None
+    formats = plan.quant, plan.dtype
     device_type = "cpu" if plan.staging is None else "cuda"
-    target = store_path(source, plan.quant, plan.dtype, budgets.disk_dir, device_type)
-    written = prepare(source, target, plan.quant, plan.dtype, budgets, device_type=device_type)
-    return FinishedStore(target, written.nbytes)
+    target = store_path(source, *formats, budgets.disk_dir, device_type)
+    if lies_unpacked(source.shape, *formats) and not (target / MANIFEST).exists():
+        named = store_path(source, *formats, budgets.disk_dir, device_type, linked=True)
+        if (written := prepare_linked(source, named, *formats, budgets)) is not None:
+            return FinishedStore(named, written.nbytes)
+    return FinishedStore(target, prepare(source, target, *formats, budgets, device_type=device_type).nbytes)

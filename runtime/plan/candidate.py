@@ -18,7 +18,15 @@ from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, T
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
-from ..shape.shards import ITEM_NBYTES, ModelShards, helper_nbytes, model_shards, resident_nbytes, workspace_nbytes
+from ..shape.shards import (
+    ITEM_NBYTES,
+    ModelShards,
+    copied_nbytes,
+    helper_nbytes,
+    model_shards,
+    resident_nbytes,
+    workspace_nbytes,
+)
 from .placement import everything, minimum, on_device_nbytes
 
 # What allocators keep beside what is asked of them: a share of the activations, and a constant.
@@ -263,6 +271,11 @@ class WeightFootprint:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return self.shards.nbytes
+
+    @cached_property
+    def copied_nbytes(self) -> int:
+        """Bytes that are written to disk before any weight can stream from there."""
+        return copied_nbytes(self.shape, self.quant, self.dtype)
 
     @cached_property
     def streaming_nbytes(self) -> int:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ...offload.machine.profile import Machine
 from ..shape.model_shape import ModelShape
-from ..shape.shards import checkpoint_nbytes, resident_nbytes, widened_nbytes
+from ..shape.shards import checkpoint_nbytes, copied_nbytes, resident_nbytes, widened_nbytes
 from .candidate import WeightFootprint
 from .placement import Plan
 
@@ -114,7 +114,7 @@ def loading_cost(
     quantize_s = widened / speeds.convert_bytes_s + widened / speeds.packing(plan.quant)
     if not streams:
         return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
-    written = round(missing * store)
+    written = round(missing * copied_nbytes(shape, plan.quant, plan.dtype))
     # The offsets of keys are measured with the new store, in a pass that reads all of it.
     offsets_s = max(offsets_s, store / disk_bytes_s)
     read_s += kept / disk_bytes_s
@@ -133,4 +133,4 @@ def least_loading_s(
     if not streams:
         return seconds
     store = weights.nbytes + resident_nbytes(weights.shape, weights.dtype)
-    return seconds + store / speeds.write_bytes_s + store / disk_bytes_s
+    return seconds + weights.copied_nbytes / speeds.write_bytes_s + store / disk_bytes_s

@@ -15,7 +15,7 @@ from ..kv.spec import KVSpec
 from ..settings.budgets import MIB
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import ModelShape
-from ..shape.shards import resident_nbytes
+from ..shape.shards import copied_nbytes, resident_nbytes
 from .placement import LOADING_NBYTES, Plan
 
 OPTIONS = {"device": "--gpu-mem", "host": "--ram", "disk": "--disk"}
@@ -150,6 +150,6 @@ def _staging(plan: Plan, shape: ModelShape) -> dict[str, Arena]:
 
 
 def _store_nbytes(plan: Plan, shape: ModelShape) -> int:
-    """Bytes of the store of all weights, where some stay on disk."""
+    """Bytes of the store of all weights, where some stay on disk and the checkpoint's files do not serve for it."""
     on_disk = plan.weights_nbytes - plan.held_nbytes if plan.staging is None else plan.staging.disk_nbytes
-    return plan.weights_nbytes + resident_nbytes(shape, plan.dtype) if on_disk else 0
+    return copied_nbytes(shape, plan.quant, plan.dtype) if on_disk else 0

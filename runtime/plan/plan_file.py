@@ -131,7 +131,7 @@ def _within(plan: Plan, request: PlanRequest) -> Plan:
         budget = budget.with_tier(tier, min(nbytes, budget.memory[tier]))
     store = ledger.tiers["disk"].planned
     limit, there = request.budget.disk_nbytes, request.prepared.nbytes.get(plan.quant, 0)
-    if limit is not None and store > limit + there:
+    if limit is not None and store and store > limit + there:
         raise SettingError(
             f"the plan keeps {store / GIB:.2f} GiB of prepared weights on disk, and --disk and the free space allow "
             f"{max(0, limit + there) / GIB:.2f} GiB now; make a new plan, or free some space"

@@ -18,7 +18,7 @@ from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import SMALLEST_FORMATS, offered_formats, resident_nbytes, settled_format
+from ..shape.shards import SMALLEST_FORMATS, offered_formats, settled_format
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, largest
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
@@ -350,9 +350,9 @@ class _Search:
                 index += 1
 
     def _has_disk(self, weights: WeightFootprint) -> bool:
-        store, granted = weights.nbytes + resident_nbytes(weights.shape, weights.dtype), self._budget.disk_nbytes
+        store, granted = weights.copied_nbytes, self._budget.disk_nbytes
         there = self._request.prepared.nbytes.get(weights.quant, 0)
-        if granted is None or store <= granted + there:
+        if granted is None or not store or store <= granted + there:
             return True
         self.refusal = DoesNotFit(
             f"in {weights.quant} this model's weights do not fit the memory, and prepared weights of "

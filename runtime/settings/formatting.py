@@ -72,7 +72,13 @@ def escape_controls(text: str) -> str:
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
-def loss_line(loss: Mapping[str, float]) -> str:
-    """The relative errors, by group of tensors, of quantized weights that were packed again; empty where none were."""
+def loss_line(loss: Mapping[str, float], more_bits: int = 0) -> str:
+    """The relative errors, by group of tensors, of quantized weights that were packed again; empty where none were.
+
+    `more_bits` are those of the checkpoint's codes where they are more than was packed, else 0.
+    """
+    if not loss:
+        return ""
     parts = [f"{group} {100 * each:.2g} %" for group, each in loss.items()]
-    return f"weights were packed again; relative L2 error against the checkpoint: {', '.join(parts)}" if parts else ""
+    why = f"; the files have {more_bits} bits a weight, and --quant int8 would lose less" if more_bits else ""
+    return f"weights were packed again; relative L2 error against the checkpoint: {', '.join(parts)}{why}"

@@ -10,7 +10,9 @@ from ...quant.formats.dtypes import OPTION_DTYPES
 from ...quant.formats.format import QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
+from .families import SUPPORTED, family
 from .model_shape import LayerShape, Matrix, ModelShape
+from .read import SMALL
 
 # The formats of `--quant`.
 FORMATS = tuple(QUANT_FORMATS)
@@ -37,14 +39,30 @@ def kept_format(shape: ModelShape) -> str | None:
     return numel.most_common(1)[0][0] if numel else None
 
 
-def offered_formats(shape: ModelShape) -> tuple[str, ...]:
-    """What `--quant auto` considers, from exact to smallest: of a quantized checkpoint what is kept comes first, and
-    nothing has more bits than most of its weights have."""
+def code_bits(shape: ModelShape) -> int:
+    """Bits of a code of most weights in the files; 0 for floats."""
     bits: Counter[int] = Counter()
     for matrix, count in _counted(shape):
         bits[matrix.bits] += count * matrix.numel
-    most = max(bits, key=lambda each: bits[each], default=0)
-    kept = kept_format(shape)
+    return max(bits, key=lambda each: bits[each], default=0)
+
+
+def bits_lost(shape: ModelShape, format_name: str) -> int:
+    """The bits of most codes in the files (5 or 6) where a format has fewer and none lies between; else 0."""
+    bits = code_bits(shape)
+    return bits if _CODE_BITS.get(format_name, 8) < bits < 8 else 0
+
+
+def default_format(shape: ModelShape) -> str:
+    """The format of `moedge prepare`: nf4; of a quantized checkpoint what `auto` prefers, which are its own codes where
+    a format has them."""
+    return offered_formats(shape)[0] if code_bits(shape) else "nf4"
+
+
+def offered_formats(shape: ModelShape) -> tuple[str, ...]:
+    """What `--quant auto` considers, from exact to smallest: of a quantized checkpoint what is kept comes first, and
+    nothing has more bits than most of its weights have."""
+    most, kept = code_bits(shape), kept_format(shape)
     if kept is not None:
         # The smallest also packs what the files hold as floats.
         return (kept, *(name for name in AUTO_FORMATS if _CODE_BITS[name] < most or name == AUTO_FORMATS[-1]))
@@ -243,6 +261,21 @@ def _shard(matrices: tuple[Matrix, ...], format_name: str, dtype: str, order: st
 def weights_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
     """Bytes of all weights with matrices packed in a format, the rest in `dtype`."""
     return resident_nbytes(shape, dtype) + model_shards(shape, format_name, dtype).nbytes
+
+
+def lies_unpacked(shape: ModelShape, format_name: str, dtype: str) -> bool:
+    """Whether weights in a format are, byte for byte, runs of the checkpoint's own tensors, so that passes can read
+    them there. Headers show it; a store is made by comparing bytes (weights/linking.py)."""
+    stored = {each.format for each in shape.stored if each.group != SMALL} or {shape.dtype}
+    floats = all(matrix.bits == 0 for matrix in _matrices(shape))
+    if format_name != "none" or stored != {dtype} or not floats or shape.model_type not in SUPPORTED:
+        return False
+    return not (shape.num_experts and family(shape.model_type).transposed_experts)
+
+
+def copied_nbytes(shape: ModelShape, format_name: str, dtype: str) -> int:
+    """Bytes that a store of all weights writes: none where they lie in the checkpoint's files as they are."""
+    return 0 if lies_unpacked(shape, format_name, dtype) else weights_nbytes(shape, format_name, dtype)
 
 
 def checkpoint_nbytes(shape: ModelShape) -> int:

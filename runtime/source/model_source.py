@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...offload.checkpoint.checkpoint import SINGLE, blob_id, open_inside, read_header, read_index, read_inside
 from ...offload.checkpoint.gguf_file import is_gguf, read_gguf_header, split_files
 from ...offload.errors import BadStore
+from ...offload.store.manifest import MANIFEST, read_manifest
 from ...offload.store.stores import store_folder
 from ...quant.formats.format import FORMATS as WEIGHT_FORMATS
 from ...quant.formats.format import get_format
@@ -128,9 +129,12 @@ def _recipe(store: Store) -> dict[str, str]:
     return {"quant": quant, "dtype": dtype, "layout": layout}
 
 
-def recipe(quant: str, dtype: str, layout: str) -> Mapping[str, Any]:
-    """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes."""
-    return {"quant": quant, "dtype": dtype, "layout": layout}
+def recipe(quant: str, dtype: str, layout: str, linked: bool = False) -> Mapping[str, Any]:
+    """Everything beside the checkpoint that decides the bytes of a store; `layout` is the order of codes.
+
+    `linked`: what lies in the checkpoint's files as it is packed is named there and not copied.
+    """
+    return {"quant": quant, "dtype": dtype, "layout": layout} | ({"linked": True} if linked else {})
 
 
 def prepared_nbytes(
@@ -138,7 +142,8 @@ def prepared_nbytes(
 ) -> dict[str, int]:
     """By weight format, the bytes of what is prepared, finished or not, of the checkpoint in `folder`.
 
-    `stores` are the bytes of the stores in `root`, by folder name.
+    `stores` are the bytes of the stores in `root`, by folder name. A store that names the checkpoint's own files counts
+    with all bytes that it names.
     """
     if not stores:
         return {}
@@ -149,6 +154,9 @@ def prepared_nbytes(
         there = store_folder(root, name, fingerprint, recipe(quant, dtype, layout)).name
         if there in stores:
             found[quant] = max(stores[there], found.get(quant, 0))
+    linked = store_folder(root, name, fingerprint, recipe("none", dtype, get_format("none").order, linked=True))
+    with suppress(FileNotFoundError, BadStore):
+        found["none"] = max(found.get("none", 0), read_manifest(linked / MANIFEST).nbytes_named)
     return found
 
 

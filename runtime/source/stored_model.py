@@ -6,13 +6,14 @@ A prepared store opens without its checkpoint. Knows what is in it; where stores
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...offload.store.linked import LinkedShard, LinkedTensor
 from ...offload.store.manifest import RESIDENT_FILE
 from ...offload.store.shard_file import TensorSpec
 from ...offload.store.store import Store
@@ -29,18 +30,34 @@ FILE_PREFIX = "file:"
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
-def write_resident(writer: StoreWriter, model: PreTrainedModel, folder: Path) -> None:
-    """The parameters that are not packed, and the checkpoint's small files."""
+# Finds a tensor's bytes, by its name, in the checkpoint's files.
+FindLinked = Callable[[str, memoryview], LinkedShard | None]
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """The small files of a checkpoint that travel with its weights, by the names that they have as resident tensors."""
+    return {FILE_PREFIX + name: folder / name for name in SMALL_FILES if (folder / name).is_file()}
+
+
+def write_resident(
+    writer: StoreWriter, model: PreTrainedModel, folder: Path, find: FindLinked = lambda name, data: None
+) -> None:
+    """The parameters that are not packed, and the checkpoint's small files; what `find` finds is named, not copied."""
     if writer.has(RESIDENT_FILE):
         return
     tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_tensors(model)}
-    for name in SMALL_FILES:
-        if (path := folder / name).is_file():
-            tensors[FILE_PREFIX + name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    specs = [TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with writer.resident(specs) as file:
+    for name, path in carried_files(folder).items():
+        tensors[name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    specs = {name: TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    found = {name: find(name, _view(tensor)) for name, tensor in tensors.items()}
+    linked = {
+        name: LinkedTensor(specs[name].dtype, specs[name].shape, (shard,)) for name, shard in found.items() if shard
+    }
+    with writer.resident([spec for name, spec in specs.items() if name not in linked]) as file:
         for name, tensor in tensors.items():
-            file.write(name, _view(tensor))
+            if name not in linked:
+                file.write(name, _view(tensor))
+        file.link(linked)
 
 
 def read_resident(store: Store, model: PreTrainedModel) -> None:

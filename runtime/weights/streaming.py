@@ -22,10 +22,11 @@ from ...offload.page_locked import Pinned
 from ...offload.store.shard_file import ShardExtent
 from ...offload.store.store import Store
 from ...offload.stream.cuda_lane import CudaLane
-from ...offload.stream.lane import DENSE, HEAD, Lane, Ring, Shard, ShardKey
-from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
+from ...offload.stream.lane import ALIGNMENT, DENSE, HEAD, Lane, Ring, Shard, ShardKey, ShardPart
+from ...offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source, ThreadBuffer, UnalignedFile
 from ...offload.stream.staged_lane import StagedLane
 from ...offload.stream.stream import Arrival, ShardStream
+from ...quant.tensor import FLOAT_ALIGNMENT
 from ..model.assembly import LayerAssembly
 from ..plan.placement import Placement, Plan
 from ..settings.stages import Advance
@@ -39,6 +40,8 @@ class Lanes:
     def __init__(self, memory: WeightMemory, plan: Plan, store: Store | None) -> None:
         self._memory = memory
         self._store = store
+        # Products of other libraries may round otherwise where matrices begin elsewhere in memory.
+        self._shifts = not plan.deterministic
         self.readers: list[ReaderLane] = []
         self._copiers: list[CudaLane] = []
         self.ring_nbytes: list[int] = []
@@ -76,7 +79,8 @@ class Lanes:
         assert self._store is not None
         extent = extent_of(self._store, key)
         name = f"{extent.path.name} {extent.tensor} {extent.index}"
-        return Shard(name, extent.nbytes, extent.offset, extent.path, extent.crc32)
+        parts = tuple(ShardPart(each.path, each.offset, each.begin, each.nbytes) for each in extent.linked)
+        return Shard(name, extent.nbytes, extent.offset, extent.path, extent.crc32, parts, _shift(parts))
 
     def close(self) -> None:
         for stream in self.streams:
@@ -89,9 +93,12 @@ class Lanes:
             return None
         shards = [self.shard(key) for key in keys]
         if self._pins is None:
+            if shifts := self._shifts and any(shard.shift for shard in shards):
+                # A slot that begins inside a block takes a block more.
+                ring += ALIGNMENT * (ring // min(shard.nbytes for shard in shards))
             host = HostMemory(ring)
             self.ring_nbytes.append(host.nbytes)
-            return ShardStream(self._readers(shards, host), Ring(ring), host.bytes)
+            return ShardStream(self._readers(shards, host), Ring(ring), host.bytes, shifts)
         device = self._pins.device
         memory = device.allocate(ring)
         self.ring_nbytes.append(memory.numel())
@@ -109,7 +116,10 @@ class Lanes:
         return StagedLane(host, staging, direct, pins.is_direct)
 
     def _readers(self, shards: list[Shard], memory: HostMemory) -> ReaderLane:
-        sources = {file: self._source(file) for file in {shard.file for shard in shards}}
+        sources = {file: self._source(file) for file in {shard.file for shard in shards if not shard.parts}}
+        linked = {part.file for shard in shards for part in shard.parts if part.file is not None}
+        buffer = ThreadBuffer()
+        sources |= {file: UnalignedFile(file, buffer) for file in linked}
         lane = ReaderLane(sources, memory.view)
         self.readers.append(lane)
         return lane
@@ -117,6 +127,13 @@ class Lanes:
     def _source(self, file: Path | None) -> Source:
         """The bytes of a file, or of the slab, whose end may not be pinned."""
         return HostBytes(self._memory.slab.view) if file is None else DirectFile(file)
+
+
+def _shift(parts: tuple[ShardPart, ...]) -> int:
+    """How far inside a block the slot of a shard begins so that all its parts are read without a copy; 0 if none is."""
+    shifts = {(part.offset - part.begin) % ALIGNMENT for part in parts}
+    shift = shifts.pop() if len(shifts) == 1 else 0
+    return shift if shift % FLOAT_ALIGNMENT == 0 else 0
 
 
 class _Pins:

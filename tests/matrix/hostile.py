@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import struct
 import tempfile
 import time
@@ -25,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "gemma3_text", "mixtral", "olmoe", "llama", "qwen3")
 MAX_SECONDS, MAX_NBYTES = 2.0, 300 << 20
-BATCH = {"mutation": 250, "header": 50_000, "limit": 1}
+BATCH = {"mutation": 250, "header": 50_000, "limit": 1, "gguf": 250, "layout": 250}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ def parts(quick: bool) -> Iterator[Part]:
     if quick:
         mutations, headers = range(0, 60, 60), range(0, 2000, 2000)
     for seeds in chunks(mutations):
+        yield Part(f"GGUF files {seeds.start} to {seeds.stop}", partial(faults, "gguf", seeds, quick))
+        yield Part(f"quantized layouts {seeds.start} to {seeds.stop}", partial(faults, "layout", seeds, quick))
+    for seeds in chunks(mutations):
         yield Part(f"structured mutations {seeds.start} to {seeds.stop}", partial(faults, "mutation", seeds, quick))
     for seeds in chunks(headers):
         yield Part(f"fuzzed headers {seeds.start} to {seeds.stop}", partial(faults, "header", seeds, quick))
@@ -67,9 +71,21 @@ def chunks(begins: range) -> Iterator[range]:
 
 
 def faults(judge: str, seeds: range, quick: bool = False) -> list[str]:
-    families = FAMILIES[:2] if quick else FAMILIES
     with tempfile.TemporaryDirectory(prefix="hostile-") as scratch:
-        return report(run(judge, seeds, make_checkpoints(Path(scratch), families), Path(scratch)))
+        return report(run(judge, seeds, sound(judge, Path(scratch), quick), Path(scratch)))
+
+
+def sound(judge: str, scratch: Path, quick: bool) -> list[Path]:
+    """The checkpoints that are spoiled."""
+    if judge == "gguf":
+        from support.hostile.gguf import write_sound
+
+        return [write_sound(scratch / "sound.gguf")]
+    if judge == "layout":
+        from support.hostile.layouts import LAYOUTS, write_layout
+
+        return [write_layout(layout, scratch / f"layout-{index}") for index, layout in enumerate(LAYOUTS)]
+    return make_checkpoints(scratch, FAMILIES[:2] if quick else FAMILIES)
 
 
 def make_checkpoints(scratch: Path, families: Sequence[str]) -> list[Path]:
@@ -97,10 +113,16 @@ def run_batch(batch: Batch) -> list[Result]:
     torch.set_num_threads(1)
     logging.disable()
     transformers_logging.disable_progress_bar()
-    judges: dict[str, Callable[[int, Batch], Result]] = {"mutation": mutation, "header": header, "limit": limit}
-    if batch.judge == "mutation":
-        # Imports and first uses are not the case's own.
+    judges: dict[str, Callable[[int, Batch], Result]] = {
+        "mutation": mutation, "header": header, "limit": limit, "gguf": gguf_file, "layout": layout,
+    }  # fmt: skip
+    # Imports and first uses are not the case's own.
+    if batch.judge in ("mutation", "gguf"):
         load(batch.folders[0])
+    if batch.judge == "layout":
+        from support.hostile.layouts import widen_all
+
+        widen_all(batch.folders[0])
     return [judges[batch.judge](seed, batch) for seed in batch.seeds]
 
 
@@ -121,6 +143,33 @@ def mutation(seed: int, batch: Batch) -> Result:
     kind = case.kinds[0].split(":")[0] if len(case.kinds) == 1 else f"{len(case.kinds)} at once"
     wrong = outcome.wrong and f"seed {seed} {case.kinds}: {outcome.wrong}: {outcome.message[:200]}"
     return Result(kind, outcome.refused, outcome.seconds, peak() - before, wrong)
+
+
+def gguf_file(seed: int, batch: Batch) -> Result:
+    from support.hostile.gguf import header_nbytes, is_refused, spoil
+
+    path, data = batch.scratch / "model.gguf", batch.folders[0].read_bytes()
+    kind, spoiled = spoil(data, header_nbytes(data, path), random.Random(seed))
+    path.write_bytes(spoiled)
+    before, started, refused, wrong = reset_peak(), time.perf_counter(), False, None
+    try:
+        refused = is_refused(path)
+    except Exception as error:
+        wrong = f"seed {seed} {kind}: {error!r:.200}"
+    return Result(kind, refused, time.perf_counter() - started, peak() - before, wrong)
+
+
+def layout(seed: int, batch: Batch) -> Result:
+    from support.hostile.layouts import judged, spoiled
+
+    folder = batch.folders[seed % len(batch.folders)]
+    case = spoiled(folder, seed // len(batch.folders))
+    before = reset_peak()
+    if case is None:
+        return Result("does not apply", False, 0.0, 0, None)
+    outcome, fault = judged(case, batch.scratch / "case")
+    wrong = f"seed {seed} {case.kinds}: {fault}: {outcome.message[:200]}" if fault else None
+    return Result(case.kinds[0], outcome.refused, outcome.seconds, peak() - before, wrong)
 
 
 def header(seed: int, batch: Batch) -> Result:

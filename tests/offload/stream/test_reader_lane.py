@@ -15,8 +15,15 @@ from pathlib import Path
 import pytest
 
 from moedge.offload.stream import reader_lane
-from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, StreamBroken
-from moedge.offload.stream.reader_lane import DirectFile, HostBytes, ReaderLane, Source
+from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardPart, Slot, StreamBroken
+from moedge.offload.stream.reader_lane import (
+    DirectFile,
+    HostBytes,
+    ReaderLane,
+    Source,
+    ThreadBuffer,
+    UnalignedFile,
+)
 from moedge.offload.stream.stream import ShardStream
 
 FILE = Path("weights")
@@ -334,4 +341,39 @@ def test_bytes_outside_the_memory_or_between_pages_are_refused() -> None:
         lane.start(Shard("s", 3 * ALIGNMENT, 0), slot, None)
     with pytest.raises(ValueError, match="multiple of 4096"):
         lane.start(Shard("s", 10, 10), slot, None)
+    lane.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("shift", [0, 8, 1032, 4095])
+def test_parts_at_any_offset_are_gathered_and_leave_the_rest_as_it_is(shift: int, direct: bool, tmp_path: Path) -> None:
+    """Slots that begin as the bytes lie in the file are read in place, others through a buffer; both to the byte."""
+    path = tmp_path / "weights"
+    path.write_bytes(CONTENT)
+    file = UnalignedFile(path, ThreadBuffer())
+    file.direct &= direct
+    generator = random.Random(shift)
+    memory = memoryview(mmap.mmap(-1, 64 * ALIGNMENT))
+    lane = ReaderLane({path: file}, memory, 2, 2 * ALIGNMENT)
+    for _ in range(30):
+        parts, at = [], 0
+        for _ in range(3):
+            nbytes = generator.randint(1, len(CONTENT) // 2)
+            offset = generator.choice([(shift + at) % ALIGNMENT, generator.randint(0, ALIGNMENT)])
+            parts.append(ShardPart(path, offset, at, nbytes))
+            at += nbytes + generator.choice([0, 1, 64])
+        memory[:] = bytes([7]) * len(memory)
+        expected = bytearray(memory)
+        for part in parts:
+            begin = ALIGNMENT + shift + part.begin
+            expected[begin : begin + part.nbytes] = CONTENT[part.offset : part.offset + part.nbytes]
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(CONTENT[part.offset : part.offset + part.nbytes], crc)
+        shard = Shard("parts", at, 0, path, crc, tuple(parts))
+        lane.wait(lane.start(shard, Slot(ALIGNMENT + shift, at), None))
+        assert memory == expected
+    wrong = Shard("parts", at, 0, path, crc ^ 1, tuple(parts))
+    with pytest.raises(StreamBroken, match="download the checkpoint again"):
+        lane.wait(lane.start(wrong, Slot(ALIGNMENT, at), None))
     lane.close()

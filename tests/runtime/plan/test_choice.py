@@ -13,11 +13,14 @@ from moedge.runtime.plan.rates import Rates
 from moedge.runtime.plan.what_if import suggestions
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.formatting import loss_line
 from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.shards import bits_lost, offered_formats
 from support.known_shapes import plain_model
 
 GIB = 1 << 30
-SHAPE = plain_model(num_layers=8)
+# A family whose experts are stored transposed: its weights are copied to disk in every format.
+SHAPE = replace(plain_model(num_layers=8), model_type="gpt_oss")
 QUICK = LoadingSpeeds(2e9, 2e9, {"none": 2e9, "int8": 1e9, "nf4": 5e8, "int4": 1e9}, 2e9)
 # Arithmetic takes longest, and the same in every format, so that nothing but loading tells formats apart.
 COSTS = Overheads(1e-3, 1e-5, 1e-5, 1e-7, 1e-6)
@@ -45,6 +48,20 @@ def test_no_format_is_chosen_whose_prepared_weights_the_disk_has_no_free_bytes_f
     assert solve(request(5, (store - GIB) / GIB, prepared=begun)).plan.quant == "none"
     with pytest.raises(DoesNotFit, match=r"prepared weights of .* GiB do not fit the 1\.00 GiB that --disk"):
         solve(request(1, 1))
+
+
+def test_weights_that_lie_in_the_files_as_they_are_need_no_disk() -> None:
+    shape = plain_model(num_layers=8)
+    asked = replace(request(3, 0), costs=CostModel(shape, RATES)).with_settings(quant="none")
+    found = solve(asked)
+    assert found.plan.streams
+    assert (found.prediction.written_nbytes, found.ledger.tiers["disk"].planned) == (0, 0)
+    with pytest.raises(DoesNotFit, match="--disk"):
+        solve(request(3, 0).with_settings(quant="none"))
+    # In another dtype, or quantized, the bytes are others.
+    for other in ({"quant": "none", "dtype": "fp16"}, {"quant": "int8"}):
+        with pytest.raises(DoesNotFit, match="--disk"):
+            solve(replace(asked, budget=MemoryBudget(2 * GIB, None, 0)).with_settings(**other))
 
 
 def test_loading_counts_in_the_choice() -> None:
@@ -109,3 +126,23 @@ def test_a_plan_with_one_open_format_has_its_loading_and_generating_seconds() ->
     )
     assert told.seconds == {"nf4": pytest.approx(told.prediction.total_s)}
     assert told.prediction.loading_s > SHAPE.parameters * 2 / 5e8
+
+
+@pytest.mark.parametrize(
+    ("bits", "packed", "said"),
+    [(6, "int4", 6), (5, "nf4", 5), (6, "int8", 0), (8, "int4", 0), (4, "int4", 0), (0, "nf4", 0)],
+)
+def test_a_loss_that_more_bits_would_avoid_is_explained(bits: int, packed: str, said: int) -> None:
+    """`auto` takes int4 for codes of five and six bits, because int8 has more than the files."""
+    layers = tuple(
+        replace(layer, dense=tuple(replace(matrix, bits=bits) for matrix in layer.dense), experts=None)
+        for layer in SHAPE.layers
+    )
+    shape = replace(SHAPE, layers=layers)
+    assert bits_lost(shape, packed) == said
+    if bits in (5, 6):
+        assert offered_formats(shape)[0] == "int4"
+    line = loss_line({"attention": 0.07}, bits_lost(shape, packed))
+    assert line.startswith("weights were packed again; relative L2 error against the checkpoint: attention 7 %")
+    assert (f"the files have {bits} bits a weight, and --quant int8 would lose less" in line) == bool(said)
+    assert loss_line({}, 6) == ""

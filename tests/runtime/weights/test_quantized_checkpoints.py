@@ -22,7 +22,7 @@ from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import SettingError
 from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.shards import offered_formats
+from moedge.runtime.shape.shards import default_format, offered_formats
 from moedge.runtime.source.model_source import open_source
 from support.quantized_checkpoints import FORMATS, write_quantized
 from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
@@ -103,6 +103,8 @@ def test_auto_never_chooses_more_bits_than_the_checkpoint_has(
     with open_source(str(folder)) as source:
         assert offered_formats(source.shape) == offered
         assert precision(source, "auto", "auto") == (offered[0], "fp32")
+        # `moedge prepare` leaves codes as they are; floats it quantizes.
+        assert default_format(source.shape) == (offered[0] if form else "nf4")
         request = PlanRequest(costs=CostModel(source.shape), workload=JOB, budget=MemoryBudget(1 << 34))
     assert SearchSpace(request).quants == offered
 

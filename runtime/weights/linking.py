@@ -1,0 +1,227 @@
+"""Prepares a store that names extents of the checkpoint's own files where packing a weight left its bytes as they are.
+
+Every shard is made as for any other store and then looked for in the files, so what is named is equal, byte for byte,
+to what would have been copied. Knows no family: what transformers' conversions move or change is copied.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from ...offload.checkpoint.checkpoint import Checkpoint
+from ...offload.checkpoint.extents import RunFinder, TensorRun
+from ...offload.store.linked import LinkedPart, LinkedShard, LinkedTensor, SourceFile
+from ...offload.store.manifest import HEAD_FILE, layer_file
+from ...offload.store.writer import LayerFile, StoreWriter
+from ..shape.read import LAYER, expert_index
+from ..shape.shards import LayerShards, ModelShards, ShardLayout
+
+
+class CannotLink(Exception):
+    """Some experts of a layer lie in the files as they are packed, and others do not: all weights must be copied."""
+
+
+class Linker:
+    """Finds packed bytes in the files of a checkpoint.
+
+    `sources` are these files and `small` ones beside them, which are resident tensors under their keys.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, small: dict[str, Path]) -> None:
+        self._checkpoint = checkpoint
+        files = {name: SourceFile.of(checkpoint.folder / name, status) for name, status in checkpoint.files.items()}
+        files |= {name: SourceFile.of(path, path.stat()) for name, path in small.items()}
+        self.sources = tuple(files.values())
+        self._small = small
+        self._index = {name: index for index, name in enumerate(files)}
+        self._layers: dict[int | None, list[str]] = defaultdict(list)
+        for name in checkpoint.entries:
+            match = LAYER.search(name)
+            self._layers[int(match[1]) if match else None].append(name)
+        self._resident: RunFinder | None = None
+
+    def dense(self, layer: int | None) -> RunFinder:
+        """Whole tensors of a layer that are no expert's, or those outside of layers."""
+        return RunFinder(self._checkpoint, map(self._whole, self._dense_names(layer)))
+
+    def expert(self, layer: int, expert: int, num_experts: int) -> RunFinder:
+        """The tensors of one expert, and its part of those that are stacked."""
+        return RunFinder(self._checkpoint, self._expert_runs(layer, expert, num_experts))
+
+    def find(self, layout: ShardLayout, shard: torch.Tensor, finder: RunFinder) -> LinkedShard | None:
+        """The parts of a packed shard, uint8 [layout.nbytes]; None where some of its bytes are not in the files."""
+        parts, crc, view = list[LinkedPart](), 0, shard.numpy().data
+        for matrix in layout.matrices:
+            for plane in matrix.layout.planes:
+                begin = matrix.offset + plane.offset
+                data = view[begin : begin + plane.nbytes]
+                if (runs := finder.find(data)) is None:
+                    return None
+                crc = zlib.crc32(data, crc)
+                parts += self._parts(begin, runs)
+        return LinkedShard(crc, tuple(_joined(parts)))
+
+    def find_resident(self, name: str, data: memoryview) -> LinkedShard | None:
+        """The same for a parameter that is not packed, or a small file."""
+        if name in self._small:
+            return LinkedShard(zlib.crc32(data), (LinkedPart(0, self._index[name], 0, len(data)),))
+        if self._resident is None:
+            names = [name for layer in self._layers for name in self._dense_names(layer)]
+            self._resident = RunFinder(self._checkpoint, map(self._whole, names))
+        runs = self._resident.find(data) if len(data) else None
+        return LinkedShard(zlib.crc32(data), tuple(_joined(self._parts(0, runs)))) if runs else None
+
+    def _dense_names(self, layer: int | None) -> list[str]:
+        return [name for name in self._layers[layer] if expert_index(name) is None]
+
+    def _whole(self, name: str) -> TensorRun:
+        return TensorRun(name, 0, self._checkpoint.entries[name].nbytes)
+
+    def _expert_runs(self, layer: int, expert: int, num_experts: int) -> Iterator[TensorRun]:
+        for name in self._layers[layer]:
+            entry = self._checkpoint.entries[name]
+            if expert_index(name) == expert:
+                yield self._whole(name)
+            elif expert_index(name) is None and len(entry.shape) > 2 and entry.shape[0] == num_experts:
+                nbytes = entry.nbytes // num_experts
+                yield TensorRun(name, expert * nbytes, nbytes)
+
+    def _parts(self, begin: int, runs: list[TensorRun]) -> Iterator[LinkedPart]:
+        for name, from_byte, nbytes in runs:
+            offset = self._checkpoint.entries[name].begin + from_byte
+            yield LinkedPart(begin, self._index[self._checkpoint.file_of(name)], offset, nbytes)
+            begin += nbytes
+
+
+def _joined(parts: Iterator[LinkedPart] | list[LinkedPart]) -> list[LinkedPart]:
+    """Parts that are neighbours in the shard and in their file are one."""
+    joined: list[LinkedPart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        ends = last and (last.begin + last.nbytes, last.source, last.offset + last.nbytes)
+        if last and ends == part[:3]:
+            joined[-1] = last._replace(nbytes=last.nbytes + part.nbytes)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _opaque(layout: ShardLayout, *shards: LinkedShard) -> LinkedTensor:
+    shape = (layout.nbytes,) if len(shards) == 1 else (len(shards), layout.nbytes)
+    return LinkedTensor("U8", shape, shards)
+
+
+class LinkingLayerSink:
+    """A LayerSink that names extents; its file begins when the first expert shows whether experts are copied."""
+
+    def __init__(
+        self,
+        writer: StoreWriter,
+        linker: Linker,
+        index: int,
+        shards: LayerShards,
+        limit: Callable[[int], object],
+        opened: ExitStack,
+    ) -> None:
+        self._writer = writer
+        self._limit = limit
+        self._linker = linker
+        self._index = index
+        self._shards = shards
+        self._opened = opened
+        self._dense: LinkedShard | torch.Tensor | None = None
+        self._experts: list[LinkedShard] = []
+        self._file: LayerFile | None = None
+        self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
+
+    @contextmanager
+    def dense(self) -> Iterator[torch.Tensor]:
+        shard = torch.empty(self._shards.dense.nbytes, dtype=torch.uint8)
+        yield shard
+        if len(shard):
+            found = self._linker.find(self._shards.dense, shard, self._linker.dense(self._index))
+            self._dense = shard if found is None else found
+
+    @contextmanager
+    def expert(self, index: int) -> Iterator[torch.Tensor]:
+        yield self._expert
+        layout, count = self._shards.expert, self._shards.num_experts
+        assert layout is not None
+        copied = self._file is not None and not self._experts
+        found = None
+        if not copied:
+            found = self._linker.find(layout, self._expert, self._linker.expert(self._index, index, count))
+        if self._file is None:
+            self._file = self._begin(0 if found else count)
+        if found is not None:
+            self._experts.append(found)
+        elif self._experts:
+            raise CannotLink(f"layer {self._index} expert {index}")
+        else:
+            self._file.write_expert(index, self._expert.numpy().data)
+
+    def finish(self) -> None:
+        """Names what was found, in the layer's file."""
+        file = self._file or self._begin(0)
+        if isinstance(self._dense, LinkedShard):
+            file.link({"dense": _opaque(self._shards.dense, self._dense)})
+        if self._experts:
+            assert self._shards.expert is not None
+            shape = (len(self._experts), self._shards.expert.nbytes)
+            file.link({"experts": LinkedTensor("U8", shape, tuple(self._experts))})
+
+    def _begin(self, num_experts: int) -> LayerFile:
+        copied = self._dense if isinstance(self._dense, torch.Tensor) else None
+        expert = self._shards.expert.nbytes if self._shards.expert else 0
+        dense = 0 if copied is None else len(copied)
+        if nbytes := dense + num_experts * expert:
+            self._limit(self._writer.nbytes_written + nbytes)
+        file = self._opened.enter_context(self._writer.layer(self._index, dense, num_experts, expert))
+        if copied is not None:
+            file.write_dense(copied.numpy().data)
+        return file
+
+
+class LinkingSink:
+    """A ShardSink that writes a store of extents, and copies only what is not in the checkpoint's files.
+
+    `limit` is called with the bytes of the store before shards are copied, and raises where these are too many.
+    """
+
+    def __init__(
+        self, writer: StoreWriter, linker: Linker, shards: ModelShards, limit: Callable[[int], object]
+    ) -> None:
+        self._limit = limit
+        self._writer = writer
+        self._linker = linker
+        self._shards = shards
+
+    def has_layer(self, index: int) -> bool:
+        return self._writer.has(layer_file(index))
+
+    @contextmanager
+    def layer(self, index: int, shards: LayerShards) -> Iterator[LinkingLayerSink]:
+        with ExitStack() as opened:
+            sink = LinkingLayerSink(self._writer, self._linker, index, shards, self._limit, opened)
+            yield sink
+            sink.finish()
+
+    @contextmanager
+    def head(self, nbytes: int) -> Iterator[torch.Tensor]:
+        shard = torch.empty(nbytes, dtype=torch.uint8)
+        yield shard
+        if self._writer.has(HEAD_FILE):
+            return
+        assert self._shards.head is not None
+        found = self._linker.find(self._shards.head, shard, self._linker.dense(None))
+        if found is None:
+            self._limit(self._writer.nbytes_written + nbytes)
+            self._writer.write_head(shard.numpy().data)
+        else:
+            self._writer.link_head(_opaque(self._shards.head, found))
