@@ -93,6 +93,15 @@ CACHE = Annotated[
         help="Keep what was read here; in the job's folder by default.",
     ),
 ]
+MIRROR = Annotated[
+    Path | None,
+    typer.Option(
+        "--mirror",
+        metavar="FOLDER",
+        callback=new_folder,
+        help="Also write each answer as a Markdown file, in the tree of the documents.",
+    ),
+]
 TRY = Annotated[
     int | None,
     typer.Option("--try", metavar="N", min=1, help="Answer N documents of all types and sizes, and print them."),
@@ -121,6 +130,7 @@ def docs(
     reader: READER = None,
     ocr: OCR = "eng",
     cache: CACHE = None,
+    mirror: MIRROR = None,
     sample: TRY = None,
     print_prompt: PRINT_PROMPT = False,
     dtype: options.DTYPE = options.DType.AUTO,

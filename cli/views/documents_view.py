@@ -15,7 +15,7 @@ from ...runtime.documents.request import DocumentsRequest
 from ...runtime.documents.table import Totals
 from ...runtime.jobs.session import Checked
 from ...runtime.settings.errors import counted
-from ...runtime.settings.formatting import duration, escape_controls
+from ...runtime.settings.formatting import clock, duration, escape_controls
 from ..options.options import Progress
 from ..options.signals import Stopped
 from .job_view import JobView, prefix_cache, summary_table
@@ -83,6 +83,12 @@ class DocumentsView(JobView, DocumentsObserver):
             text = f"{error['code']}: {error['message']}" if error else row.get("answer") or row.get("text")
             shown = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
             print(f"{escape_controls(row['id'])}\n  {escape_controls(shown)}")
+        if ended.whole is not None:
+            whole = ended.whole
+            self._say(
+                f"whole folder: about {counted(whole.rows, 'row')} with {whole.tokens:,} tokens, at most "
+                f"{duration(whole.seconds)} at the rate of this sample, ready {clock(whole.seconds)}"
+            )
         self._say(
             f"{counted(len(ended.sample), 'row')} tried in {duration(seconds)}, of {ended.report.num_files:,} files "
             f"with {gib(self._nbytes)}; the same command without --try keeps them and answers the others"

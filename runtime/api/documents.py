@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ...offload.atomic_file import write_atomically
 from ...offload.memory import reset_host_peak
 from ..documents.feed import Reading
-from ..documents.job import DocumentJob, FolderReport, Tokens
+from ..documents.job import DocumentJob, FolderReport, Tokens, WholeFolder
 from ..documents.question import Long, Question, make_question
 from ..documents.reader_process import ReadOptions
 from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
@@ -57,7 +57,8 @@ class DocumentsObserver(JobObserver):
 class DocumentsEnded:
     """The result of a run: `reason` is None where every document has its row, else it says why not.
 
-    `rounds` are the jobs that this run did, `sample` the rows of documents that were only tried.
+    `rounds` are the jobs that this run did, `sample` the rows of documents that were only tried, and `whole` what all
+    of the folder comes to by them.
     """
 
     paths: OutputPaths
@@ -66,6 +67,7 @@ class DocumentsEnded:
     rounds: tuple[Ended, ...] = ()
     reason: str | None = None
     sample: tuple[Mapping[str, Any], ...] = ()
+    whole: WholeFolder | None = None
 
 
 def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) -> DocumentsEnded:
@@ -94,7 +96,8 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
             job.publish(made_by)
         else:
             job.publish_partial(made_by)
-        ended = DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample)
+        whole = None if request.sample is None else job.whole(tuple(each.summary for each in rounds.ended))
+        ended = DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample, whole)
         _note(paths, request, ended)
         return ended
 
@@ -383,4 +386,15 @@ def documents_request(
         cache=None if cache is None else Path(cache),
         workers=options.get("workers"),
         sample=options.get("sample"),
+        mirror=_mirror(folder, options.get("mirror")),
     )
+
+
+def _mirror(folder: str | Path, mirror: str | Path | None) -> Path | None:
+    """Raises BadArgument for a folder whose files would be read as documents."""
+    if mirror is None:
+        return None
+    found, documents = Path(mirror).resolve(), Path(folder).resolve()
+    if found.is_relative_to(documents) or documents.is_relative_to(found):
+        raise BadArgument(f"--mirror {mirror} and the folder of the documents, {folder}, must lie beside each other")
+    return found

@@ -158,6 +158,7 @@ class DocumentOptions(EngineOptions, StreamingOptions, total=False):
     reader: str | None
     ocr: str | None
     cache: str | Path | None
+    mirror: str | Path | None
     workers: int | None
     sample: int | None
     max_tokens: int

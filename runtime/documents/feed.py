@@ -127,6 +127,12 @@ class Expected:
             found.biggest[_suffix(each)] = max(each.nbytes, found.biggest.get(_suffix(each), 0))
         return found
 
+    def among(self, files: Sequence[FoundFile]) -> Expected:
+        """The same for other files, by what these came to."""
+        found = Expected.of(files)
+        found.longest, found.tallies = self.longest, self.tallies
+        return found
+
     def add(self, found: FoundFile, rows: Sequence[AskedRow]) -> None:
         self.tallies.setdefault(_suffix(found), _Tally()).add(found.nbytes, rows)
         self.longest = max([self.longest, *(each.num_tokens for each in rows)])

@@ -18,18 +18,20 @@ from typing import Any
 
 from ...offload.atomic_file import AtomicFile, write_atomically
 from ..jobs.outputs import file_sha256
+from ..jobs.summary import RunSummary
 from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
 from .document import Document, UnreadDocument
-from .feed import READ_FIRST, AskedRow, Reading
+from .feed import READ_FIRST, AskedRow, Expected, Reading
 from .file_walk import FoundFile, Skipped, find_files
 from .iterate import read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
 from .rounds import Answers, Entry, EntryLog, Round, Rounds, read_entries, row_id
+from .schemas import KeyedLists
 from .splitting import Chunk, split
-from .table import DocumentTable, Totals
+from .table import DocumentTable, Mirror, Totals
 from .text_cache import TextCache
 
 MAX_CHUNK_TOKENS = 32_768
@@ -68,6 +70,16 @@ class FolderReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeFolder:
+    """An estimate for all files of a folder: rows that ask about chunks, tokens of prompts and answers, and seconds at
+    the rate of a sample, which more rows at a time exceed."""
+
+    rows: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """The counts of one tokenizer: of a text, and of a prompt as it will be asked; a prompt may have `limit`."""
 
@@ -85,12 +97,15 @@ class DocumentJob:
         self._tokens = tokens
         self._question = request.question
         self._prompts = Prompts(request.question)
-        self._merger = Merger(self._prompts, tokens.prompt, tokens.limit)
+        schema = None if request.question.schema is None else json.loads(request.question.schema)
+        self._merger = Merger(self._prompts, tokens.prompt, tokens.limit, KeyedLists(schema))
         self.rounds = Rounds(paths.rounds)
         self.report = FolderReport()
         self.totals = Totals()
         self._log: EntryLog | None = None
         self._before: dict[str, str] | None = None
+        self._files: list[FoundFile] = []
+        self._expected: Expected | None = None
 
     @property
     def index(self) -> Path:
@@ -102,7 +117,19 @@ class DocumentJob:
         request, folder = self._request, Path(self._request.batch.input)
         listed = find_files(folder, include=request.include, exclude=request.exclude)
         files = self.report.found(each for each in listed if not self._own(folder, each))
+        self._files = files
         return files if request.sample is None else spread(files, request.sample)
+
+    def whole(self, ran: Sequence[RunSummary]) -> WholeFolder | None:
+        """What all files come to, by those of a sample and the runs that answered it; None where nothing ran."""
+        seconds = sum(each.seconds.generate or 0.0 for each in ran)
+        rows, prompt = sum(each.rows.total for each in ran), sum(each.tokens.prompt for each in ran)
+        generated = sum(each.tokens.generated for each in ran)
+        if self._expected is None or not seconds or not rows or not prompt + generated:
+            return None
+        expected = self._expected.among(self._files)
+        tokens = expected.tokens + expected.rows * generated / rows
+        return WholeFolder(round(expected.rows), round(tokens), seconds * tokens / (prompt + generated))
 
     @contextmanager
     def reading(self, files: Sequence[FoundFile], longest: int | None = None) -> Iterator[Reading]:
@@ -118,6 +145,7 @@ class DocumentJob:
         reading = Reading(self.rounds, self.rounds.answers(), files, self._log, longest)
         with reading.running(partial(self._read, files), self._split):
             yield reading
+        self._expected = reading.expected
 
     def count(self) -> None:
         """Publishes what was read as the index, and counts what is new since the one before."""
@@ -157,7 +185,8 @@ class DocumentJob:
             AtomicFile(outputs.errors, self._paths.folder.unfinished("errors")),
         )
         try:
-            failed = self._write(made_by, out, errors, is_table(outputs.out))
+            mirror = None if self._request.mirror is None else Mirror(self._request.mirror, self._paths.mirrored)
+            failed = self._write(made_by, out, errors, is_table(outputs.out), mirror)
             hashes = {"out": file_sha256(outputs.out), "errors": file_sha256(outputs.errors)}
             refuse_foreign(self._paths, hashes)
             out.flush()
@@ -171,6 +200,8 @@ class DocumentJob:
             else:
                 outputs.errors.unlink(missing_ok=True)
             out.publish()
+            if mirror is not None:
+                mirror.finish()
             outputs.partial.unlink(missing_ok=True)
         finally:
             out.discard()
@@ -282,13 +313,17 @@ class DocumentJob:
                 if isinstance(found, Missing):
                     yield from ({"id": each, "prompt": prompt} for each, prompt in found.prompts)
 
-    def _write(self, made_by: Mapping[str, Any], out: AtomicFile, errors: AtomicFile, table: bool) -> bool:
+    def _write(
+        self, made_by: Mapping[str, Any], out: AtomicFile, errors: AtomicFile, table: bool, mirror: Mirror | None = None
+    ) -> bool:
         """Whether there are errors; a table has them, too."""
         failed = False
         lines = AtomicFile(self._paths.outputs.job / "table.jsonl") if table else out
         try:
             for row in self.finished_rows(made_by):
                 line = _line(row)
+                if mirror is not None:
+                    mirror.add(row)
                 if "error" in row:
                     failed = True
                     errors.write(line)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .question import Prompts, pages_text
 from .rounds import Answer, Answers, Entry, row_id
+from .schemas import KeyedLists
 
 # Tokens of a prompt: of a conversation where the model has one.
 PromptTokens = Callable[[str], int]
@@ -52,7 +53,9 @@ class _Part:
 class Merger:
     """Merges of one question; a prompt has at most `limit` tokens."""
 
-    def __init__(self, prompts: Prompts, tokens: PromptTokens, limit: int) -> None:
+    def __init__(self, prompts: Prompts, tokens: PromptTokens, limit: int, lists: KeyedLists) -> None:
+        """`lists` are left out of prompts that merge, and put together from the answers to all chunks."""
+        self._lists = lists
         self._prompts = prompts
         self._tokens = tokens
         self._limit = limit
@@ -66,7 +69,9 @@ class Merger:
         level = 0
         if failed := _first_failure(entry, parts):
             return failed
-        usage = _usage(Counter(), parts)
+        usage, chunks = _usage(Counter(), parts), parts
+        if self._lists.everything and len(chunks) > 1:
+            return Merged(self._with_lists(chunks[0].answer, chunks), 0, usage)
         while len(parts) > 1:
             level += 1
             groups = self._groups(entry, parts)
@@ -78,7 +83,11 @@ class Merger:
             if failed := _first_failure(entry, parts):
                 return failed
             usage = _usage(usage, [part for part, group in zip(parts, groups, strict=True) if len(group) > 1])
-        return Merged(parts[0].answer, level, usage)
+        answer = self._with_lists(parts[0].answer, chunks) if self._lists and len(chunks) > 1 else parts[0].answer
+        return Merged(answer, level, usage)
+
+    def _with_lists(self, answer: Answer, chunks: Sequence[_Part]) -> Answer:
+        return replace(answer, text=self._lists.put_together(answer.shown, [each.answer.shown for each in chunks]))
 
     def _level(
         self, entry: Entry, level: int, groups: Sequence[Sequence[_Part]], answers: Answers
@@ -106,20 +115,20 @@ class Merger:
         return groups if len(groups) < len(parts) else None
 
     def _prompt(self, entry: Entry, group: Sequence[_Part]) -> str:
-        return self._prompts.of_merge(entry.facts, "\n\n".join(_shown(entry, part) for part in group))
+        return self._prompts.of_merge(entry.facts, "\n\n".join(self._shown(entry, part) for part in group))
+
+    def _shown(self, entry: Entry, part: _Part) -> str:
+        pages = entry.pages(part.first, part.last)
+        chunks = pages_text((part.first + 1, part.last + 1))
+        where = f"part {chunks}" if pages is None else f"pages {pages_text(pages)}"
+        answer = self._lists.without(part.answer.shown) if self._lists else part.answer.shown
+        return f"[{where} of {entry.facts['pages'] if pages else len(entry.chunks)}]\n{answer}"
 
 
 _TOO_LONG = (
     "two of its partial answers do not fit into one prompt; lower --max-tokens, raise --chunk-tokens, or use "
     "--long split"
 )
-
-
-def _shown(entry: Entry, part: _Part) -> str:
-    pages = entry.pages(part.first, part.last)
-    chunks = pages_text((part.first + 1, part.last + 1))
-    where = f"part {chunks}" if pages is None else f"pages {pages_text(pages)}"
-    return f"[{where} of {entry.facts['pages'] if pages else len(entry.chunks)}]\n{part.answer.shown}"
 
 
 def _usage(before: Mapping[str, int], parts: Iterable[_Part]) -> Mapping[str, int]:

@@ -23,6 +23,7 @@ class DocumentsRequest:
     """`batch` has the folder of documents as its input, and everything that a batch job has beside its rows.
 
     `cache` is where texts are kept, in the job's folder by default; `sample` is the number of documents to try.
+    `mirror` is the folder for Markdown files, None for none.
     """
 
     batch: BatchRequest
@@ -33,6 +34,7 @@ class DocumentsRequest:
     cache: Path | None = None
     workers: int | None = None
     sample: int | None = None
+    mirror: Path | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -83,6 +85,11 @@ class DocumentPaths:
     @property
     def question(self) -> Path:
         return self.outputs.job / "question.json"
+
+    @property
+    def mirrored(self) -> Path:
+        """The names of the files that --mirror wrote."""
+        return self.outputs.job / "mirrored.json"
 
     @property
     def summary(self) -> Path:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,68 @@ def quotes(schema: Any, answer: Any, path: str = "") -> Iterator[tuple[str, str]
     elif isinstance(answer, list):
         for number, value in enumerate(answer):
             yield from quotes(schema.get("items"), value, f"{path}[{number}]")
+
+
+class KeyedLists:
+    """The lists of an answer whose schema names a key, `"x-key": "name"`: parts of them are put together by code.
+
+    Items with the same key are one: what an earlier one leaves open (null, or absent) a later one fills.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        self._keys = {name: key for name, each in properties.items() if (key := _key_of(each)) is not None}
+        self._all = bool(properties) and self._keys.keys() == properties.keys()
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    @property
+    def everything(self) -> bool:
+        """Whether an answer has nothing else, so that nothing is left to be asked about."""
+        return self._all
+
+    def without(self, text: str) -> str:
+        """An answer without these lists; as it is where it is no object."""
+        found = _object(text)
+        if found is None:
+            return text
+        return json.dumps({name: each for name, each in found.items() if name not in self._keys}, ensure_ascii=False)
+
+    def put_together(self, text: str, parts: Sequence[str]) -> str:
+        """The answer `text` with the lists of all `parts`."""
+        answers = [found for each in parts if (found := _object(each)) is not None]
+        lists = {name: _union((each.get(name) for each in answers), key) for name, key in self._keys.items()}
+        return json.dumps((_object(text) or {}) | lists, ensure_ascii=False)
+
+
+def _key_of(schema: Any) -> str | None:
+    if not isinstance(schema, dict):
+        return None
+    choices = (schema, *(each for each in schema.get("anyOf", ()) if isinstance(each, dict)))
+    return next((str(each["x-key"]) for each in choices if "x-key" in each), None)
+
+
+def _union(lists: Iterable[Any], key: str) -> list[Any]:
+    found: dict[str, Any] = {}
+    for item in chain.from_iterable(each for each in lists if isinstance(each, list)):
+        value = item.get(key) if isinstance(item, dict) else item
+        name = " ".join(value.split()).casefold() if isinstance(value, str) else json.dumps(value)
+        # Items without a key are one only where they are equal.
+        name = json.dumps(item, sort_keys=True) if value is None else f"={name}"
+        before = found.setdefault(name, item)
+        if before is not item and isinstance(before, dict) and isinstance(item, dict):
+            filled = {each: value for each, value in item.items() if before.get(each) is None}
+            found[name] = before | filled
+    return list(found.values())
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 _BLANKS = re.compile(r"\s+")

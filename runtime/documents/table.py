@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from heapq import nsmallest
+from pathlib import Path
 from typing import Any
 
+from ...offload.atomic_file import own_name, write_atomically
 from ..rows.answer_formats import with_own
+from ..settings.errors import OutputExists
 from .document import Document
 from .merging import Failed, Merged, Merger
 from .question import Long, Question
@@ -95,7 +100,7 @@ class DocumentTable:
 
     def _whole(self, entry: Entry, merged: Merged) -> dict[str, Any]:
         own: dict[str, Any] = {}
-        if merged.levels:
+        if len(entry.chunks) > 1:
             own = {"merges": merged.levels, "parts": [self._part(entry, index) for index in range(len(entry.chunks))]}
         return self._row(entry, entry.source, merged.answer, merged.usage, own)
 
@@ -143,6 +148,92 @@ class DocumentTable:
             pages = None if document is None or span is None else document.pages(*span)
             found.append({"field": path, "found": span is not None, "page": pages and pages[0]})
         return {"quotes": found}
+
+
+class Mirror:
+    """The rows as Markdown files, in the tree of the documents: `a/b.pdf` is `a/b.pdf.md`.
+
+    Files that are not its own are not replaced. It knows those that it wrote by a list that is written before them.
+    """
+
+    def __init__(self, folder: Path, written: Path) -> None:
+        """`written` is the file of that list. Add rows in the order of their documents, then `finish`."""
+        self._folder = folder
+        self._written = written
+        self._before = set(json.loads(written.read_bytes())) if written.exists() else set[str]()
+        self._now: dict[str, None] = {}
+        self._name = ""
+        self._text = ""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Raises OutputExists where somebody else's file has its name. Rows that failed have no file."""
+        if "error" in row:
+            return
+        name = _file_name(row["source"])
+        if name != self._name:
+            self._write()
+            self._name, self._text = name, _front_matter(row)
+        heading = f"\n## {row['id']}\n" if row.get("chunk") else ""
+        self._text += f"{heading}\n{_markdown(row)}\n"
+
+    def finish(self) -> None:
+        """Removes the files of documents that have none any more."""
+        self._write()
+        for name in self._before - self._now.keys():
+            (self._folder / name).unlink(missing_ok=True)
+        write_atomically(self._written, json.dumps(list(self._now)).encode())
+
+    def _write(self) -> None:
+        if not self._name:
+            return
+        path, data = self._folder / self._name, self._text.encode("utf-8", "backslashreplace")
+        if path.is_file() and path.read_bytes() == data:
+            self._now[self._name] = None
+            return
+        if os.path.lexists(path) and self._name not in self._before:
+            raise OutputExists(f"{path} exists and is not what this job wrote; move it away, or mirror elsewhere")
+        if self._name not in self._before:
+            self._before.add(self._name)
+            write_atomically(self._written, json.dumps(sorted(self._before)).encode())
+        self._now[self._name] = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hidden = own_name(path)
+        hidden.write_bytes(data)
+        os.replace(hidden, path)
+
+
+_MOST_NAME_NBYTES = 200
+
+
+def _file_name(source: str) -> str:
+    """The path with `.md`; of a part that is too long for a file system, its beginning and a hash."""
+    return "/".join(map(_short, source.replace("\0", "").split("/"))) + ".md"
+
+
+def _short(part: str) -> str:
+    data = part.encode()
+    if len(data) <= _MOST_NAME_NBYTES:
+        return part
+    return f"{data[: _MOST_NAME_NBYTES - 20].decode(errors='ignore')}-{blake2b(data, digest_size=6).hexdigest()}"
+
+
+def _front_matter(row: Mapping[str, Any]) -> str:
+    """JSON values are YAML, whatever they hold."""
+    names = ("source", "sha256", "type", "pages", "chunks", "finish_reason", "model", "quant", "prompt_hash")
+    lines = [f"{name}: {json.dumps(row[name], ensure_ascii=False)}" for name in names if row.get(name) is not None]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _markdown(row: Mapping[str, Any]) -> str:
+    """The answer as text, or a line for each of its fields."""
+    answer = row.get("answer")
+    if not isinstance(answer, dict):
+        return str(row["text"] or "")
+    shown = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in answer.items()
+    }
+    return "\n".join(f"- **{name}**: {' '.join(value.split())}" for name, value in shown.items())
 
 
 def _parsed(text: str | None) -> Any:

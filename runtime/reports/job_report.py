@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from ..jobs.folder import JobFolder
-from ..jobs.journal.answers import read_answer
+from ..jobs.journal.journal import read_answer
 from ..jobs.journal.run_log import LoggedRun, read_runs
 from ..jobs.journal.state import Counts, JobState
 from ..jobs.outputs import OutputPaths

@@ -2,7 +2,9 @@
 
 import gzip
 import io
+import json
 import os
+import random
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -211,3 +213,52 @@ SKIPPED = {
     "leaks": "link out of the folder", "loop": "link to a folder", "gone.txt": "broken link",
     "pipe.txt": "not a regular file",
 }  # fmt: skip
+
+
+def make_many(
+    folder: Path, outside: Path, count: int = 300, long_nbytes: int = 2 << 20, seed: int = 0
+) -> dict[str, str]:
+    """`count` files that are read, of all types, in three folders, most with a fact K1, K2... of their own.
+
+    Beside those of `make`: files cut at random, one above the limit of bytes, a long text, bytes in a name that are no
+    UTF-8. Returns the code of each file that has no text, and "" for the others, by the name in the output.
+    """
+    make(folder, outside)
+    wanted = dict.fromkeys(GOOD, "") | {name: code for name, (_, code) in BAD.items()}
+    generator = random.Random(seed)
+    with (folder / "sparse.txt").open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    filler = "This sentence says nothing of interest. " * 24
+    (folder / "long.txt").write_text(
+        "".join(f"K{9000 + n} is said here. {filler}\n\n" for n in range(long_nbytes // 1000))
+    )
+    with open(os.fsencode(folder) + b"/odd\xff.txt", "wb") as odd:
+        odd.write(b"K9999 under an odd name")
+    wanted |= {"sparse.txt": "document_too_large", "long.txt": "", "odd\\xff.txt": ""}
+    for number in range(count - len(wanted)):
+        name, content, code = _one(number, generator)
+        path = folder / ("a", "m/n", "z")[number % 3] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        wanted[str(path.relative_to(folder))] = code
+    return wanted
+
+
+def _one(number: int, generator: random.Random) -> tuple[str, bytes, str]:
+    """(name, content, code of the error or "") of a file."""
+    fact = f"K{number} is what this file says."
+    kinds = (
+        ("txt", fact.encode()), ("md", f"# Title\n\n{fact}".encode()), ("html", f"{_HTML}<p>{fact}</p>".encode()),
+        ("csv", f"a,b\nfact,{fact}\n".encode()), ("json", json.dumps({"fact": fact}).encode()),
+        ("py", f"# {fact}\n".encode()), ("pdf", pdf([fact, "Second page"])), ("docx", docx("Head", fact)),
+        ("eml", b"From: a@example.org\r\nSubject: S\r\n\r\n" + fact.encode()), ("utf16.txt", fact.encode("utf-16")),
+    )  # fmt: skip
+    suffix, content = kinds[number % len(kinds)]
+    if number % 7 == 3:
+        # Whatever the name says, and whatever blanks are in it.
+        return f"wrong \n{number}.{generator.choice(['pdf', 'docx', 'xlsx'])}", fact.encode(), ""
+    if number % 11 == 5:
+        return f"cut{number}.docx", docx("Head", fact)[: generator.randint(200, 600)], "document_damaged"
+    if number % 13 == 6:
+        return f"empty{number}.{suffix}", b"", "document_empty"
+    return f"f{number}.{suffix}", content, ""

@@ -3,7 +3,9 @@
 import csv
 import json
 import os
+import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,28 @@ def killed_at(number: int) -> Callable[[AtomicFile], None]:
         step()
 
     return killing
+
+
+def test_a_job_that_is_killed_at_any_moment_ends_with_the_same_bytes(ask: Ask, tmp_path: Path) -> None:
+    folder, generator = tmp_path / "in", random.Random(3)
+    folder.mkdir()
+    wanted = document_folder.make_many(folder, tmp_path / "outside", count=55, long_nbytes=6000)
+    # What it is in another process is tested by itself, and takes long.
+    for name in ("zip_bomb.docx", "sparse.txt", "entity_bomb.docx"):
+        (folder / name).unlink()
+        del wanted[name]
+    options = {"chunk_tokens": 600, "context": 1600, "max_tokens": 500}
+    begun = time.perf_counter()
+    ask(folder, out="whole.jsonl", **options)
+    seconds = time.perf_counter() - begun
+    kills = sum(killing_support.killed(lambda: ask(folder, **options), generator.random() * seconds) for _ in range(3))
+    assert kills
+    ask(folder, **options)
+    found = rows(tmp_path / "out.jsonl") + rows(tmp_path / "out.errors.jsonl")
+    assert {row["source"]: row.get("error", {}).get("code", "") for row in found} == wanted
+    assert len(found) == len(wanted)
+    for suffix in (".jsonl", ".errors.jsonl"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
 @pytest.mark.slow

@@ -1,11 +1,17 @@
 """A job over documents without a model: an engine that answers with the facts that it was asked about."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from moedge.runtime.api import documents as api
 from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import job_plan, session
 from moedge.runtime.jobs.job import Running
+from moedge.runtime.text import tokenizer
 from support.jobs import fake_engine
 
 _FACT = re.compile(r"K\d+")
@@ -45,3 +51,35 @@ class Stopper(api.DocumentsObserver):
         if self.error is not None:
             raise self.error
         return "stopped by a test"
+
+
+def for_rounds(chosen: Any, plan: Any, workload: Any) -> Any:
+    return SimpleNamespace(**vars(chosen) | {"request": SimpleNamespace(**vars(chosen.request), workload=workload)})
+
+
+class OracleTokenizer(fake_engine.FakeTokenizer):
+    eos_token_ids = (END,)
+
+    @classmethod
+    def load(cls, folder: Path, now: Any = None) -> Any:
+        return super().load(folder, now)
+
+
+def install(setattr: Callable[[object, str, object], None] = setattr, context: int = 4096) -> None:
+    """Puts the oracle where a job over documents looks for a model; `setattr` may be one that is undone later."""
+    fake_engine.install(fake_engine.FakeEngine, setattr)
+    setattr(fake_engine, "CONTEXT", context)
+    setattr(fake_engine, "next_token", oracle)
+    setattr(fake_engine, "FakeText", OracleText)
+    setattr(fake_engine.FakeTokenizer, "eos_token_ids", (END,))
+    load = states.load_engine
+
+    def with_streams(*arguments: Any, **options: Any) -> Any:
+        engine = load(*arguments, **options)
+        engine.streamed = SimpleNamespace(start_counting=lambda: None, nbytes_moved=0)
+        return engine
+
+    setattr(states, "load_engine", with_streams)
+    setattr(api, "open_source", session.open_source)
+    setattr(job_plan, "with_workload", for_rounds)
+    setattr(tokenizer, "Tokenizer", OracleTokenizer)
