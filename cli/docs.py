@@ -160,7 +160,7 @@ def docs(
     The same command resumes a job that was stopped or killed, and answers only files that are new or changed. Files
     that cannot be read, and rows that fail, go to OUTPUT's name with .errors.jsonl.
     """
-    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir), not quiet and not print_prompt)
+    options.say_device(gpu_mem, not quiet and not print_prompt)
     from ..runtime.api.documents import documents_request
     from .views.documents_view import DocumentsView
 
