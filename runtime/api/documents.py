@@ -128,7 +128,7 @@ def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObser
     while left:
         with job.reading(files, rounds.longest_prompt) as reading:
             reason = _run_while_reading(reading, rounds, observer)
-        if reading.done:
+        if reading.complete:
             job.count()
         if reason:
             return reason
@@ -146,7 +146,7 @@ def _run_while_reading(reading: Reading, rounds: _RoundRunner, observer: Documen
     while (current := reading.next_round(observer.reading, every=rounds.reread)) is not None:
         if reason := rounds.run(current, reading):
             return reason
-        reading.close_round()
+        reading.close_round(current)
     return None
 
 
@@ -187,6 +187,7 @@ class _RoundRunner:
         self._stop_rule = StopRule(request.limits)
         self._rows_left = request.limits.max_rows
         self.reread = False
+        self._expected: Workload | None = None
         self.ended: list[Ended] = []
 
     @property
@@ -212,7 +213,7 @@ class _RoundRunner:
                 with self._observer.working():
                     ended = checked.publish()
             else:
-                loaded = self._load(checked, reading)
+                loaded = self._load(checked)
                 if self._model is None:
                     # The first job of an engine stays open as long as the engine is in use.
                     self._hold(loaded, resources.pop_all())
@@ -250,21 +251,23 @@ class _RoundRunner:
         self._model = LoadedModel(source, tokenizer, planned.memory, chosen, loaded.policy, loaded.engine)
 
     def _open(self, current: Round, reading: Reading | None) -> Checked:
+        self._expected = None
         if reading is None:
             return Checked.open(self._round_request(current))
         with reading.paused():
             opened = Checked.open(self._round_request(current))
-            reading.note_in(opened.preflight.index)
-            if not reading.done and self._model is None:
+            if opened.finished:
+                # It is published as it is.
+                reading.close_round(current)
+            elif not reading.done and self._model is None:
                 # What is longer is for a later round: this one is planned before it is known.
-                reading.longest = self._expected_prompt(reading)
+                expected = reading.expected
+                reading.longest = expected.longest_of(self._job.longest_prompt(expected.longest))
+                self._expected = expected.workload(self._max_tokens, reading.longest)
+            reading.note_in(opened.preflight.index)
             return opened
 
-    def _expected_prompt(self, reading: Reading) -> int:
-        expected = reading.expected
-        return expected.longest_of(self._job.longest_prompt(expected.longest))
-
-    def _load(self, checked: Checked, reading: Reading | None) -> Loaded:
+    def _load(self, checked: Checked) -> Loaded:
         """On the engine of the rounds before, unless this one has a longer row than it has memory for."""
         observer, given = self._observer, self._model
         observer.checked(checked)
@@ -276,9 +279,7 @@ class _RoundRunner:
             return measured.plan().load()
         self._held.close()
         self._model = None
-        expected = None
-        if reading is not None and reading.longest is not None and not reading.done:
-            expected = _more(measured.size.shape(), reading.expected.workload(self._max_tokens, reading.longest))
+        expected = None if self._expected is None else _more(measured.size.shape(), self._expected)
         planned = replace(measured, checked=checked).plan(expected)
         observer.planned(planned)
         loaded = planned.load()

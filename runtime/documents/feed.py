@@ -222,7 +222,7 @@ class Reading:
         finally:
             self._stop.set()
             self._thread.join()
-            self.close_round()
+            self._close()
 
     @property
     def total(self) -> int:
@@ -230,7 +230,13 @@ class Reading:
 
     @property
     def done(self) -> bool:
+        """Whether no more files are read: all were, or it was stopped."""
         return self._done
+
+    @property
+    def complete(self) -> bool:
+        """Whether every file was read."""
+        return self.num_read == self.total
 
     def next_round(self, progress: Callable[[int, int], None], every: bool = False) -> Round | None:
         """Waits for enough rows to begin with, or for `every` row; None where all have answers.
@@ -263,12 +269,16 @@ class Reading:
         if self._file is not None:
             self._file.note_in(index)
 
-    def close_round(self) -> None:
-        """Later rows go to another round."""
+    def close_round(self, current: Round) -> None:
+        """Later rows go to another round. Nothing happens where they do already."""
         with self._changed:
-            if self._file is not None:
-                self._file.close()
-            self._file = self._round = None
+            if self._round is current:
+                self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._round = None
 
     @property
     def finished(self) -> bool:

@@ -55,8 +55,8 @@ def over_time(
     for line in lines:
         parts.append(f'<path class="{line.style}" d="{_path([at(point) for point in line.points], line.steps)}"/>')
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        x, text = _LEFT + width * share, short_duration(end * share)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(text)}</text>')
+        x, text = _LEFT + width * share, escape(short_duration(end * share))
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{text}</text>')
     return _svg(label, _WIDTH, _HEIGHT, parts)
 
 

@@ -1,7 +1,8 @@
 """Rows run while files are still being read: nobody waits for a slow file, and the output is that of a job that did."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -131,6 +132,37 @@ def test_the_journal_knows_rows_before_they_run(
     assert state.finished
     assert begun.count(b'"num_rows"') >= 1
     assert state.num_rows == len((first.parent / "0001.jsonl").read_text().splitlines())
+
+
+def test_rows_that_come_while_a_finished_round_is_published_get_another(
+    ask: Ask, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(folder, **OPTIONS)
+    (first,) = (tmp_path / "out.job" / "rounds").glob("*/0001.answers.jsonl")
+    # As after a kill between the last answer and the export.
+    first.unlink()
+    (folder / "z9.txt").write_text("K77.")
+    reader = Reader(monkeypatch, slow="z9.txt")
+
+    class Publisher(Stopper):
+        @contextmanager
+        def working(self) -> Iterator[None]:
+            reader.may.set()
+            yield
+
+    ended = ask(folder, observer=Publisher(), **OPTIONS)
+    assert (ended.totals.pending, ended.totals.answered) == (0, 5)
+    assert '"text":"K77"' in (tmp_path / "out.jsonl").read_text()
+
+
+def test_what_is_not_read_yet_is_pending(
+    ask: Ask, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(monkeypatch)
+    ended = ask(folder, observer=Releaser(reader, rows=99, passes=1), max_rows=1, **OPTIONS)
+    assert ended.reason == "--max-rows 1 reached"
+    assert ended.totals.answered + ended.totals.num_failed + ended.totals.pending == 5
+    assert not (tmp_path / "out.job" / "documents.jsonl").exists()
 
 
 def test_what_ends_the_reading_ends_the_job_behind_the_rows_so_far(
