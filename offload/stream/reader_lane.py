@@ -121,10 +121,10 @@ class UnalignedFile(DirectFile):
     def _read_direct(self, target: memoryview, offset: int, nbytes: int) -> None:
         if nbytes + 2 * ALIGNMENT > BUFFER_NBYTES:
             raise ValueError(f"{nbytes} bytes were wanted, at most {BUFFER_NBYTES - 2 * ALIGNMENT} are read at a time")
-        if not self._read_in_place(target, offset, nbytes):
+        if not self._read_whole_blocks(target, offset, nbytes):
             self._copy(target, offset, nbytes)
 
-    def _read_in_place(self, target: memoryview, offset: int, nbytes: int) -> bool:
+    def _read_whole_blocks(self, target: memoryview, offset: int, nbytes: int) -> bool:
         """Whether whole blocks could be read where they belong, at once."""
         into, ends = np.frombuffer(target, np.uint8)[:nbytes], self._buffer.bytes
         before, head = offset % ALIGNMENT, -offset % ALIGNMENT
