@@ -175,7 +175,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
     ("change", "says"),
     [
         ({"model_type": "deepseek_v32"}, "sparse attention"),
-        ({"model_type": "qwen3_next"}, "recurrent"),
+        ({"model_type": "mamba2"}, "recurrent"),
         ({"model_type": "no_such_model"}, "not supported"),
         ({"model_type": 7}, "not supported"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "names code"),
