@@ -1,12 +1,15 @@
 """What the command line settles before torch is loaded, seen in a process of its own."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moedge.cli import main
+from moedge.offload import memory
 from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -72,3 +75,22 @@ def test_benches_on_a_gpu_take_the_allocator_s_settings_from_where_users_do() ->
     ]
     main = (bench / "gpu" / "__main__.py").read_text()
     assert 0 < main.index("\nsettle()\n") < main.index("\nimport torch\n")
+
+
+def test_torch_that_a_limit_keeps_out_is_a_refusal_and_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise ImportError("/v/site-packages/torch/_C.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(main, "app", load)
+    # What it settles for its own process.
+    for name in ("settle", "return_memory"):
+        monkeypatch.setattr(main, name, lambda: None)
+    monkeypatch.setattr(main.atexit, "register", lambda call: None)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (900 << 20, resource.RLIM_INFINITY))
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 4
+    assert "moedge: torch cannot be loaded within the limit on address space (ulimit -v) of 900 MiB and data" in said
