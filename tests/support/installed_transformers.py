@@ -8,6 +8,7 @@ import pytest
 from packaging.version import Version
 
 from moedge.runtime.shape.families import SINCE
+from moedge.runtime.shape.multimodal import WRAPPERS
 
 # What the tables of this repository were generated from.
 NEWEST = max(SINCE.values(), key=Version)
@@ -20,5 +21,9 @@ def needs_transformers(release: str) -> pytest.MarkDecorator:
 
 
 def installed(families: Iterable[str]) -> list[Any]:
-    """The families as parameters of a test, those skipped that the installed transformers does not run."""
-    return [pytest.param(each, marks=needs_transformers(SINCE[each]) if each in SINCE else ()) for each in families]
+    """The families as parameters of a test, those skipped that the installed transformers does not run.
+
+    Model types that wrap a family's text model need what that family needs.
+    """
+    since = {each: SINCE.get(WRAPPERS.get(each, each)) for each in families}
+    return [pytest.param(each, marks=needs_transformers(release) if release else ()) for each, release in since.items()]
