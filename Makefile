@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | tr ' ' -)
+OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo test test-all test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
+.PHONY: demo test test-all test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
@@ -18,6 +19,10 @@ test: $(STAMP)
 # Every case of every law.
 test-all: $(STAMP)
 	$(PYTEST)
+
+# The fast lane with the oldest supported releases of torch, transformers and others, in an environment of its own.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
 
 # The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes four settings.
 test-isa: $(STAMP)
@@ -78,5 +83,11 @@ $(STAMP):
 	rm -f $(VENV)/.installed*
 	touch $@
 
+$(OLDEST)/.installed: pyproject.toml tests/matrix/oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
+	$(OLDEST)/bin/python -m pip install --quiet --editable '.[test]' --constraint tests/matrix/oldest.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

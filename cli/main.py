@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ..offload.errors import ExitCode, exit_code_of
-from ..offload.memory import return_memory
+from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.process import settle
 from .batch import batch
 from .config import app as config
@@ -79,8 +79,11 @@ def main() -> None:
     except Stopped as stopped:
         sys.exit(stopped.code)
     except Exception as error:
-        code = exit_code_of(error)
-        if code is ExitCode.BUG:
+        code, refusal = exit_code_of(error), refused_library(error)
+        if refusal:
+            code = ExitCode.DOES_NOT_FIT
+            say(f"moedge: {refusal}")
+        elif code is ExitCode.BUG:
             say(f"moedge: internal error: {error!r}; please report it, with the traceback in {_save_traceback()}")
         else:
             # A name in it may be the model's, or a row's.

@@ -197,6 +197,35 @@ def _process_limits() -> list[tuple[int, int]]:
     return [(limit, used) for limit, used in limits if limit != resource.RLIM_INFINITY]
 
 
+def refused_library(error: BaseException | None) -> str:
+    """The sentence for a library, such as torch, that a limit on this process keeps from being loaded; else ""."""
+    limits = [f"{text} of {limit >> 20:,} MiB" for kind, text in _LIMITS.items() if (limit := _limit(kind))]
+    while error is not None and not _is_unmapped(error):
+        error = error.__cause__ or error.__context__
+    if error is None or not limits:
+        return ""
+    # The loader says the file first: /usr/lib/python3/site-packages/torch/lib/libtorch_cpu.so: failed to map segment
+    file = Path(str(error).partition(": ")[0])
+    library = "torch" if "torch" in str(file) else file.name
+    return f"{library} cannot be loaded within the limit on {' and '.join(limits)}; raise it"
+
+
+# The dynamic loader's words.
+_UNMAPPED = re.compile(r"failed to map segment|cannot map zero-fill pages|[Cc]annot allocate memory")
+_LIMITS = {resource.RLIMIT_AS: "address space (ulimit -v)", resource.RLIMIT_DATA: "data (ulimit -d)"}
+
+
+def _is_unmapped(error: BaseException) -> bool:
+    # ctypes raises an OSError without a number for what the loader says; others are of the system's own calls.
+    loading = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
+    return loading and _UNMAPPED.search(str(error)) is not None
+
+
+def _limit(kind: int) -> int | None:
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def _statm() -> list[int]:
     """The sizes of this process in bytes: total, resident, shared, text, 0, data and stack, 0."""
     page = os.sysconf("SC_PAGE_SIZE")

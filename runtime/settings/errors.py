@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,6 +82,24 @@ def install_line(extra: str) -> str:
     command = ["pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", sys.executable]
     needed = map(Requirement, requires("moedge") or ())
     return shlex.join(command + [f"{each.name}{each.specifier}" for each in needed if _is_of(extra, each.marker)])
+
+
+class OldTransformers(UnsupportedModel):
+    """The model needs a newer transformers than the one that is installed."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+def require_transformers(release: str, subject: str) -> None:
+    """Raises OldTransformers if the installed one is older than `release`; `subject` is what needs it."""
+    from packaging.version import Version
+
+    found = version("transformers")
+    if Version(found) < Version(release):
+        raise OldTransformers(
+            f"{subject} needs transformers {release} or newer, and {found} is installed: "
+            f"pip install 'transformers>={release}'"
+        )
 
 
 def _is_of(extra: str, marker: Any) -> bool:

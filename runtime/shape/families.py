@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ..settings.errors import UnsupportedModel
+from ..settings.errors import UnsupportedModel, require_transformers
 
 MOE = (
     "afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
@@ -30,6 +30,12 @@ DENSE = (
     "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 SUPPORTED = tuple(sorted(MOE + DENSE))
+# The first release of transformers that runs a family, where the oldest supported release does not: it lacks the family
+# or, of aria_text, the interface of experts.
+SINCE = {
+    "aria_text": "5.18", "kolibri1": "5.20", "beam": "5.21", "flint": "5.21", "internlm3": "5.23",
+    "iquestcoder": "5.23",
+}  # fmt: skip
 # Those with latent attention (MLA): every layer caches a latent and a rotated key for all its heads.
 LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"}
 # Model types that checkpoints name and transformers does not, and the family whose model they are.
@@ -76,10 +82,15 @@ class Family:
 
 
 def family(model_type: object) -> Family:
-    """The family of a `model_type`; raises UnsupportedModel, naming what is missing where that is known."""
+    """The family of a `model_type`.
+
+    Raises UnsupportedModel, naming what is missing where that is known, and OldTransformers.
+    """
     model_type = SAME_AS.get(model_type, model_type) if isinstance(model_type, str) else model_type
     if not isinstance(model_type, str) or model_type not in SUPPORTED:
         raise UnsupportedModel(refusal(model_type))
+    if model_type in SINCE:
+        require_transformers(SINCE[model_type], f"model type {model_type!r}")
     return Family(model_type, **_generated()[model_type], renamed=_RENAMED.get(model_type, {}))
 
 

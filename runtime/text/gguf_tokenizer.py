@@ -6,18 +6,22 @@ import tempfile
 from pathlib import Path
 
 from ...offload.checkpoint.gguf_file import GgufCheckpoint
-from ..settings.errors import TokenizerError
+from ..settings.errors import TokenizerError, require_transformers
+
+# Older ones read the fields of a file wrongly: merges fall apart, special tokens get lost.
+SINCE = "5.18"
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
     """Writes the tokenizer's files into `folder`; none where the GGUF file has no vocabulary.
 
-    Raises TokenizerError for a kind of tokenizer that transformers does not build, BadCheckpoint.
+    Raises TokenizerError for a kind of tokenizer that transformers does not build, OldTransformers, BadCheckpoint.
     """
     # Read by the strict reader first: transformers trusts the counts of a file.
     with GgufCheckpoint(path) as checkpoint:
         if "tokenizer.ggml.tokens" not in checkpoint.metadata:
             return
+    require_transformers(SINCE, f"the tokenizer of {path}")
     # A tokenizer's files beside the GGUF file may be another model's: it is read from a folder of its own.
     with tempfile.TemporaryDirectory(prefix="moedge-") as alone:
         Path(alone, path.name).symlink_to(path.resolve())

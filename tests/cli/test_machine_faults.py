@@ -67,7 +67,8 @@ def test_m4_a_limit_that_is_too_small_is_a_refusal_and_not_a_kill(
     job = ["batch", checkpoint("mixtral"), rows, "-o", tmp_path / "out.jsonl", "--ram", "30%", "-q"]
     done = subprocess.run([*MOEDGE, *map(str, job)], capture_output=True, text=True, check=False, preexec_fn=small)
     assert done.returncode == 4, done.stderr
-    assert "270 MiB of host memory is too little" in done.stderr
+    # Builds of torch with many libraries cannot be loaded within the limit at all.
+    assert re.search(r"270 MiB of host memory is too little|torch cannot be loaded within the limit", done.stderr)
     assert not (tmp_path / "out.jsonl").exists()
 
 

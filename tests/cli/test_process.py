@@ -1,6 +1,7 @@
 """What the command line settles before torch is loaded, seen in a process of its own."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moedge.cli import main
+from moedge.offload import memory
 from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -88,3 +91,22 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_torch_that_a_limit_keeps_out_is_a_refusal_and_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise ImportError("/v/site-packages/torch/_C.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(main, "app", load)
+    # What it settles for its own process.
+    for name in ("settle", "return_memory"):
+        monkeypatch.setattr(main, name, lambda: None)
+    monkeypatch.setattr(main.atexit, "register", lambda call: None)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (900 << 20, resource.RLIM_INFINITY))
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 4
+    assert "moedge: torch cannot be loaded within the limit on address space (ulimit -v) of 900 MiB and data" in said

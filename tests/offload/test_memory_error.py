@@ -2,12 +2,14 @@
 
 import errno
 import gc
+import resource
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moedge.offload import memory
 from moedge.offload.errors import is_out_of_memory
 from moedge.runtime.engine.engine import SplitRetry
 from moedge.runtime.loading.engine_loader import load_with_fallback
@@ -76,3 +78,38 @@ def test_what_no_smaller_plan_mends_ends_the_job(error: Exception) -> None:
         load_with_fallback(fail, SimpleNamespace(plan=None))  # type: ignore[arg-type]
     with pytest.raises(type(error)):
         SplitRetry(fail, lambda: None)._attempt(None)  # type: ignore[arg-type]
+
+
+UNMAPPED = "failed to map segment from shared object"
+LOADING = [
+    (ImportError(f"/v/site-packages/torch/_C.cpython-311-x86_64-linux-gnu.so: {UNMAPPED}"), "torch"),
+    (OSError("libtorch_cpu.so: cannot create shared object descriptor: Cannot allocate memory"), "torch"),
+    (ImportError(f"libopenblas.so: {UNMAPPED}"), "libopenblas.so"),
+]
+
+
+def limit_data(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    unlimited = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_DATA: limit, resource.RLIMIT_AS: unlimited}
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (limits[kind], unlimited))
+
+
+@pytest.mark.parametrize(("error", "library"), LOADING, ids=["torch", "torch by ctypes", "another library"])
+def test_a_library_that_a_limit_keeps_out_is_named_with_the_limit(
+    error: Exception, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_data(monkeypatch, 900 << 20)
+    wanted = f"{library} cannot be loaded within the limit on data (ulimit -d) of 900 MiB; raise it"
+    assert memory.refused_library(error) == wanted
+    wrapped = RuntimeError("Failed to import transformers.modeling_utils")
+    wrapped.__cause__ = error
+    assert memory.refused_library(wrapped) == wanted
+    # The same words without a limit are of a file system that forbids execution, say.
+    limit_data(monkeypatch, resource.RLIM_INFINITY)
+    assert memory.refused_library(error) == ""
+
+
+@pytest.mark.parametrize("error", [*MEMORY, *OTHER, ImportError("No module named 'torch'")], ids=named)
+def test_other_errors_under_a_limit_name_no_library(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_data(monkeypatch, 900 << 20)
+    assert memory.refused_library(error) == ""

@@ -104,9 +104,11 @@ def test_wheels_that_pin_another_triton_are_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_this_environment_interprets_what_users_have() -> None:
-    """The test extra pins what the newest supported torch pins."""
+    """The test extra takes what the newest supported torch pins, and the oldest one's where torch is held back."""
     text = (tritons.ROOT / "pyproject.toml").read_text()
-    assert f'"triton=={tritons.oldest_and_newest_pinned()[1]}; sys_platform' in text
+    oldest, newest = tritons.oldest_and_newest_pinned()
+    assert f'"triton>={oldest},<={newest}; sys_platform' in text
+    assert f"\ntriton=={oldest}\n" in (tritons.ROOT / "tests/matrix/oldest.txt").read_text()
 
 
 def test_everything_that_is_recorded_has_figures() -> None:

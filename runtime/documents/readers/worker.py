@@ -6,6 +6,7 @@ can open no socket. It ends with its parent.
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -88,6 +89,8 @@ def main() -> None:
         sink.write(pack({"error": str(error)[:500]}))
         sink.flush()
         return
+    # Readers of tables import numpy, whose threads, one for each core, take buffers beyond the limit.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     confine(given["memory_nbytes"])
     answers.send({"ready": True})
     while (body := read_body(source)) is not None:

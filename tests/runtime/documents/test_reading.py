@@ -193,6 +193,19 @@ def test_archives_are_refused_by_their_sizes(monkeypatch: pytest.MonkeyPatch) ->
         detection.open_zip(GOOD["letter.docx"][0])
 
 
+def test_readers_start_no_threads_of_openblas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with many cores their buffers are beyond the limit on memory, where tables make numpy load."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "64")
+    monkeypatch.chdir(tmp_path)
+    source = "import os\n\ndef read(data, name):\n    return os.environ['OPENBLAS_NUM_THREADS']\n"
+    (tmp_path / "threads_reader.py").write_text(source)
+    (tmp_path / "a.txt").write_text("x")
+    options = ReadOptions("threads_reader:read")
+    (found,) = iter_documents(tmp_path, include=["a.txt"], options=options, workers=1)
+    assert isinstance(found, Document)
+    assert found.text == "1"
+
+
 def test_reading_loads_no_torch() -> None:
     code = (
         "import sys, moedge.runtime.documents.iterate, moedge.runtime.documents.readers.worker\n"

@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
@@ -17,14 +19,17 @@ from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
 from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.defaults import rebuild
 from moedge.runtime.model.definition import define
-from moedge.runtime.settings.errors import UnsupportedModel
+from moedge.runtime.settings import errors
+from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
+from moedge.runtime.shape import families
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.families import MOE, SUPPORTED
+from moedge.runtime.shape.families import MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import shape_of_config
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.shape.states import is_convolution
+from support.installed_transformers import NEWEST, installed, needs_transformers
 from support.tiny_families import build_model, stored_numel
 
 
@@ -33,7 +38,7 @@ def read(folder: Path) -> ModelShape:
         return model_shape(ModelConfig.read(folder), files.entries)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", installed(SUPPORTED))
 def test_shape_agrees_with_the_stock_model(family: str, tmp_path: Path) -> None:
     model = build_model(family)
     model.save_pretrained(tmp_path)
@@ -80,6 +85,30 @@ def test_a_checkpoint_that_calls_itself_kimi_k2_is_deepseek_v3(
 def test_sparse_indexers_are_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"model type '{family}' has sparse attention: its indexer chooses"):
         ModelConfig({"model_type": family})
+
+
+@pytest.mark.parametrize("name", SINCE)
+def test_a_family_that_the_installed_transformers_lacks_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "version", lambda package: "5.17.0")
+    with pytest.raises(
+        OldTransformers, match=f"model type '{name}' needs transformers {SINCE[name]} or newer, and 5.17"
+    ):
+        ModelConfig({"model_type": name})
+    # Releases are compared as numbers: 5.9 is older than 5.18.
+    monkeypatch.setattr(errors, "version", lambda package: "5.9")
+    with pytest.raises(OldTransformers):
+        ModelConfig({"model_type": name})
+    monkeypatch.setattr(errors, "version", lambda package: SINCE[name])
+    assert families.family(name).model_type == name
+
+
+def test_the_families_that_a_transformers_lacks_are_those_of_the_table() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = Version(version("transformers"))
+    assert {name for name in SUPPORTED if name not in CONFIG_MAPPING} <= {
+        name for name, since in SINCE.items() if found < Version(since)
+    }
 
 
 def test_a_transformers_that_expands_before_it_caches_is_refused(
@@ -154,6 +183,7 @@ def test_windows_of_configs_without_layer_types() -> None:
         assert [windows[layer] for layer in range(settings["num_hidden_layers"])] == wanted, (family, settings)
 
 
+@needs_transformers(NEWEST)
 def test_the_generated_defaults_are_current() -> None:
     import moedge.runtime.shape as package
 

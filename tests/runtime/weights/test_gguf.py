@@ -12,21 +12,25 @@ from moedge.offload.checkpoint.gguf_file import GgufCheckpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.runtime.model.dequantize import dequantize
-from moedge.runtime.settings.errors import ModelNotFound, UnsupportedModel
+from moedge.runtime.settings import errors
+from moedge.runtime.settings.errors import ModelNotFound, OldTransformers, UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
 from moedge.runtime.shape.gguf_config import ARCHITECTURES
 from moedge.runtime.source.headers import describe, read_headers
 from moedge.runtime.source.hub import find_model
 from moedge.runtime.source.model_source import model_fingerprint, open_source
+from moedge.runtime.text import gguf_tokenizer
 from moedge.runtime.text.tokenizer import Tokenizer
 from support import gguf_files
 from support.gguf_files import build, save_tokenizer, to_gguf
+from support.installed_transformers import needs_transformers
 from support.streamed_logits import SETTINGS, stock_logits, streamed_logits
 
 pytestmark = pytest.mark.numerics
 
 # Float32 sums in another order.
 TOLERANCE = 1e-5
+builds_tokenizers = needs_transformers(gguf_tokenizer.SINCE)
 # Rows of whole blocks of K and I formats.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
 
@@ -42,6 +46,7 @@ def check_logits(
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
 
 
+@builds_tokenizers
 @pytest.mark.sample("gpt_oss", "llama")
 @pytest.mark.parametrize("family", gguf_files.ARCHITECTURES)
 def test_logits_of_a_family_are_those_of_the_dequantized_weights(
@@ -50,6 +55,7 @@ def test_logits_of_a_family_are_those_of_the_dequantized_weights(
     check_logits(family, "Q8_0", "none", tmp_path, monkeypatch)
 
 
+@builds_tokenizers
 @pytest.mark.sample("Q6_K")
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32", "Q5_0", "Q6_K", "IQ4_XS", "IQ2_XXS"])
 def test_logits_of_a_type_are_those_of_the_dequantized_weights(
@@ -61,6 +67,7 @@ def test_logits_of_a_type_are_those_of_the_dequantized_weights(
 KEPT = {"Q8_0": "int8-g32-f16", "Q4_0": "int4-g32-f16", "Q4_K": "q4_k", "MXFP4": "mxfp4-e8m0"}
 
 
+@builds_tokenizers
 @pytest.mark.sample("Q4_K")
 @pytest.mark.parametrize("kind", KEPT)
 def test_kept_blocks_mean_what_they_meant(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +78,7 @@ def test_kept_blocks_mean_what_they_meant(kind: str, tmp_path: Path, monkeypatch
         assert not store.manifest.extra["loss"]
 
 
+@builds_tokenizers
 def test_gpt_oss_keeps_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_logits("gpt_oss", "MXFP4", "kept", tmp_path, monkeypatch)
 
@@ -156,6 +164,7 @@ def test_headers_alone_show_what_lies_in_a_file(tmp_path: Path) -> None:
     assert model_fingerprint(path) == model_fingerprint(path)
 
 
+@builds_tokenizers
 def test_the_tokenizer_and_template_are_those_of_the_file(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "tokenizer", 384)
     path = to_gguf(build("qwen3"), tmp_path / "model.gguf", "Q8_0", folder)
@@ -163,6 +172,17 @@ def test_the_tokenizer_and_template_are_those_of_the_file(tmp_path: Path) -> Non
     with open_source(str(path)) as source, Tokenizer.load(source.folder) as found, Tokenizer.load(folder) as wanted:
         assert found.encode_chat(messages) == wanted.encode_chat(messages)
         assert found.eos_token_ids == wanted.eos_token_ids
+
+
+def test_a_transformers_that_misreads_tokenizers_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = to_gguf(build("qwen3"), tmp_path / "model.gguf", "Q8_0", save_tokenizer(tmp_path / "tokenizer", 384))
+    monkeypatch.setattr(errors, "version", lambda package: "5.17.0")
+    with pytest.raises(
+        OldTransformers, match=r"needs transformers 5\.18 or newer, and 5\.17\.0 is installed: pip install"
+    ):
+        gguf_tokenizer.write_tokenizer(path, tmp_path)
 
 
 def test_llama_3_scaling_is_recognized_by_its_factors(tmp_path: Path) -> None:
