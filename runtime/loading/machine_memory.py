@@ -16,7 +16,8 @@ from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from .kernel_trial import KernelNeeds, try_kernels, usual_needs
+from .isolated_trial import KernelNeeds
+from .kernel_trial import try_kernels, usual_needs
 
 _SIZE = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -24,7 +24,7 @@ from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.jobs import job as states
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import machine_memory as tiers
-from moedge.runtime.loading.kernel_trial import KernelNeeds
+from moedge.runtime.loading.isolated_trial import KernelNeeds
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.plan_file import document, load_plan

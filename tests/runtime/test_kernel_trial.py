@@ -9,7 +9,8 @@ import torch
 from moedge.quant.kernels.gpu import Gpu
 from moedge.quant.kernels.launch import Launch
 from moedge.runtime.attention import trial
-from moedge.runtime.loading.kernel_trial import KernelNeeds, try_kernels, usual_needs
+from moedge.runtime.loading.isolated_trial import KernelNeeds
+from moedge.runtime.loading.kernel_trial import try_kernels, usual_needs
 
 HOST = torch.device("cpu")
 AMPERE, TURING = Gpu((8, 6), 28), Gpu((7, 5), 14)
