@@ -28,6 +28,7 @@ from .options.signals import Stopped, StopSignals
 from .plan import plan
 from .prepare import prepare
 from .run import run
+from .serve import serve
 
 app = typer.Typer(
     name="moedge",
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command(cls=ConfiguredCommand)(batch)
 app.command(cls=ConfiguredCommand)(docs)
 app.command(cls=ConfiguredCommand)(run)
+app.command(cls=ConfiguredCommand)(serve)
 app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
 app.command(cls=ConfiguredCommand)(doctor)
