@@ -234,8 +234,9 @@ class BatchQueue:
         if batch.status == "cancelling" and not folder.begun:
             return "cancelled"
         try:
-            if batch.status == "cancelling" and JobStatus.read(folder).phase is not JobPhase.FINISHED:
-                # An earlier server has answered rows of it.
+            phase = JobStatus.read(folder).phase if folder.begun else None
+            if phase is JobPhase.CANCELLED or (batch.status == "cancelling" and phase is not JobPhase.FINISHED):
+                # An earlier server has answered rows of it, or `moedge jobs` has cancelled it.
                 cancel(folder)
                 export_now(folder, None)
                 return "cancelled"

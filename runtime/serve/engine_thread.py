@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -168,7 +169,7 @@ class EngineThread:
             self.totals = self.totals.plus(counting, counted)
             counted = Totals(counting.passes, counting.prompt_tokens, counting.generated_tokens)
             heap.after_pass()
-            self._live = [request for request in self._live if not request.advance()]
+            self._live = [request for request in self._live if not _ends(request, engine)]
 
     def _wait_for_work(self, engine: Engine) -> bool:
         """Lets requests join and leave; False when the thread is to end."""
@@ -178,10 +179,7 @@ class EngineThread:
             if self._stopping:
                 self._arrived = arrived
                 return False
-        for request in arrived:
-            for sequence in request.opened.first:
-                engine.add(sequence)
-        self._live += arrived
+        self._live += [request for request in arrived if _joins(request, engine)]
         if gone := {request for request in self._live if request.cancelled}:
             dropped = {sequence for request in gone for sequence in request.opened.sequences}
             engine.scheduler.abort(lambda sequence: sequence in dropped)
@@ -232,3 +230,24 @@ class EngineThread:
         if not self.ready.done():
             self.ready.set_exception(error or failure)
         self.died.set_result(error)
+
+
+def _joins(request: LiveRequest, engine: Engine) -> bool:
+    """Adds its sequences; one that could never be stored gets an error."""
+    if not all(engine.scheduler.cache.fits(sequence.max_tokens) for sequence in request.opened.sequences):
+        request.fail(ApiError(400, "the request does not fit into the KV cache", code="context_length_exceeded"))
+        return False
+    for sequence in request.opened.first:
+        engine.add(sequence)
+    return True
+
+
+def _ends(request: LiveRequest, engine: Engine) -> bool:
+    """Hands out what the pass brought. An error of one answer is not one of the engine."""
+    try:
+        return request.advance()
+    except Exception as error:
+        traceback.print_exc()
+        request.fail(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+        engine.scheduler.abort(lambda sequence: sequence in request.opened.sequences)
+        return True

@@ -157,21 +157,23 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._reader = _cancelled(self._reader)
+            self._reader = _forget(self._reader)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._headers, self._reader = _cancelled(self._headers), _cancelled(self._reader)
+            self._headers, self._reader = _forget(self._headers), _forget(self._reader)
             super().connection_lost(exc)
 
         def _expect(self) -> None:
             if self.conn.their_state is not h11.IDLE:
-                self._headers = _cancelled(self._headers)
+                self._headers = _forget(self._headers)
             elif self._headers is None:
                 self._headers = self.loop.call_later(limits.header_seconds, self.transport.close)
 
     return BoundedProtocol
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _forget(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Cancels a timer; returns the one that is left, which is none."""
     if timer is not None:
         timer.cancel()
+    return None

@@ -160,7 +160,7 @@ def _wanted(body: Mapping[str, Any]) -> Wanted:
         raise refused("stream must be true or false", "stream", "invalid_type")
     if not isinstance(options, dict):
         raise refused("stream_options must be an object", "stream_options", "invalid_type")
-    if stream and body.get("logprobs") not in (None, False):
+    if stream and body.get("logprobs") is not None and body["logprobs"] is not False:
         raise refused(
             "logprobs of a stream are not supported; leave out one of both", "logprobs", "unsupported_parameter"
         )
