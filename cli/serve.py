@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,10 +18,12 @@ API_KEY = Annotated[
     str | None,
     typer.Option("--api-key", envvar="MOEDGE_API_KEY", show_envvar=False, help="Key that every request must have."),
 ]
-FOLDER = Annotated[
+STATE_DIR = Annotated[
     Path | None,
     typer.Option(
-        "--dir", callback=new_folder, help="Folder for files and batches; by default one for the model in your state."
+        "--state-dir",
+        callback=new_folder,
+        help="Folder for files and batches; by default one for the model in your state.",
     ),
 ]
 MAX_MODEL_LEN = Annotated[
@@ -36,7 +38,7 @@ def serve(
     host: HOST = "127.0.0.1",
     port: PORT = 8000,
     api_key: API_KEY = None,
-    folder: FOLDER = None,
+    state_dir: STATE_DIR = None,
     max_upload: MAX_UPLOAD = "512MiB",
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
@@ -72,7 +74,7 @@ def serve(
     _serve(given, engine)
 
 
-def _serve(given: dict[str, object], engine: dict[str, object]) -> None:
+def _serve(given: dict[str, Any], engine: dict[str, Any]) -> None:
     """`engine` are options of an LLM, `given` has those of the server, too."""
     from rich.console import Console
 
@@ -81,7 +83,7 @@ def _serve(given: dict[str, object], engine: dict[str, object]) -> None:
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
 
-    model = str(given["model"])
+    model = given["model"]
     with watching(stages_on(Console(stderr=True, highlight=False))):
         with open_source(model):
             # A model that is refused is refused before torch is imported.
@@ -89,6 +91,7 @@ def _serve(given: dict[str, object], engine: dict[str, object]) -> None:
         with stage("importing torch"):
             from ..runtime.serve.limits import Limits
             from ..runtime.serve.server import ServerSettings, serve
-        limits = Limits(upload_nbytes=parse_size(str(given["max_upload"]), 1 << 62, 1 << 62))
-        server = {name: given[name] for name in ("host", "port", "folder", "max_tokens", "seed")}
-        serve(ServerSettings(model, key=given["api_key"], options=engine, limits=limits, **server), options.say)  # type: ignore[arg-type]
+        limits = Limits(upload_nbytes=parse_size(given["max_upload"], 1 << 62, 1 << 62))
+        server = {name: given[name] for name in ("host", "port", "max_tokens", "seed")}
+        server |= {"key": given["api_key"], "folder": given["state_dir"], "options": engine, "limits": limits}
+        serve(ServerSettings(model, **server), options.say)

@@ -38,7 +38,7 @@ def test_a_port_that_is_taken_is_refused_before_loading(
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli("serve", checkpoint("llama"), "--port", port, "--dir", tmp_path / "served") == 2
+        assert cli("serve", checkpoint("llama"), "--port", port, "--state-dir", tmp_path / "served") == 2
     assert "choose another --port" in capsys.readouterr().err
 
 
@@ -46,7 +46,7 @@ SERVE: dict[str, tuple[str | None, Callable[[Any], object], object]] = {
     "--host": ("::1", lambda settings: settings.host, "::1"),
     "--port": ("9000", lambda settings: settings.port, 9000),
     "--api-key": ("0123456789abcdef", lambda settings: settings.key, "0123456789abcdef"),
-    "--dir": ("/one/folder", lambda settings: settings.folder, Path("/one/folder")),
+    "--state-dir": ("/one/folder", lambda settings: settings.folder, Path("/one/folder")),
     "--max-upload": ("1MiB", lambda settings: settings.limits.upload_nbytes, 1 << 20),
     "--max-tokens": ("9", lambda settings: settings.max_tokens, 9),
     "--seed": ("4", lambda settings: settings.seed, 4),
@@ -70,3 +70,20 @@ def test_the_server_gets_what_was_typed(
     assert cli("serve", checkpoint("llama"), flag, *([] if value is None else [value])) == 0
     plain, asked = map(arrived, seen)
     assert asked == wanted != plain
+
+
+def test_a_key_from_the_environment_is_not_printed(
+    checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moedge.runtime.serve import server
+
+    seen: list[Any] = []
+    monkeypatch.setattr(server, "serve", lambda settings, say: seen.append(settings))
+    monkeypatch.setenv("MOEDGE_API_KEY", "a key that is secret")
+    assert cli("serve", checkpoint("llama")) == 0
+    assert cli("config", "show") == 0
+    assert cli("config", "show", "--json") == 0
+    printed = capsys.readouterr()
+    assert seen[0].key == "a key that is secret"
+    assert "api-key ***" in printed.err
+    assert "is secret" not in printed.out + printed.err

@@ -27,7 +27,16 @@ class Server:
     """`moedge serve` on the same folder each time."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self._command = [sys.executable, "-m", "moedge", "serve", str(model), "--dir", str(folder / "served"), *OPTIONS]
+        self._command = [
+            sys.executable,
+            "-m",
+            "moedge",
+            "serve",
+            str(model),
+            "--state-dir",
+            str(folder / "served"),
+            *OPTIONS,
+        ]
         self._environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "MOEDGE_API_KEY": KEY}
         self.errors = ""
 
