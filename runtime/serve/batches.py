@@ -259,7 +259,7 @@ class BatchQueue:
             settings.model,
             self._files.path(self._files.get(batch.input_file_id)),
             self._paths(batch).out,
-            **{**options, "input_format": "jsonl", "max_tokens": settings.max_tokens, "seed": settings.seed},  # type: ignore[typeddict-item]
+            **{**options, "input_format": "jsonl", "max_tokens": settings.max_tokens, "seed": settings.seed},
         )
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
