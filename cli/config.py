@@ -39,7 +39,7 @@ def show(
     """
     measured = _profile_origin()
     rows = [
-        {"commands": commands, "key": setting.key, "value": _plain(setting.value), "origin": _origin(setting, measured)}
+        {"commands": commands, "key": setting.key, "value": _plain(setting.shown), "origin": _origin(setting, measured)}
         for setting, commands in _settings(ctx, profile).items()
     ]
     if as_json:

@@ -29,6 +29,7 @@ from .plan import plan
 from .prepare import prepare
 from .report import report
 from .run import run
+from .serve import serve
 
 app = typer.Typer(
     name="moedge",
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command(cls=ConfiguredCommand)(batch)
 app.command(cls=ConfiguredCommand)(docs)
 app.command(cls=ConfiguredCommand)(run)
+app.command(cls=ConfiguredCommand)(serve)
 app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
 app.command(cls=ConfiguredCommand)(doctor)

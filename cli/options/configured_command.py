@@ -128,6 +128,7 @@ DEFAULT = "default"
 # `jobs resume` resumes what `batch` started; commands that take a single option need no table.
 _TABLE = {"resume": "batch", "ls": "", "prune": "", "doctor": ""}
 _HELP = {"-h", "--help"}
+_SECRET = {"api-key"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,13 @@ class Setting:
     origin: str
     arguments: tuple[str, ...] = ()
 
+    @property
+    def shown(self) -> Any:
+        """The value, or stars for one that nobody may read over a shoulder or in a log."""
+        return "***" if self.key in _SECRET and self.value is not None else self.value
+
     def __str__(self) -> str:
-        return f"{self.key} {self.value} ({self.origin})"
+        return f"{self.key} {self.shown} ({self.origin})"
 
 
 class ConfiguredCommand(TyperCommand):

@@ -1,12 +1,14 @@
 """Which sequences take part in the next pass, with how many tokens. Knows no model and no tensor's contents.
 
 Continuous batching with chunked prompts (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024): decode tokens of all live
-sequences first, then prompt tokens, up to `tokens_per_pass`.
+sequences first, then prompt tokens, up to `tokens_per_pass`. Interactive sequences come before both, and leave half of
+every pass to the others.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kv.cache import KVCache
@@ -43,18 +45,24 @@ class ScheduleCounts:
 
 
 class Scheduler:
-    """`waiting` and `running` are in order of age; the oldest sequence is never preempted, so every schedule ends."""
+    """`waiting` and `running` are in order of age; the oldest sequence is never preempted, so every schedule ends.
+
+    Interactive sequences are the first of `running` and wait in a queue of their own, `arriving`. Where they find no
+    block or no slot in the pass, the youngest of the others is preempted for them. While there are others, all
+    interactive ones together get half of the tokens, of the slots and of the cache; one of them may always run.
+    """
 
     def __init__(self, limits: PassLimits, cache: KVCache) -> None:
         self.limits = limits
         self.cache = cache
         self.waiting: deque[Sequence] = deque()
+        self.arriving: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.counts = ScheduleCounts()
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.arriving)
 
     @property
     def has_capacity(self) -> bool:
@@ -66,16 +74,18 @@ class Scheduler:
         longest = max(each.max_tokens for each in (sequence, *sequence.forks))
         if not self.cache.fits(longest):
             raise ValueError(f"{longest} tokens never fit into the {self.cache.nbytes:,} bytes of the KV cache")
-        self.waiting.append(sequence)
+        for each in sequence.forks:
+            each.interactive = sequence.interactive
+        self._queue_of(sequence).append(sequence)
 
     def schedule(self) -> Batch:
         """The next pass; has at least one chunk whenever `busy`."""
-        claimed = sum(1 + len(sequence.forks) for sequence in self.running)
-        draft = _Draft(self.limits.tokens_per_pass, max(0, self.limits.live - claimed))
+        draft = _Draft(self.limits.tokens_per_pass, max(0, self.limits.live - self._num_claimed))
         preemptions = self.counts.preemptions
+        self._schedule_interactive(draft)
         # Decoding sequences have one pending token and come first, each group in order of age.
         for sequence in sorted(self.running, key=lambda running: running.num_pending > 1):
-            if sequence.status is SequenceStatus.RUNNING and draft.tokens_left:
+            if sequence.status is SequenceStatus.RUNNING and draft.tokens_left and not sequence.interactive:
                 self._continue(sequence, draft)
         # Blocks are published only now: a chosen sequence could still be preempted before, and its blocks never filled.
         for sequence in draft.chosen:
@@ -105,18 +115,72 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if not sequence.finished]
         return finished
 
-    def abort(self) -> None:
-        """Drops every sequence, between two passes; their blocks are free again."""
-        for sequence in (*self.running, *self.waiting):
+    def abort(self, dropped: Callable[[Sequence], bool] = lambda sequence: True) -> None:
+        """Drops sequences, between two passes; their blocks are free again."""
+        for sequence in filter(dropped, (*self.running, *self.waiting, *self.arriving)):
             self.cache.release(sequence.table)
-        self.waiting.clear()
-        self.running.clear()
+        self.running = [sequence for sequence in self.running if not dropped(sequence)]
+        self.waiting = deque(sequence for sequence in self.waiting if not dropped(sequence))
+        self.arriving = deque(sequence for sequence in self.arriving if not dropped(sequence))
 
     def forget_parked(self) -> None:
         """Sequences that wait in host memory are computed again, and none is parked any more."""
-        for sequence in self.waiting:
+        for sequence in (*self.waiting, *self.arriving):
             self.cache.drop_parked(sequence.table)
         self.cache.host = None
+
+    def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
+        return self.arriving if sequence.interactive else self.waiting
+
+    def _schedule_interactive(self, draft: _Draft) -> None:
+        running = [sequence for sequence in self.running if sequence.interactive]
+        if not running and not self.arriving:
+            return
+        others = len(self.running) > len(running) or bool(self.waiting)
+        left_to_others = draft.tokens_left // 2 if others else 0
+        draft.tokens_left -= left_to_others
+        for sequence in sorted(running, key=lambda each: each.num_pending > 1):
+            if sequence.status is SequenceStatus.RUNNING and draft.tokens_left:
+                self._continue(sequence, draft)
+        while draft.tokens_left and self.arriving and (claim := self._accepts(self.arriving[0], others, draft)):
+            self._start(self.arriving.popleft(), claim, draft)
+        draft.tokens_left += left_to_others
+
+    def _accepts(self, sequence: Sequence, others: bool, draft: _Draft) -> int:
+        """The slots of an interactive sequence that may start now, else 0; makes what it needs free where it may.
+
+        `others`: they must keep half of the slots of a pass and half of the cache.
+        """
+        interactive = [running for running in self.running if running.interactive]
+        claim = min(1 + len(sequence.forks), self.limits.live)
+        if not self._count(sequence, draft.tokens_left):
+            return 0
+        if others and interactive:
+            slots = claim + sum(1 + len(each.forks) for each in interactive)
+            longest = sum(each.max_tokens for first in (sequence, *interactive) for each in (first, *first.forks))
+            if slots > self.limits.live // 2 or not self.cache.fits(2 * longest):
+                return 0
+        while not self._opens(sequence, claim, self._num_claimed, draft):
+            if self.running[-1:] == interactive[-1:]:
+                return 0
+            youngest = self.running[-1]
+            draft.spare_rows += 1 + len(youngest.forks)
+            self._preempt(youngest)
+        return claim
+
+    @property
+    def _num_claimed(self) -> int:
+        """Slots of a pass that running sequences and their forks have."""
+        return sum(1 + len(sequence.forks) for sequence in self.running)
+
+    def _opens(self, sequence: Sequence, claim: int, claimed: int, draft: _Draft) -> bool:
+        """Gives a sequence that waits its stored blocks, if it can start beside those that run."""
+        # Before blocks are taken, with nothing stored: what is found there is a multiple of whole blocks.
+        if claim > draft.spare_rows or not self._count(sequence, draft.tokens_left):
+            return False
+        return self.cache.open(
+            sequence.table, sequence.tokens, sequence.num_tokens, spare=claimed, shareable=sequence.num_shareable
+        )
 
     def _continue(self, sequence: Sequence, draft: _Draft) -> None:
         """Gives a running sequence its tokens of the pass; preempts the youngest sequences if no block is free."""
@@ -152,7 +216,7 @@ class Scheduler:
         sequence.num_lost = sequence.table.num_tokens
         self.counts.parked += self.cache.set_aside(sequence.table)
         sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
+        self._queue_of(sequence).appendleft(sequence)
         self.counts.preemptions += 1
 
     def _admit(self, draft: _Draft) -> None:
@@ -160,30 +224,32 @@ class Scheduler:
 
         A block for each running sequence is left to grow into: without it, admitting one soon preempts another.
         """
-        claimed = sum(1 + len(sequence.forks) for sequence in self.running)
+        claimed = self._num_claimed
         while draft.tokens_left and self.waiting:
-            sequence = self.waiting[0]
-            table, claim = sequence.table, min(1 + len(sequence.forks), self.limits.live)
-            if claim > draft.spare_rows:
-                return
-            # Before blocks are taken, with nothing stored: what is found there is a multiple of whole blocks.
-            if not self._count(sequence, draft.tokens_left):
-                return
-            if not self.cache.open(
-                table, sequence.tokens, sequence.num_tokens, spare=claimed, shareable=sequence.num_shareable
-            ):
+            claim = min(1 + len(self.waiting[0].forks), self.limits.live)
+            if not self._opens(self.waiting[0], claim, claimed, draft):
                 return
             claimed += claim
-            draft.spare_rows -= claim
-            self.waiting.popleft()
-            self._count_opened(sequence)
-            most = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
-            count = self._count(sequence, draft.scored(sequence, most, self.limits.cut))
-            self.cache.grow(table, table.num_tokens + count)
-            self.cache.publish(table, sequence.tokens)
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            draft.choose(sequence, count)
+            self._start(self.waiting.popleft(), claim, draft)
+
+    def _start(self, sequence: Sequence, claim: int, draft: _Draft) -> None:
+        """Runs a sequence that was opened."""
+        table = sequence.table
+        draft.spare_rows -= claim
+        self._count_opened(sequence)
+        most = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
+        count = self._count(sequence, draft.scored(sequence, most, self.limits.cut))
+        self.cache.grow(table, table.num_tokens + count)
+        self.cache.publish(table, sequence.tokens)
+        sequence.status = SequenceStatus.RUNNING
+        self._run([sequence])
+        draft.choose(sequence, count)
+
+    def _run(self, sequences: list[Sequence]) -> None:
+        """Interactive ones before all others, each kind in order of age."""
+        self.running += sequences
+        if sequences and sequences[0].interactive:
+            self.running.sort(key=lambda running: not running.interactive)
 
     def _count_opened(self, sequence: Sequence) -> None:
         if sequence.num_lost:
@@ -200,7 +266,7 @@ class Scheduler:
                 waiting = sequence.forks[max(seats, 0) :]
                 sequence.forks = sequence.forks[: max(seats, 0)]
                 seats -= len(sequence.forks)
-                self.waiting.extendleft(reversed(waiting))
+                self._queue_of(sequence).extendleft(reversed(waiting))
 
     def _fork(self, sequence: Sequence) -> None:
         """Splits off the samples of one prompt: each takes its first token from the same logits."""
@@ -208,7 +274,7 @@ class Scheduler:
             fork.table = self.cache.fork(sequence.table)
             fork.status = SequenceStatus.RUNNING
             self.counts.prefix_hit_tokens += len(fork.prompt_ids)
-        self.running += sequence.forks
+        self._run(sequence.forks)
         sequence.forks = []
 
 

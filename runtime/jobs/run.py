@@ -259,7 +259,10 @@ class OpenRow:
 
 
 class RowRunner:
-    """Runs rows through an engine; between two passes the engine's metrics and the journal are current."""
+    """Runs rows through an engine; between two passes the engine's metrics and the journal are current.
+
+    Sequences that are none of its rows may run beside them: who added those finishes them.
+    """
 
     def __init__(
         self, engine: Engine, encoder: RowEncoder, answers: Answers, journal: Journal, source: RowSource
@@ -274,10 +277,10 @@ class RowRunner:
     def passes(self) -> Iterator[None]:
         """One pass per iteration, until every row of the source has its answer."""
         engine, source = self._engine, self._source
-        while not source.exhausted or engine.busy:
-            while engine.scheduler.has_capacity and (rows := source.take(_ADMITTED_TOGETHER, alone=not engine.busy)):
+        while not source.exhausted or self._open:
+            while engine.scheduler.has_capacity and (rows := source.take(_ADMITTED_TOGETHER, alone=not self._open)):
                 self._admit(rows)
-            if engine.busy:
+            if self._open:
                 self._finish(engine.step())
             yield
 
@@ -308,7 +311,8 @@ class RowRunner:
         done: list[Done] = []
         try:
             for sequence in sequences:
-                opened = self._open.pop(sequence)
+                if (opened := self._open.pop(sequence, None)) is None:
+                    continue
                 opened.num_open -= 1
                 if not opened.num_open:
                     done.append(self._answered(opened))

@@ -168,9 +168,11 @@ class _Parts:
         limit = self.options.max_thinking_tokens
         return limit is not None and self.num_inside >= limit
 
+    def take_parts(self) -> tuple[str, str]:
+        return self.thoughts.take() if self.thoughts is not None else "", self.content.take()
+
     def take(self) -> str:
-        thoughts = self.thoughts.take() if self.thoughts is not None else ""
-        content = self.content.take()
+        thoughts, content = self.take_parts()
         if self.thoughts is not None and content and not self._shown:
             self._shown = True
             return f"{thoughts}\n\n{content}"
@@ -261,6 +263,10 @@ class ThinkStream:
         """What may be shown and was not taken: the reasoning, an empty line, the content."""
         # What comes first may still turn out to be a mark.
         return "" if self._part is _Part.START else self._parts.take()
+
+    def take_parts(self) -> tuple[str, str]:
+        """The same as reasoning and content."""
+        return ("", "") if self._part is _Part.START else self._parts.take_parts()
 
     def _start(self, token_id: int) -> None:
         if token_id == self._marks.begin_id:
@@ -391,6 +397,9 @@ class HarmonyStream:
 
     def take(self) -> str:
         return self._parts.take()
+
+    def take_parts(self) -> tuple[str, str]:
+        return self._parts.take_parts()
 
     @property
     def _is_reasoning(self) -> bool:

@@ -342,3 +342,88 @@ def test_a_row_with_broken_logits_fails_alone() -> None:
     assert [sequence.finish_reason for sequence in sequences] == ["length", "error", "length"]
     assert len(sequences[1].output_ids) == 2
     assert sequences[0].output_ids == alone([8], 6)
+
+
+row = st.tuples(prompts, st.integers(1, 12), st.integers(1, 3))
+arrivals = st.lists(st.tuples(st.integers(0, 25), st.booleans(), row), min_size=1, max_size=12)
+
+
+@given(arrivals, st.integers(8, 30), st.integers(1, 24), st.integers(1, 12), st.sampled_from([0, 3, 40]))
+@settings(max_examples=60, deadline=None)
+def test_tokens_do_not_depend_on_interactive_sequences_beside_them(
+    rows: list[tuple[int, bool, tuple[list[int], int, int]]],
+    blocks: int,
+    tokens_per_pass: int,
+    max_sequences: int,
+    parked: int,
+) -> None:
+    engine = make_engine(blocks, PassLimits(tokens_per_pass, max_sequences), parked, windowed=4)
+    coming, samples, passes = sorted(rows, key=lambda each: each[0]), [], 0
+    limit = 200 + 50 * sum((len(prompt) + count) * number for _, _, (prompt, count, number) in rows)
+    while coming or engine.busy:
+        while coming and coming[0][0] <= passes:
+            _, interactive, (prompt, count, number) = coming.pop(0)
+            first, *forks = [Sequence(prompt, SamplingParams(count), interactive=interactive) for _ in range(number)]
+            first.forks = forks
+            samples.append(([first, *forks], prompt, count))
+            engine.add(first)
+        if engine.busy:
+            engine.step()
+        passes += 1
+        kinds = [sequence.interactive for sequence in engine.scheduler.running]
+        assert kinds == sorted(kinds, reverse=True)
+        assert passes < limit, "the schedule does not end"
+    for sequences, prompt, count in samples:
+        for sequence in sequences:
+            assert sequence.output_ids == alone(prompt, count)
+
+
+def tokens_of(batch: Batch, interactive: bool) -> int:
+    return sum(chunk.count for chunk in batch.chunks if chunk.sequence.interactive == interactive)
+
+
+def test_interactive_sequences_take_the_next_pass_and_at_most_half_of_it() -> None:
+    """The cache, the slots and the tokens of every pass are taken when they come."""
+    engine = make_engine(40, PassLimits(16, 8))
+    rows = [Sequence([1 + index, 2, 3], SamplingParams(60)) for index in range(20)]
+    for sequence in rows:
+        engine.add(sequence)
+    for _ in range(4):
+        engine.step()
+    assert len(engine.scheduler.running) == 8
+    chats = [Sequence([40, index] * 2, SamplingParams(5), interactive=True) for index in range(2)]
+    long = Sequence([41] * 30, SamplingParams(5), interactive=True)
+    for chat in (*chats, long):
+        engine.add(chat)
+    engine.step()
+    assert [len(chat.output_ids) for chat in chats] == [1, 1], "the next pass has their first tokens"
+    for _ in range(40):
+        engine.step()
+        batch = engine.model.batches[-1]
+        assert tokens_of(batch, interactive=True) <= 8
+        assert any(not chunk.sequence.interactive for chunk in batch.chunks)
+    assert all(chat.finished for chat in (*chats, long))
+    assert long.output_ids == alone([41] * 30, 5)
+    for sequence in engine.run():
+        assert sequence.output_ids == alone(sequence.prompt_ids, 60)
+    assert all(sequence.finished for sequence in rows)
+
+
+def test_without_a_batch_interactive_sequences_have_every_slot() -> None:
+    engine = make_engine(60, PassLimits(16, 8))
+    for index in range(8):
+        engine.add(Sequence([index, 1], SamplingParams(3), interactive=True))
+    engine.step()
+    assert len(engine.model.batches[-1].sampling) == 8
+
+
+def test_one_that_is_dropped_leaves_its_blocks_to_others() -> None:
+    engine = make_engine(30, PassLimits(16, 4))
+    kept, *dropped = [Sequence([index, 1, 2], SamplingParams(9), interactive=index > 0) for index in range(6)]
+    for sequence in (kept, *dropped):
+        engine.add(sequence)
+    engine.step()
+    engine.scheduler.abort(lambda sequence: sequence in dropped)
+    assert (engine.scheduler.running, list(engine.scheduler.arriving)) == ([kept], [])
+    assert [sequence.output_ids for sequence in engine.run()] == [alone([0, 1, 2], 9)]
+    assert all(group.allocator.num_available == group.allocator.num_blocks for group in engine.scheduler.cache.groups)

@@ -1,0 +1,179 @@
+"""What stands before every route: keys, names of hosts, sizes and seconds. An ASGI middleware, and uvicorn's protocol
+with limits on the seconds that headers may take and that an answer may wait for its reader."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import ApiError
+from .limits import Limits
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Says nothing but that the server answers.
+_OPEN_PATHS = ("/health",)
+_UPLOADS = "/v1/files"
+
+
+class Gate:
+    """Refuses what no route should see, in the API's own shape."""
+
+    def __init__(self, app: App, key: str | None, limits: Limits) -> None:
+        """Without a key only this machine may ask, and no page of a browser."""
+        self._app = app
+        self._key = None if key is None else key.encode()
+        self._limits = limits
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._num_open += 1
+        guarded = _Guarded(scope, receive, send, self._limits)
+        try:
+            self._check(scope)
+            guarded.check_length()
+            await self._app(scope, guarded.receive, guarded.send)
+        except ApiError as error:
+            await guarded.refuse(error)
+        finally:
+            self._num_open -= 1
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if self._num_open > self._limits.requests:
+            raise ApiError(429, "too many requests are open; try again later", code="rate_limit_exceeded")
+        if self._key is None:
+            _refuse_other_hosts(headers)
+        elif scope["path"] not in _OPEN_PATHS:
+            self._check_key(headers.get(b"authorization", b""))
+
+    def _check_key(self, header: bytes) -> None:
+        kind, _, key = header.partition(b" ")
+        assert self._key is not None
+        # Compared whether or not the kind is right: the seconds say nothing of the key.
+        same = hmac.compare_digest(key.strip(), self._key)
+        if not same or kind.lower() != b"bearer":
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _refuse_other_hosts(headers: dict[bytes, bytes]) -> None:
+    """A page of another site that a browser on this machine shows may send requests here, also under its own name."""
+    hosts = [headers.get(b"host", b"").decode("latin-1")]
+    if origin := headers.get(b"origin", b"").decode("latin-1"):
+        hosts.append(origin.partition("://")[2])
+    for host in hosts:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if name.strip("[]") not in LOOPBACK:
+            raise ApiError(403, f"without an API key only this machine may ask; found {host[:64]!a}", code="forbidden")
+
+
+class _Guarded:
+    """One request: its body within bytes and seconds, and its answer taken in time."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        upload = scope["path"] == _UPLOADS and scope["method"] == "POST"
+        # A form has its boundaries beside the file.
+        self._most_nbytes = limits.upload_nbytes + (1 << 16) if upload else limits.body_nbytes
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._idle_seconds = limits.idle_seconds
+        seconds = limits.upload_seconds if upload else limits.body_seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._nbytes = 0
+        self._whole = False
+        self._answered = False
+
+    def check_length(self) -> None:
+        for name, value in self._scope["headers"]:
+            if name == b"content-length" and (not value.isdigit() or int(value[:20]) > self._most_nbytes):
+                raise self._too_large()
+
+    async def receive(self) -> Message:
+        if self._whole:
+            # Only the end of the connection comes.
+            return await self._receive()
+        left = self._deadline - asyncio.get_running_loop().time()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(0.0, min(self._idle_seconds, left)))
+        except TimeoutError:
+            raise ApiError(408, "the body came too slowly", code="timeout") from None
+        self._nbytes += len(message.get("body", b""))
+        if self._nbytes > self._most_nbytes:
+            raise self._too_large()
+        self._whole = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        self._answered = True
+        if message["type"] == "http.response.start" and not self._whole and message["status"] >= 400:
+            # What is left of the body is not read.
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        assert not self._answered
+        body = json.dumps(error.as_json()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._most_nbytes:,} bytes", code="request_too_large")
+
+
+def bounded_protocol(limits: Limits) -> type[H11Protocol]:
+    """uvicorn's protocol; a connection ends where headers are not complete in time, or nobody reads its answer."""
+
+    class BoundedProtocol(H11Protocol):
+        _headers: asyncio.TimerHandle | None = None
+        _reader: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._expect()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._expect()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._reader = self.loop.call_later(limits.idle_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._reader = _forget(self._reader)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._headers, self._reader = _forget(self._headers), _forget(self._reader)
+            super().connection_lost(exc)
+
+        def _expect(self) -> None:
+            if self.conn.their_state is not h11.IDLE:
+                self._headers = _forget(self._headers)
+            elif self._headers is None:
+                self._headers = self.loop.call_later(limits.header_seconds, self.transport.close)
+
+    return BoundedProtocol
+
+
+def _forget(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Cancels a timer; returns the one that is left, which is none."""
+    if timer is not None:
+        timer.cancel()
+    return None

@@ -1,0 +1,224 @@
+"""One request whose answer somebody waits for: its sequences in the engine, and what each pass adds to its answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..engine.sequence import Sequence
+from ..jobs.encode import Choices, RowEncoder
+from ..jobs.run import AnswerText, OpenRow, completion_of
+from ..loading.engine_loader import LoadedModel
+from ..rows.answer_formats import openai_answer
+from ..rows.failure import ErrorCode, InvalidRow, RowFailure
+from ..rows.row import Defaults, Endpoint, Row
+from ..rows.row_formats import RowBuilder, RowPosition
+from ..rows.strict_json import parse_object
+from ..sampling.model_defaults import model_defaults
+from ..sampling.params import FinishReason
+from ..text.stream import TextStream
+from .errors import ApiError, of_failure, refused
+from .files import new_id
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that does not change any more of one choice."""
+
+    index: int
+    reasoning: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The whole answer: the body of OpenAI's response."""
+
+    body: dict[str, Any]
+
+
+Event = Piece | Finished | ApiError
+TokenText = Callable[[int], tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How an answer is delivered: in pieces or whole, and whether its last piece counts tokens."""
+
+    stream: bool
+    usage: bool
+
+
+class LiveRequest:
+    """`advance` runs on the engine's thread; `cancel` may be called from any."""
+
+    def __init__(self, row: Row, opened: OpenRow, wanted: Wanted, model: str, token_text: TokenText) -> None:
+        self.row = row
+        self.opened = opened
+        self.wanted = wanted
+        self.model = model
+        self.created = int(time.time())
+        self.cancelled = False
+        self.emit: Callable[[Event], None] = lambda event: None
+        self._token_text = token_text
+        self._ended: set[int] = set()
+        # Calls of functions are found in the whole text.
+        self._in_pieces = wanted.stream and not row.tools
+
+    def cancel(self) -> None:
+        """Nobody waits any more; its sequences are dropped before the next pass."""
+        self.cancelled = True
+
+    def fail(self, error: ApiError) -> None:
+        self.emit(error)
+
+    def advance(self) -> bool:
+        """Emits what the last pass brought; returns whether the answer is complete."""
+        for index, (sequence, text) in enumerate(zip(self.opened.sequences, self.opened.texts, strict=True)):
+            if index not in self._ended:
+                self._advance(index, sequence, text)
+        if len(self._ended) < len(self.opened.sequences):
+            return False
+        self.emit(self._end())
+        return True
+
+    def _advance(self, index: int, sequence: Sequence, text: AnswerText) -> None:
+        if sequence.finished:
+            text.finish()
+            self._ended.add(index)
+        if self._in_pieces:
+            reasoning, content = ("", text.take()) if isinstance(text, TextStream) else text.take_parts()
+            if reasoning or content:
+                self.emit(Piece(index, reasoning, content))
+
+    def _end(self) -> Event:
+        sequences, row = self.opened.sequences, self.row
+        broken = next((each for each in sequences if each.finish_reason is FinishReason.ERROR), None)
+        if broken is not None:
+            return ApiError(500, broken.error, code=str(ErrorCode.NUMERICAL_ERROR))
+        completions = [completion_of(row, each, text) for each, text in zip(sequences, self.opened.texts, strict=True)]
+        answer = openai_answer(row, completions, self.model, self.created, self._token_text)
+        return Finished(answer["response"]["body"])
+
+
+class RequestReader:
+    """Bodies of requests to sequences; from any thread, one after the other."""
+
+    def __init__(self, loaded: LoadedModel, model: str, max_tokens: int, seed: int) -> None:
+        """`max_tokens` and `seed` are for requests that do not say; `model` is the name that answers carry."""
+        shape, tokenizer = loaded.source.shape, loaded.tokenizer
+        self._model = model
+        self._max_tokens = max_tokens
+        self._longest = loaded.longest
+        self._lock = threading.Lock()
+        self._tokenizer = tokenizer
+        self._encoder = RowEncoder(tokenizer, shape.vocab, shape.context, loaded.longest)
+        self._builder = RowBuilder(Defaults(seed=seed, **model_defaults(loaded.source.folder).values))
+
+    def open(self, data: bytes, endpoint: Endpoint) -> LiveRequest:
+        """Raises ApiError."""
+        try:
+            body = parse_object(data)
+            wanted = _wanted(body)
+            row = self._row(body, endpoint)
+        except InvalidRow as error:
+            raise of_failure(error.failure) from None
+        with self._lock:
+            choices = self._encoder.encode(row)
+            if isinstance(choices, RowFailure):
+                raise of_failure(choices)
+            if not _says_how_long(body):
+                choices = self._as_long_as_fits(choices, row)
+            opened = OpenRow.start(row, choices, self._encoder)
+        for sequence in opened.sequences:
+            sequence.interactive = True
+        return LiveRequest(row, opened, wanted, self._model, self._tokenizer.token_text)
+
+    def _row(self, body: Mapping[str, Any], endpoint: Endpoint) -> Row:
+        fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        if not _says_how_long(body):
+            fields["max_tokens"] = max(1, fields["min_tokens"]) if type(fields.get("min_tokens")) is int else 1
+        return self._builder.build(fields, endpoint, RowPosition(0, 1, new_id("")))
+
+    def _as_long_as_fits(self, choices: Choices, row: Row) -> Choices:
+        longest = max(len(token_ids) for token_ids, _ in choices)
+        most = max(row.params.max_tokens, min(self._max_tokens, self._longest - longest))
+        return [(token_ids, replace(params, max_tokens=most)) for token_ids, params in choices]
+
+
+def _says_how_long(body: Mapping[str, Any]) -> bool:
+    return body.get("max_tokens") is not None or body.get("max_completion_tokens") is not None
+
+
+def _wanted(body: Mapping[str, Any]) -> Wanted:
+    stream, options = body.get("stream") or False, body.get("stream_options") or {}
+    if not isinstance(stream, bool):
+        raise refused("stream must be true or false", "stream", "invalid_type")
+    if not isinstance(options, dict):
+        raise refused("stream_options must be an object", "stream_options", "invalid_type")
+    if stream and body.get("logprobs") is not None and body["logprobs"] is not False:
+        raise refused(
+            "logprobs of a stream are not supported; leave out one of both", "logprobs", "unsupported_parameter"
+        )
+    return Wanted(stream, options.get("include_usage") is True)
+
+
+def chunks(live: LiveRequest, event: Piece | Finished) -> list[dict[str, Any]]:
+    """The objects of OpenAI's stream that an event becomes."""
+    if isinstance(event, Piece):
+        return [_chunk(live, [_delta(live, event.index, event.reasoning, event.content)])]
+    choices = [_last(live, choice) for choice in event.body["choices"]]
+    ended = [_chunk(live, choices)]
+    return [*ended, {**_chunk(live, []), "usage": event.body["usage"]}] if live.wanted.usage else ended
+
+
+def first_chunk(live: LiveRequest) -> dict[str, Any] | None:
+    """What a chat's stream begins with."""
+    if live.row.endpoint is not Endpoint.CHAT:
+        return None
+    choices = range(len(live.opened.sequences))
+    delta = {"role": "assistant", "content": ""}
+    return _chunk(
+        live, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in choices]
+    )
+
+
+def _chunk(live: LiveRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    chat = live.row.endpoint is Endpoint.CHAT
+    return {
+        "id": ("chatcmpl-" if chat else "cmpl-") + live.row.id,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": live.created,
+        "model": live.model,
+        "choices": choices,
+    }
+
+
+def _delta(live: LiveRequest, index: int, reasoning: str, content: str) -> dict[str, Any]:
+    if live.row.endpoint is not Endpoint.CHAT:
+        return {"index": index, "text": content, "logprobs": None, "finish_reason": None}
+    delta = {"content": content} if content else {}
+    delta |= {"reasoning_content": reasoning} if reasoning else {}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _last(live: LiveRequest, choice: dict[str, Any]) -> dict[str, Any]:
+    """The end of one choice; of an answer that may call functions it is all of it."""
+    ended = {**_delta(live, choice["index"], "", ""), "finish_reason": choice["finish_reason"]}
+    if live.row.tools:
+        message = choice["message"]
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+        ended["delta"] = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
+    return ended
+
+
+def as_event(content: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"
