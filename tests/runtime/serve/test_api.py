@@ -111,7 +111,7 @@ def test_a_file_that_is_none_fails_its_batch(client: OpenAI, text: str, url: str
 def test_chats_are_answered_beside_a_batch_whole_and_in_pieces(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": "any", "messages": QUESTION, "max_tokens": 20, "temperature": 0}
     alone = client.chat.completions.create(**asked)
-    batch = begin(client, completions(60, 120))
+    batch = begin(client, completions(40, 60))
     polled(client, batch, "in_progress")
     beside = client.chat.completions.create(**asked)
     assert beside.choices[0].message.content == alone.choices[0].message.content
@@ -124,8 +124,8 @@ def test_chats_are_answered_beside_a_batch_whole_and_in_pieces(client: OpenAI) -
     assert pieces[-1].usage == alone.usage
     assert client.batches.retrieve(batch.id).status == "in_progress", "the batch was to run beside"
     done = polled(client, batch)
-    assert done.request_counts.to_dict() == {"total": 60, "completed": 60, "failed": 0}
-    assert len(content(client, done.output_file_id)) == 60
+    assert done.request_counts.to_dict() == {"total": 40, "completed": 40, "failed": 0}
+    assert len(content(client, done.output_file_id)) == 40
 
 
 def test_completions_have_several_samples_whole_and_in_pieces(client: OpenAI) -> None:

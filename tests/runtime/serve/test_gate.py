@@ -1,5 +1,6 @@
 """What stands before the routes, with nothing behind it: keys, hosts, sizes, and clients that are slow on purpose."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -24,7 +25,7 @@ KEY = "a key of many characters"
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers the number of bytes of the body; behind /large it sends without end."""
+    """Answers the number of bytes of the body; behind /large it sends 64 MB."""
     nbytes, more = 0, True
     try:
         while more:
@@ -35,8 +36,10 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": json.dumps(error.as_json()).encode()})
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    while scope["path"] == "/large":
+    for _ in range(1000 if scope["path"] == "/large" else 0):
         await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        # What is sent to a client that has gone does not wait.
+        await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b"%d" % nbytes})
 
 
