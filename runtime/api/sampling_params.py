@@ -29,6 +29,8 @@ class SamplingParams:
     - `ignore_eos`: continue past the model's end token, to `max_tokens`.
     - `logprobs`: this many of the likeliest tokens, 0 to 20, are reported for every token; None reports nothing.
     - `prompt_logprobs`: the same for the tokens of the prompt, behind its first one.
+    - `logprob_start_len`: with `prompt_logprobs`, the position of the first token that is reported; what comes before
+      it may come from the prefix cache.
     - `response_format`: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": {...}}}` as in
       OpenAI's API: answers are JSON of that form. Needs the extra `json` (docs/how-to-batches.md).
 
@@ -50,6 +52,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
     response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -57,11 +57,12 @@ class Clock:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """The log-probabilities of a prompt's second token and those behind it, as far as passes computed them.
+    """The log-probabilities of a prompt's tokens from position `start` on, at least 1, as far as passes computed them.
 
     The samples of one prompt share it. `broken` says that some logits were not finite.
     """
 
+    start: int = 1
     tokens: list[TokenLogprob] = field(default_factory=list)
     broken: bool = False
 
@@ -70,7 +71,7 @@ class PromptLogprobs:
         from another sample."""
         if logprob is None:
             self.broken = True
-        elif position == len(self.tokens) + 1:
+        elif position == self.start + len(self.tokens):
             self.tokens.append(logprob)
 
 
@@ -108,7 +109,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = PromptLogprobs()
+            self.prompt_logprobs = PromptLogprobs(max(1, self.params.logprob_start_len))
         if self.params.penalised:
             self.history = TokenHistory(self.prompt_ids)
 
@@ -128,11 +129,12 @@ class Sequence:
     def unscored(self, begin: int, end: int) -> range:
         """The positions from `begin` to `end` whose logits are wanted for the log-probability of the next prompt token.
 
-        That of position p is the p-th that is reported, counted from 0.
+        Those of position p give that of the token at p + 1.
         """
         if self.prompt_logprobs is None:
             return range(0)
-        return range(max(begin, len(self.prompt_logprobs.tokens)), min(end, len(self.prompt_ids) - 1))
+        first = self.prompt_logprobs.start - 1 + len(self.prompt_logprobs.tokens)
+        return range(max(begin, first), min(end, len(self.prompt_ids) - 1))
 
     @property
     def num_shareable(self) -> int:

@@ -27,7 +27,7 @@ class Completion:
 
     Of a chat answer whose parts are known, `reasoning` is what came before the text, and `reasoning_tokens` counts it
     with its marks; `answered` is False where the text never began. `calls` are functions that the model calls.
-    `prompt_logprobs` are those of the prompt's second token and the ones behind it, if the row asks for them.
+    `prompt_logprobs` are those of the prompt's last tokens, all but the first unless the row asks for fewer.
     """
 
     text: str
@@ -86,7 +86,7 @@ def openai_answer(
         "usage": usage(completions, row.num_samples),
     }
     if chat:
-        body |= _prompt_logprobs(completions[0], token_text)
+        body |= _prompt_logprobs(row, completions[0], token_text)
     if row.metadata is not None:
         body["metadata"] = row.metadata
     return with_own(_line(row.id, 200, body), row.own)
@@ -142,14 +142,16 @@ def _choice(row: Row, index: int, completion: Completion, token_text: TokenText)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
-    return choice if chat else choice | _prompt_logprobs(completion, token_text)
+    return choice if chat else choice | _prompt_logprobs(row, completion, token_text)
 
 
-def _prompt_logprobs(completion: Completion, token_text: TokenText) -> dict[str, Any]:
-    """As vLLM writes them: null for the first token, then for each one it and the likeliest ones, by token id."""
+def _prompt_logprobs(row: Row, completion: Completion, token_text: TokenText) -> dict[str, Any]:
+    """As vLLM writes them: null for the first token, and for others that were not asked for, then for each one it and
+    the likeliest ones, by token id."""
     if completion.prompt_logprobs is None:
         return {}
-    found: list[dict[str, Any] | None] = [None]
+    start = min(max(1, row.params.logprob_start_len), completion.num_prompt_tokens)
+    found: list[dict[str, Any] | None] = [None] * start
     for token in completion.prompt_logprobs:
         by_id = {token.token_id: (token.logprob, token.rank)}
         for rank, (token_id, logprob) in enumerate(token.top, 1):
@@ -211,7 +213,7 @@ def short_answer(row: Row, completions: Sequence[Completion], token_text: TokenT
     """With n above 1 the choices are listed under `choices`, each as the single one would have been."""
     choices = [_short_choice(row, index, completion) for index, completion in enumerate(completions)]
     answer = choices[0] if row.num_samples == 1 else {"choices": choices}
-    beside = _prompt_logprobs(completions[0], token_text) | {"usage": usage(completions, row.num_samples)}
+    beside = _prompt_logprobs(row, completions[0], token_text) | {"usage": usage(completions, row.num_samples)}
     return with_own({"id": row.id} | answer | beside, row.own)
 
 

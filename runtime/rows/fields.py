@@ -396,6 +396,7 @@ FIELDS: Mapping[str, Mapping[Endpoint, Check]] = {
     "logprobs": {CHAT: flag, COMPLETION: Integer(LIMITS["logprobs"])},
     "top_logprobs": {CHAT: Integer(LIMITS["logprobs"])},
     "prompt_logprobs": _everywhere(prompt_logprobs),
+    "logprob_start_len": _everywhere(Integer(LIMITS["logprob_start_len"])),
     "logit_bias": _everywhere(logit_bias),
     "min_tokens": _everywhere(Integer(LIMITS["min_tokens"])),
     "response_format": _everywhere(response_format),

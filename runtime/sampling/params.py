@@ -14,8 +14,9 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filters off.
     `logprobs` is the number of alternatives reported per token; None reports no log-probabilities; `prompt_logprobs`
-    is the same for the prompt's tokens. `logit_bias` holds (token id, number added to its logit). Before `min_tokens`
-    no token ends the sequence. `max_thinking_tokens` bounds the reasoning of a chat answer, unless it is None.
+    is the same for the prompt's tokens from position `logprob_start_len` on. `logit_bias` holds (token id, number added
+    to its logit). Before `min_tokens` no token ends the sequence. `max_thinking_tokens` bounds the reasoning of a chat
+    answer, unless it is None.
     """
 
     max_tokens: int
@@ -32,6 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     max_thinking_tokens: int | None = None
@@ -77,6 +79,7 @@ LIMITS = MappingProxyType(
         "seed": Limit(0, _INT63),
         "logprobs": Limit(0, 20),
         "prompt_logprobs": Limit(0, 20),
+        "logprob_start_len": Limit(0, _INT63),
         "logit_bias": Limit(-100.0, 100.0),
         "min_tokens": Limit(0, _INT63),
         "max_thinking_tokens": Limit(0, _INT63),

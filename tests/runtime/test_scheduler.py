@@ -145,7 +145,7 @@ def test_every_prompt_token_is_scored_once_and_a_pass_has_logits_for_its_sequenc
     engine = make_engine(blocks, limits, parked, sharing, windowed=4)
     samples = []
     for index, (prompt, count, num_samples) in enumerate(rows):
-        params = SamplingParams(count, prompt_logprobs=2 if index % 2 else None)
+        params = SamplingParams(count, prompt_logprobs=2 if index % 2 else None, logprob_start_len=index // 2)
         first, *forks = [Sequence(prompt, params) for _ in range(num_samples)]
         for fork in forks:
             fork.prompt_logprobs = first.prompt_logprobs
@@ -157,13 +157,30 @@ def test_every_prompt_token_is_scored_once_and_a_pass_has_logits_for_its_sequenc
         for sequence in sequences:
             assert sequence.output_ids == alone(prompt, count)
             found = [] if sequence.prompt_logprobs is None else sequence.prompt_logprobs.tokens
-            wanted = [one_hot(prompt[:position]).log_softmax(-1) for position in range(1, len(prompt))]
-            assert [each.token_id for each in found] == (prompt[1:] if index % 2 else [])
+            start = max(1, index // 2)
+            wanted = [one_hot(prompt[:position]).log_softmax(-1) for position in range(start, len(prompt))]
+            assert [each.token_id for each in found] == (prompt[start:] if index % 2 else [])
             for each, row in zip(found, wanted, strict=bool(index % 2)):
                 assert each.logprob == pytest.approx(float(row[each.token_id]), abs=1e-5)
                 assert each.top[0][0] == int(row.argmax())
     for batch in engine.model.batches:
         assert len(batch.logit_rows) <= limits.live
+
+
+def test_what_comes_before_the_scored_tokens_is_taken_from_the_cache() -> None:
+    engine = make_engine(100, PassLimits(200, 8))
+    prompt = [5] * 40
+    first = Sequence(prompt, SamplingParams(1, prompt_logprobs=0, logprob_start_len=38))
+    other = Sequence([*prompt[:39], 6], SamplingParams(1, prompt_logprobs=0, logprob_start_len=38))
+    engine.add(first)
+    engine.add(other)
+    list(engine.run())
+    assert (
+        engine.scheduler.counts.prefix_hit_tokens
+        == 37 // engine.scheduler.cache.block * engine.scheduler.cache.block
+        > 0
+    )
+    assert [each.prompt_logprobs is not None and len(each.prompt_logprobs.tokens) for each in (first, other)] == [2, 2]
 
 
 def test_logits_of_a_prompt_that_are_not_finite_fail_its_sequences_and_no_other() -> None:
