@@ -16,10 +16,12 @@ from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.process import settle
 from .batch import batch
+from .bench import bench
 from .config import app as config
 from .demo import demo
 from .docs import docs
 from .doctor import doctor
+from .evaluate import evaluate
 from .jobs import app as jobs
 from .models import app as models
 from .options.configured_command import ConfiguredCommand
@@ -46,6 +48,8 @@ app.command(cls=ConfiguredCommand)(serve)
 app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
 app.command(cls=ConfiguredCommand)(doctor)
+app.command(cls=ConfiguredCommand)(bench)
+app.command("eval", cls=ConfiguredCommand)(evaluate)
 app.command()(demo)
 app.command()(report)
 app.add_typer(config, name="config")

@@ -22,6 +22,7 @@ from ..rows.row_formats import RowBuilder, RowPosition, line_id
 from ..sampling.model_defaults import model_defaults
 from ..sampling.params import FinishReason
 from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
+from ..text.tokenizer import Tokenizer
 from .batch import BatchProgress, batch_request, run_job
 from .generation import Generation, Request, progress_bar
 from .model import OpenModel, refuse_over_budget
@@ -94,6 +95,15 @@ class LLM:
     def max_model_len(self) -> int:
         """Tokens of the longest sequence, prompt and answer: what was asked for, or less where memory is short."""
         return self._engine.longest
+
+    @property
+    def name(self) -> str:
+        """The model, as it was asked for."""
+        return self._model
+
+    def get_tokenizer(self) -> Tokenizer:
+        """What turns texts into token ids and back: `encode`, `encode_chat`, `decode`."""
+        return self._opened.tokenizer
 
     @property
     def memory(self) -> MemoryLedger:
@@ -305,7 +315,8 @@ class LLM:
         if params.prompt_logprobs is None or scores is None:
             return RequestOutput(request.prompt, request.choices[0][0], outputs)
         scored = logprobs_by_id(scores.tokens, params.prompt_logprobs, token_text)
-        return RequestOutput(request.prompt, request.choices[0][0], outputs, [None, *scored])
+        before = [None] * min(scores.start, len(request.choices[0][0]))
+        return RequestOutput(request.prompt, request.choices[0][0], outputs, [*before, *scored])
 
 
 def workload_of(options: Mapping[str, Any], longest: int) -> Workload:

@@ -36,6 +36,8 @@ class Tokenizer:
     def __init__(self, folder: TokenizerFolder, now: datetime) -> None:
         """`now` is the date that templates get when they ask for it."""
         self.eos_token_ids = folder.eos_token_ids
+        self.chat_template = folder.template
+        self._special_tokens = folder.special_tokens
         self._backend = folder.backend
         self._controls = ControlTokens(folder.backend, folder.template or "", folder.unknown_id)
         self._encoder = Encoder(folder.backend, self._controls.ids)
@@ -82,6 +84,17 @@ class Tokenizer:
             return self._encoder.text(text)
         marks = Marks([text], spans, avoid="")
         return self._encoder.pieces(marks.pieces(marks.texts[0]), affixes=True)
+
+    def encode_verbatim(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text in which the names of control tokens are control tokens: for texts that a program wrote,
+        such as a rendered template, and not for those of people."""
+        check_text(text, "the text")
+        return self._encoder.text(text) if add_special_tokens else self._encoder.prompt(text)
+
+    def special_token_id(self, name: str) -> int | None:
+        """The id of `bos_token`, `eos_token` or another one that transformers has a name for; None without one."""
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(str(token))
 
     def encode_chat(
         self,

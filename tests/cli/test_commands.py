@@ -29,10 +29,18 @@ def good(rows_file: Callable[[Path, Rows], Path], tmp_path: Path) -> Path:
 
 
 def test_help_imports_no_torch() -> None:
-    for command in ([], ["batch"], ["run"], ["demo"], ["jobs"], ["jobs", "resume"], ["models"]):
+    for command in ([], ["batch"], ["run"], ["demo"], ["jobs"], ["jobs", "resume"], ["models"], ["bench"], ["eval"]):
         check = "import atexit; atexit.register(lambda: 'torch' in sys.modules and os._exit(99));"
         code = f"import os, sys; {check} sys.argv = ['moedge', *{command!r}, '--help']; " + CODE
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0, command
+
+
+def test_evaluation_without_lm_eval_names_the_line_that_installs_it(
+    cli: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert cli("eval", "a-model", "--tasks", "arc_easy") == 6
+    assert re.search(r"evaluation needs lm-eval, .* pip install .*'lm-eval>=[\d.]+'", capsys.readouterr().err)
 
 
 def test_a_batch_answers_rows_of_every_form(

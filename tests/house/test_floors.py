@@ -27,7 +27,7 @@ RUNTIME = [
     {"jobs", "doctor"},
     {"documents"},
     {"api", "reports"},
-    {"serve"},
+    {"serve", "evaluation"},
 ]
 MAX_FILES = 16
 MAX_FILE_LINES = 600

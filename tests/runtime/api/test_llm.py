@@ -191,6 +191,18 @@ def test_prompt_logprobs_are_those_of_the_models_softmax(model: Path, stock: Cal
         SamplingParams(prompt_logprobs=21)
 
 
+def test_a_prompt_is_scored_from_the_position_that_is_asked_for(llm: LLM) -> None:
+    """With positions before the first token, within the prompt, and behind it."""
+    prompt = token_prompts()[3]
+    starts = (0, 1, 41, 69, 70, 500)
+    params = [SamplingParams(max_tokens=1, prompt_logprobs=0, logprob_start_len=start) for start in starts]
+    whole, *others = (each.prompt_logprobs for each in llm.generate([prompt] * 6, params, progress=False))
+    assert whole is not None
+    assert others[0] == whole
+    for start, found in zip(starts[1:], others, strict=True):
+        assert found == [*[None] * min(start, 70), *whole[start:]]
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     [free] = llm.generate("Hello there", SamplingParams(max_tokens=12, ignore_eos=True), progress=False)
     text = free.outputs[0].text

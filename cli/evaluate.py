@@ -1,0 +1,102 @@
+"""`moedge eval`: tasks of lm-eval, answered within budgets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import options
+from .options.paths import own_file
+
+TASKS = Annotated[str, typer.Option("--tasks", metavar="NAME,NAME", help="Tasks or groups of lm-eval; * matches any.")]
+INCLUDE = Annotated[
+    Path | None,
+    typer.Option(
+        "--include-path",
+        exists=True,
+        file_okay=False,
+        help="A folder with further tasks (YAML); the code that they name is run.",
+    ),
+]
+LIMIT = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first documents of each task.")]
+FEWSHOT = Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Examples before each question.")]
+TEMPLATE = Annotated[
+    bool, typer.Option("--apply-chat-template", help="Prompts go through the model's chat template, as messages.")
+]
+LENGTH = Annotated[
+    int | None, typer.Option("--max-model-len", min=3, help="Most tokens of a sequence; 4096 if the context allows.")
+]
+JSON = Annotated[Path | None, typer.Option("--json", callback=own_file, help="Write lm-eval's results to this file.")]
+
+
+def evaluate(
+    model: options.MODEL,
+    tasks: TASKS,
+    include_path: INCLUDE = None,
+    limit: LIMIT = None,
+    num_fewshot: FEWSHOT = None,
+    apply_chat_template: TEMPLATE = False,
+    max_model_len: LENGTH = None,
+    dtype: options.DTYPE = options.DType.AUTO,
+    quant: options.QUANT = options.Quant.AUTO,
+    compute: options.COMPUTE = options.Arithmetic.AUTO,
+    kv: options.KV_FORMAT = options.KV.AUTO,
+    tokens_per_pass: options.TOKENS_PER_PASS = None,
+    max_sequences: options.MAX_SEQUENCES = None,
+    deterministic: options.DETERMINISTIC = False,
+    attention: options.ATTENTION = options.Attention.AUTO,
+    stream: options.STREAM = options.Stream.AUTO,
+    hold: options.HOLD = options.Hold.POPULAR,
+    seed: options.SEED = 0,
+    ram: options.RAM = "auto",
+    gpu_mem: options.GPU_MEM = "auto",
+    disk: options.DISK = "auto",
+    disk_dir: options.DISK_DIR = None,
+    as_json: JSON = None,
+) -> None:
+    """Evaluate a model on tasks of lm-eval (extra `eval`).
+
+    Every request of a task runs in one batch, within the budgets. lm-eval downloads data that is not here.
+    """
+    from ..runtime.settings.errors import MissingExtra
+
+    if find_spec("lm_eval") is None:
+        raise MissingExtra("evaluation needs lm-eval", "eval")
+    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir))
+    _evaluate(locals())
+
+
+def _evaluate(given: Mapping[str, Any]) -> None:
+    """`given` are the arguments of the command, by name."""
+    from rich.console import Console
+
+    from ..runtime.settings.stages import stage, watching
+    from ..runtime.source.model_source import open_source
+    from .views.progress import stages_on
+
+    tasks = [each.strip() for each in given["tasks"].split(",") if each.strip()]
+    with watching(stages_on(Console(stderr=True, highlight=False))):
+        with open_source(given["model"]):
+            # A model that is refused is refused before torch is imported.
+            pass
+        with stage("importing torch and lm-eval"):
+            from lm_eval.utils import make_table
+
+            from ..runtime.api.llm import LLM
+            from ..runtime.api.options import LLMOptions
+            from ..runtime.evaluation.harness import MoedgeLM, evaluate, task_manager
+
+            manager = task_manager(tasks, given["include_path"])
+        with LLM(given["model"], **{name: given[name] for name in LLMOptions.__annotations__ if name in given}) as llm:
+            asked = {name: given[name] for name in ("limit", "num_fewshot", "apply_chat_template")}
+            found = evaluate(MoedgeLM(llm), tasks, manager, **asked)
+    print(make_table(found))
+    if found.get("groups"):
+        print(make_table(found, "groups"))
+    if given["as_json"] is not None:
+        given["as_json"].write_text(json.dumps(found, indent=1, default=str) + "\n")
