@@ -77,7 +77,9 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
         special = self._tokenizer.special_token_id("eos_token")
         found = special if special is not None else next(iter(self._tokenizer.eos_token_ids), None)
         if found is None:
-            raise BadArgument("the tokenizer has no eos_token, which stands for an empty context; add one to it")
+            raise BadArgument(
+                "the tokenizer has no eos_token, which is needed in place of an empty context; add one to it"
+            )
         return found
 
     @property
@@ -189,14 +191,14 @@ def _score(output: RequestOutput, start: int) -> tuple[float, bool]:
     return sum(each.logprob for each in found), all(each.rank == 1 for each in found)
 
 
-def task_manager(tasks: Sequence[str], folder: Path | None = None) -> Any:
-    """lm-eval's tasks, and those of the YAML files below `folder`, whose code is run.
+def task_manager(tasks: Sequence[str], folder: Path | None = None, *, defaults: bool = True) -> Any:
+    """lm-eval's tasks, unless `defaults` is False, and those of the YAML files below `folder`, whose code is run.
 
     Raises BadArgument for one of `tasks` that is not among them.
     """
     from lm_eval.tasks import TaskManager
 
-    found = TaskManager(include_path=None if folder is None else str(folder))
+    found = TaskManager(include_path=None if folder is None else str(folder), include_defaults=defaults)
     if unknown := [task for task in tasks if not found.match_tasks([task])]:
         raise BadArgument(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists those that it has")
     return found

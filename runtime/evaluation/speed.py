@@ -32,7 +32,7 @@ SCHEMA = "moedge.bench/1"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Numbers of sequences that run together, one after the other, each of so many prompt and generated tokens."""
+    """Numbers of sequences that run together, one number after the other, and the tokens of each sequence."""
 
     sequences: Sequence[int] = (1, 8, 32)
     prompt_tokens: int = 128

@@ -66,7 +66,7 @@ def flag(value: Any, param: str) -> bool:
 
 
 def prompt_logprobs(value: Any, param: str) -> int | None:
-    """True asks for those of the prompt's own tokens, a number for alternatives to each."""
+    """True asks for those of the prompt's own tokens, a number for that many alternatives to each."""
     if isinstance(value, bool):
         return 0 if value else None
     return Integer(LIMITS["prompt_logprobs"])(value, param)
