@@ -77,9 +77,7 @@ class MoedgeLM(TemplateLM):  # type: ignore[misc]
         special = self._tokenizer.special_token_id("eos_token")
         found = special if special is not None else next(iter(self._tokenizer.eos_token_ids), None)
         if found is None:
-            raise BadArgument(
-                "the tokenizer has no eos_token, which is needed in place of an empty context; add one to it"
-            )
+            raise BadArgument("the tokenizer has no eos_token, which an empty context is replaced by; add one to it")
         return found
 
     @property
