@@ -13,6 +13,9 @@ import typer
 from .options import options
 from .options.paths import own_file
 
+# Requests that a document of a multiple choice task usually makes: what is planned for.
+_CHOICES = 4
+
 TASKS = Annotated[str, typer.Option("--tasks", metavar="NAME,NAME", help="Tasks or groups of lm-eval; * matches any.")]
 INCLUDE = Annotated[
     Path | None,
@@ -92,7 +95,10 @@ def _evaluate(given: Mapping[str, Any]) -> None:
             from ..runtime.evaluation.harness import MoedgeLM, evaluate, task_manager
 
             manager = task_manager(tasks, given["include_path"])
-        with LLM(given["model"], **{name: given[name] for name in LLMOptions.__annotations__ if name in given}) as llm:
+        loading = {name: given[name] for name in LLMOptions.__annotations__ if name in given}
+        if given["limit"] is not None:
+            loading["rows"] = _CHOICES * given["limit"] * len(tasks)
+        with LLM(given["model"], **loading) as llm:
             asked = {name: given[name] for name in ("limit", "num_fewshot", "apply_chat_template")}
             found = evaluate(MoedgeLM(llm), tasks, manager, **asked)
     print(make_table(found))
