@@ -59,7 +59,7 @@ def bench(
 
     The engine is loaded once, with the plan of a `moedge batch` of as many rows as the most sequences.
     """
-    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir))
+    options.say_device(gpu_mem)
     document = _measure(locals())
     from .views.bench_view import print_bench
 

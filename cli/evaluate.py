@@ -70,7 +70,7 @@ def evaluate(
 
     if find_spec("lm_eval") is None:
         raise MissingExtra("evaluation needs lm-eval", "eval")
-    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir))
+    options.say_device(gpu_mem)
     _evaluate(locals())
 
 

@@ -70,7 +70,7 @@ def serve(
         raise MissingExtra("moedge serve needs FastAPI, uvicorn and python-multipart", "serve")
     given = locals()
     engine = {name: given[name] for name in LLMOptions.__annotations__ if given.get(name) is not None}
-    options.say_device(options.budgets(ram, gpu_mem, disk, disk_dir))
+    options.say_device(gpu_mem)
     _serve(given, engine)
 
 
