@@ -19,7 +19,7 @@ from threading import Condition, Event, Thread
 from typing import NamedTuple, Self
 
 from ...offload.atomic_file import sync_folder
-from ..jobs.run import Growth
+from ..jobs.journal.record import Growth
 from ..plan.placement import Workload
 from ..rows.reader import Line, RowIndex
 from .document import Document, UnreadDocument

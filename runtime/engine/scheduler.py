@@ -292,7 +292,7 @@ class _Draft:
     def scored(self, sequence: Sequence, count: int, cut: int) -> int:
         """As many of a sequence's next `count` tokens as have rows of logits where its prompt is scored.
 
-        At least `cut`, if there are so many: with fewer, a prompt that is cut at multiples of it would never go on.
+        At least `cut`, if there are as many: with fewer, a prompt that is cut at multiples of it would never go on.
         """
         past = sequence.table.num_tokens
         scoring = sequence.unscored(past, past + count)

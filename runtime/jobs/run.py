@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
@@ -24,7 +24,7 @@ from ..text.stream import TextStream
 from ..text.tool_calls import FunctionCall, split_calls
 from .encode import Choices, RowEncoder
 from .journal.journal import CutRows, Journal
-from .journal.record import CutChoice, Done
+from .journal.record import CutChoice, Done, Growth
 from .journal.state import JobState
 
 # Rows that go into work with one record of the journal.
@@ -121,14 +121,6 @@ class FileRows:
         if not suspicion.condemned:
             return self._cut.longer(read)
         return read.failure(ErrorCode.WORKER_CRASHED, f"{suspicion}; it is not run again")
-
-
-class Growth(NamedTuple):
-    """An input that has grown, and is on disk: its rows, its bytes, and the sha256 of them, in hex."""
-
-    num_rows: int
-    nbytes: int
-    sha256: str
 
 
 class RowFeed(Protocol):

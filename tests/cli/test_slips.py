@@ -19,7 +19,7 @@ Cli = Callable[..., int]
 Rows = list[dict[str, Any]]
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
 # Options whose value is a file that must be there.
-READ = {"plan", "machine", "schema", "from_plan"}
+READ = {"include_path", "plan", "machine", "schema", "from_plan"}
 
 
 def commands(group: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -50,6 +50,8 @@ def path_options() -> list[Any]:
         needed = ["nothing" for each in command.params if each.param_type_name == "argument" and each.required]
         if name in (("batch",), ("docs",)):
             needed += ["-o", "fine.jsonl"]
+        if name == ("eval",):
+            needed += ["--tasks", "any"]
         for option in command.params:
             if option.param_type_name == "option" and takes_path(option):
                 found.append(pytest.param(name, option, needed, id=" ".join([*name, option.opts[0]])))
@@ -72,8 +74,10 @@ def test_every_option_that_takes_a_path_is_checked_before_work_begins(
     (tmp_path / "folder").mkdir()
     (tmp_path / "foreign.txt").write_text("mine")
     # A folder for prepared weights is made, with those above it.
-    folder = "dir" in option.name or option.name == "cache" or name == ("prepare",)
+    folder = "dir" in option.name or option.name in ("cache", "mirror") or name == ("prepare",)
     bad = ["foreign.txt/x"] if folder else ["missing/x", "folder"]
+    if option.name == "include_path":
+        bad = ["missing/x", "foreign.txt"]
     if option.name not in READ and (name, option.name) not in ((("batch",), "output"), (("docs",), "output")):
         bad.append("foreign.txt")
     for value in bad:

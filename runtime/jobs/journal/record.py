@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 VERSION = 2
 # The reason in the stop record of a job whose every row has its answer.
@@ -27,6 +27,14 @@ _DONE = re.compile(
     rb'"input":"([0-9a-f]{16})","outcome":(\{[a-z0-9_":,]*\}),"cut":(\d+),"nbytes":(\d+),"answer":'
 )
 _CHOICES = b',"choices":'
+
+
+class Growth(NamedTuple):
+    """An input that has grown, and is on disk: its rows, its bytes, and the sha256 of them, in hex."""
+
+    num_rows: int
+    nbytes: int
+    sha256: str
 
 
 class Kind(StrEnum):

@@ -125,7 +125,7 @@ def next_token(sequence: Sequence) -> int:
 
 
 def fake_source(name: str) -> Any:
-    shape = SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),))
+    shape = SimpleNamespace(vocab=256, context=CONTEXT, kv_groups=(KVGroup((0,), 1, 2, None),), layers=(), head=None)
     return SimpleNamespace(
         name=name, folder=Path("/nonexistent-model"), shape=shape, store=None, settle=lambda settings: settings
     )

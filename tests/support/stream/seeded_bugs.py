@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moedge.offload.stream.cuda_lane import CudaLane, Event
-from moedge.offload.stream.lane import Ring, Shard, Slot, SyncPoint
+from moedge.offload.stream.lane import Ring, Shard, ShardPart, Slot, SyncPoint
 from moedge.offload.stream.reader_lane import Fetch
 from moedge.offload.stream.staged_lane import Relay, StagedLane
 from moedge.offload.stream.stream import Arrival, ShardStream
@@ -311,9 +311,9 @@ class UsedOnlyAtOnce(ShardStream[Any]):
 class NoSkip(Ring):
     """what is skipped at the ring's end counts as free"""
 
-    def try_reserve(self, nbytes: int) -> Slot | None:
+    def try_reserve(self, nbytes: int, shift: int = 0) -> Slot | None:
         before = self._head if self._live else 0
-        slot = super().try_reserve(nbytes)
+        slot = super().try_reserve(nbytes, shift)
         if slot is not None and slot.offset < before:
             follows, taken = self._live[-2]
             self._live[-2] = (follows, taken - (self.capacity - before))
@@ -324,9 +324,9 @@ class NoSkip(Ring):
 class OneTooMany(Ring):
     """a slot is given while one page of it is still live"""
 
-    def try_reserve(self, nbytes: int) -> Slot | None:
+    def try_reserve(self, nbytes: int, shift: int = 0) -> Slot | None:
         self._taken -= self.alignment
-        slot = super().try_reserve(nbytes)
+        slot = super().try_reserve(nbytes, shift)
         self._taken += self.alignment
         return slot
 
@@ -349,9 +349,9 @@ class Unpadded(Ring):
 class NoWrap(Ring):
     """a slot may reach past the ring's end"""
 
-    def try_reserve(self, nbytes: int) -> Slot | None:
+    def try_reserve(self, nbytes: int, shift: int = 0) -> Slot | None:
         self.capacity += self.alignment
-        slot = super().try_reserve(nbytes)
+        slot = super().try_reserve(nbytes, shift)
         self.capacity -= self.alignment
         return slot
 
@@ -418,8 +418,8 @@ class NotJoined(Readers):
 class LateChunk(Readers):
     """the last chunk of a shard is read into the slot of the one before it"""
 
-    def _read(self, fetch: Fetch, begin: int, nbytes: int) -> None:
-        super()._read(fetch, max(0, begin - 8192), nbytes)
+    def _read(self, fetch: Fetch, chunk: ShardPart) -> None:
+        super()._read(fetch, chunk._replace(begin=max(0, chunk.begin - 8192)))
 
 
 class NoHostWait(StagedLane):
