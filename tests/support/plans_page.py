@@ -1,5 +1,7 @@
 """docs/plans.md: the planner's choices for well-known models on small GPUs; needs neither."""
 
+from functools import cache
+
 from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, LoadingRates, Machine, Overheads, PinLimit
 from moedge.runtime.plan.cost_model import CostModel
@@ -57,15 +59,27 @@ COLUMNS = (
 
 
 def page() -> str:
-    sections = [HEAD]
-    for name in CONFIGS:
-        shape = known_shape(name)
-        title = (
-            f"## {name}\n\n{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active.\n"
-        )
-        rows = [_row(size, question(name, size)) for size in SIZES]
-        sections.append("\n".join([title, _line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n")
-    return "\n".join(sections)
+    return "\n".join([HEAD, *map(section, CONFIGS)])
+
+
+def section(name: str) -> str:
+    shape = known_shape(name)
+    title = f"## {name}\n\n{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active.\n"
+    rows = [_row(size, found) for size, found in choices(name).items()]
+    return "\n".join([title, _line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n"
+
+
+@cache
+def choices(name: str) -> dict[int, PlanResult | DoesNotFit]:
+    """What the planner chooses on each GPU."""
+    return {size: _choice(question(name, size)) for size in SIZES}
+
+
+def _choice(asked: PlanRequest) -> PlanResult | DoesNotFit:
+    try:
+        return solve(asked)
+    except DoesNotFit as refusal:
+        return refusal
 
 
 def question(name: str, gib: int) -> PlanRequest:
@@ -77,11 +91,10 @@ def question(name: str, gib: int) -> PlanRequest:
     return PlanRequest(costs=costs, workload=JOB, budget=MemoryBudget(HOST, device))
 
 
-def _row(gib: int, asked: PlanRequest) -> str:
-    try:
-        return _line((f"{gib} GiB", *_cells(solve(asked))))
-    except DoesNotFit as refusal:
-        return _line((f"{gib} GiB", f"does not fit: {str(refusal).split(',')[0]}", *[""] * (len(COLUMNS) - 2)))
+def _row(gib: int, found: PlanResult | DoesNotFit) -> str:
+    if isinstance(found, DoesNotFit):
+        return _line((f"{gib} GiB", f"does not fit: {str(found).split(',')[0]}", *[""] * (len(COLUMNS) - 2)))
+    return _line((f"{gib} GiB", *_cells(found)))
 
 
 def _cells(choice: PlanResult) -> tuple[str, ...]:
