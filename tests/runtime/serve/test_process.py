@@ -120,8 +120,12 @@ def test_200_streams_beside_a_batch_are_complete_and_the_batch_loses_nothing(ser
             batch = client.batches.retrieve(batch_id)
         found = answers(client, batch)
         assert set(found) == set(map(str, range(300)))
-        # Deterministic: a stream says what the same row of the batch says.
-        assert all(found[str(index)].startswith(text) and text for index, text in enumerate(texts))
+        # Deterministic: a stream says what the same row of the batch says. Its last token may be a part of a character.
+        assert all(texts)
+        differing = [
+            index for index, text in enumerate(texts) if not found[str(index)].startswith(text.rstrip("\ufffd"))
+        ]
+        assert not differing, [(texts[index], found[str(index)]) for index in differing[:3]]
     assert server.code == 130
 
 
