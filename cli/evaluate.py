@@ -105,4 +105,6 @@ def _evaluate(given: Mapping[str, Any]) -> None:
     if found.get("groups"):
         print(make_table(found, "groups"))
     if given["as_json"] is not None:
-        given["as_json"].write_text(json.dumps(found, indent=1, default=str) + "\n")
+        # By its schema the next run knows the file, and replaces it.
+        marked = {"schema": "moedge.eval/1", **found}
+        given["as_json"].write_text(json.dumps(marked, indent=1, default=str) + "\n")

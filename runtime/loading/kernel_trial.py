@@ -49,7 +49,7 @@ def try_kernels(device: Device, needs: KernelNeeds) -> Gpu:
         del trials["experts"]
     if device.is_real:
         lacks |= {family: lack for family, lack in try_apart(device, needs, tuple(trials)).items() if lack}
-    for family in trials.keys() - lacks.keys():
+    for family in (family for family in trials if family not in lacks):
         lacks[family] = lack_of(trials[family])
         if lacks[family]:
             # Else the next CUDA call would report it.
