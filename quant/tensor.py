@@ -157,7 +157,7 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach 
         torch.set_num_threads(1)
         try:
             part = weight[rows]
-            if not _is_finite(part):
+            if not is_finite(part):
                 raise _not_finite(weight)
             codec.pack(part, packed.rows(rows))
         finally:
@@ -171,7 +171,7 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach 
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
-def _is_finite(part: Tensor) -> bool:
+def is_finite(part: Tensor) -> bool:
     """Whether no weight is NaN or infinite. Magnitudes of 16 bits are in the order of their bits, which is faster."""
     if part.dtype in _INFINITY:
         return bool(torch.bitwise_and(part.view(torch.int16), 0x7FFF).amax() < _INFINITY[part.dtype])

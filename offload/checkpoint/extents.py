@@ -12,7 +12,7 @@ from .checkpoint import Checkpoint
 
 # The first bytes of a run, by which it is looked up before all of its bytes are compared.
 _HEAD_NBYTES = 64
-_CHUNK_NBYTES = 1 << 20
+CHUNK_NBYTES = 1 << 20
 
 
 class TensorRun(NamedTuple):
@@ -48,8 +48,8 @@ class RunFinder:
         """Whether the first bytes of `data` are those of the run."""
         if run.nbytes > len(data):
             return False
-        for begin in range(0, run.nbytes, _CHUNK_NBYTES):
-            found = self._read(run, begin, min(_CHUNK_NBYTES, run.nbytes - begin))
+        for begin in range(0, run.nbytes, CHUNK_NBYTES):
+            found = self._read(run, begin, min(CHUNK_NBYTES, run.nbytes - begin))
             if not np.array_equal(found, np.frombuffer(data[begin : begin + len(found)], np.uint8)):
                 return False
         return True

@@ -133,7 +133,12 @@ SECONDS = 1.5
 
 def large_files(folder: Path, pattern: str = "*/*.safetensors") -> list[Path]:
     """The large files of `folder` whose path in it is as `pattern` says; none if they are too small in total."""
-    found = [path for path in folder.glob(pattern) if path.stat().st_size >= SMALLEST_FILE]
+    return large(folder.glob(pattern))
+
+
+def large(files: Iterable[Path]) -> list[Path]:
+    """The large ones of `files`; none if they are too small in total."""
+    found = [path for path in files if path.stat().st_size >= SMALLEST_FILE]
     return found if sum(path.stat().st_size for path in found) >= LEAST_NBYTES else []
 
 

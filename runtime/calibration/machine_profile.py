@@ -5,13 +5,13 @@ The only file that knows which measurements make up a profile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from ...offload.machine.disk import large_files, measure_cold_reads, measure_disk
+from ...offload.machine.disk import large, large_files, measure_cold_reads, measure_disk
 from ...offload.machine.hardware import Hardware, find_hardware, nearest_existing
 from ...offload.machine.link import measure_device_memory, measure_link, measure_pin_limit
 from ...offload.machine.profile import Disk, DiskRead, FlopRates, Machine, load_machine, saved_path, this_machine
@@ -29,8 +29,11 @@ def measure_machine(
     hardware: Hardware,
     measure_flop_s: Callable[[str], FlopRates] = lambda device: {},
     most_nbytes: int | None = None,
+    files: Sequence[Path] = (),
 ) -> Machine:
     """Takes about twenty seconds on an idle machine, and up to a GiB of disk space in `folder` meanwhile.
+
+    `files` are large ones, such as a checkpoint's; those on the disk of `folder` are read too.
 
     `most_nbytes`, at least 64 MiB, bounds the host memory that each measurement takes; the default is a quarter of the
     available memory. `measure_flop_s` is called with "cpu", and with "cuda" if there is a device.
@@ -42,7 +45,7 @@ def measure_machine(
     return Machine(
         hardware=hardware,
         memory_bytes_s=measure_memory(min(_BUFFER_NBYTES, budget)),
-        disk=_measure_disk(nearest_existing(folder)),
+        disk=_measure_disk(nearest_existing(folder), files),
         link=link,
         pin=measure_pin_limit(min(_PIN_NBYTES, budget)),
         flop_s=measure_flop_s("cpu"),
@@ -54,9 +57,12 @@ def measure_machine(
     )
 
 
-def _measure_disk(folder: Path) -> Disk | None:
-    disk = measure_disk(folder)
-    return disk and replace(disk, cold_bytes_s=measure_cold_reads(large_files(folder), disk.best_random))
+def _measure_disk(folder: Path, files: Sequence[Path]) -> Disk | None:
+    """What was just written may be in a cache of the storage that no option goes past: files that are older count too,
+    those of `folder`, or else `files` on the same disk."""
+    disk, device = measure_disk(folder), folder.stat().st_dev
+    older = large_files(folder) or large([path for path in files if path.stat().st_dev == device])
+    return disk and replace(disk, cold_bytes_s=measure_cold_reads(older, disk.best_random))
 
 
 # What loads a checkpoint: a few large reads side by side.
@@ -83,17 +89,20 @@ def saved_profile(folder: Path) -> Machine | None:
     return load_machine(find_hardware(folder), saved_path())
 
 
-def machine_profile(folder: Path, again: bool = False) -> Machine:
-    """The saved profile of this hardware and of the disk of `folder`, measured if there is none, or if `again`."""
-    return this_machine(folder, partial(_measure, folder), again)
+def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = ()) -> Machine:
+    """The saved profile of this hardware and of the disk of `folder`, measured if there is none, or if `again`.
+
+    `files` are large ones, such as a checkpoint's, which are read if they are on that disk.
+    """
+    return this_machine(folder, partial(_measure, folder, files), again)
 
 
-def _measure(folder: Path, hardware: Hardware) -> Machine:
+def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine:
     from .pass_rates import loading_rates, measure_overheads
 
     announcement = "measuring this machine once (about 20 s): plans need its speeds"
     with stage("measuring this machine", announcement=announcement):
-        machine = measure_machine(folder, hardware, measure_flop_s=_rates)
+        machine = measure_machine(folder, hardware, measure_flop_s=_rates, files=files)
         overheads, loading = measure_overheads(), loading_rates()
         profile = replace(machine, overheads=overheads, kernel_lacks=_kernel_lacks(), loading=loading)
     # What measuring has left free in the heap would count against the budget of the job that comes next.

@@ -88,11 +88,12 @@ class _Machine:
         profile = with_preset(preset, self.hardware, self.profile)
         return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
-    def measured(self, budgets: Budgets) -> _Machine:
-        """Measures the machine, in about twenty seconds."""
+    def measured(self, budgets: Budgets, weights: Path) -> _Machine:
+        """Measures the machine, in about twenty seconds, its disk by the files in the folder `weights` too."""
         from ..calibration.machine_profile import machine_profile
 
-        return replace(self, profile=machine_profile(budgets.disk_dir or default_root()))
+        files = sorted(weights.glob("*.safetensors"))
+        return replace(self, profile=machine_profile(budgets.disk_dir or default_root(), files=files))
 
     def costs(self, shape: ModelShape, settings: Settings, device: DeviceBudget | None) -> CostModel:
         """The cost model from its rates; with the rates of `device` if there is one."""
@@ -169,7 +170,7 @@ def plan_job(
     on_disk = _with_disk(budget, budgets, settings, located)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
     if machine.profile is None and result.prediction.total_s > LONG_SECONDS:
-        measured = machine.measured(budgets)
+        measured = machine.measured(budgets, source.weights)
         result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
     return result
 

@@ -108,10 +108,8 @@ def loading_cost(
         quantized = "int" in plan.kv
         return LoadingCost(kept / disk_bytes_s, 0.0, 0.0, rehearsed_s + (offsets_s if quantized else 0.0), 0)
     missing = 1 - min(1.0, there / store) if streams else 1.0
-    read_s = missing * checkpoint_nbytes(shape) / speeds.read_bytes_s
-    # Rates of converting and packing are of floats, also where the files hold fewer bits.
-    widened = missing * widened_nbytes(shape)
-    quantize_s = widened / speeds.convert_bytes_s + widened / speeds.packing(plan.quant)
+    named = streams and not copied_nbytes(shape, plan.quant, plan.dtype)
+    read_s, quantize_s = (missing * each for each in _making_s(shape, plan.quant, speeds, disk_bytes_s, named))
     if not streams:
         return LoadingCost(read_s, quantize_s, 0.0, rehearsed_s + (offsets_s if "int" in plan.kv else 0.0), 0)
     written = round(missing * copied_nbytes(shape, plan.quant, plan.dtype))
@@ -121,15 +119,27 @@ def loading_cost(
     return LoadingCost(read_s, quantize_s, written / speeds.write_bytes_s, rehearsed_s + offsets_s, written)
 
 
+def _making_s(
+    shape: ModelShape, quant: str, speeds: LoadingSpeeds, disk_bytes_s: float, named: bool
+) -> tuple[float, float]:
+    """Seconds of reading the checkpoint, and of packing its weights: none where they are `named` in their files, which
+    all threads read, for checksums."""
+    nbytes = checkpoint_nbytes(shape)
+    if named:
+        return nbytes / disk_bytes_s, 0.0
+    # Rates of converting and packing are of floats, also where the files hold fewer bits.
+    widened = widened_nbytes(shape)
+    return nbytes / speeds.read_bytes_s, widened / speeds.convert_bytes_s + widened / speeds.packing(quant)
+
+
 def least_loading_s(
     weights: WeightFootprint, streams: bool, speeds: LoadingSpeeds, disk_bytes_s: float, prepared: Prepared
 ) -> float:
     """No plan with these weights is predicted to load faster; `streams` where some are read from disk in every pass."""
     if prepared.is_model:
         return 0.0
-    widened = widened_nbytes(weights.shape)
-    packed_s = widened / speeds.convert_bytes_s + widened / speeds.packing(weights.quant)
-    seconds = checkpoint_nbytes(weights.shape) / speeds.read_bytes_s + packed_s
+    named = streams and not weights.copied_nbytes
+    seconds = sum(_making_s(weights.shape, weights.quant, speeds, disk_bytes_s, named))
     if not streams:
         return seconds
     store = weights.nbytes + resident_nbytes(weights.shape, weights.dtype)

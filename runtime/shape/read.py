@@ -41,6 +41,11 @@ def expert_index(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def with_expert_index(name: str, expert: int) -> str:
+    """The name of the same tensor of another expert, where a checkpoint keeps its experts apart."""
+    return _EXPERT.sub(lambda match: f"experts.{expert}.{match[2]}", name)
+
+
 def is_down(name: str) -> bool:
     """Whether a tensor of experts holds their last matrix."""
     return _DOWN.search(name) is not None

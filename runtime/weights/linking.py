@@ -1,7 +1,9 @@
 """Prepares a store that names extents of the checkpoint's own files where packing a weight left its bytes as they are.
 
-Every shard is made as for any other store and then looked for in the files, so what is named is equal, byte for byte,
-to what would have been copied. Knows no family: what transformers' conversions move or change is copied.
+A shard is made as for any other store and then looked for in the files, so what is named is equal, byte for byte, to
+what would have been copied. Of a layer's experts the first and the last are made; where both lie in the files in the
+same way, so do the others, whose bytes are only read, for checksums. Knows no family: what transformers' conversions
+move or change is copied.
 """
 
 from __future__ import annotations
@@ -11,20 +13,30 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ...offload.checkpoint.checkpoint import Checkpoint
-from ...offload.checkpoint.extents import RunFinder, TensorRun
+from ...offload.checkpoint.extents import CHUNK_NBYTES, RunFinder, TensorRun
 from ...offload.store.linked import LinkedPart, LinkedShard, LinkedTensor, SourceFile
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
-from ..shape.read import LAYER, expert_index
+from ...quant.matmul.matmul import ParallelMatmul
+from ...quant.tensor import SAFETENSORS_DTYPES, is_finite
+from ..shape.read import LAYER, expert_index, with_expert_index
 from ..shape.shards import LayerShards, ModelShards, ShardLayout
 
 
 class CannotLink(Exception):
     """Some experts of a layer lie in the files as they are packed, and others do not: all weights must be copied."""
+
+
+class ShardRun(NamedTuple):
+    """A run of a checkpoint that is the bytes of a shard from `begin` on."""
+
+    begin: int
+    run: TensorRun
 
 
 class Linker:
@@ -54,17 +66,38 @@ class Linker:
         """The tensors of one expert, and its part of those that are stacked."""
         return RunFinder(self._checkpoint, self._expert_runs(layer, expert, num_experts))
 
-    def find(self, layout: ShardLayout, shard: torch.Tensor, finder: RunFinder) -> LinkedShard | None:
-        """The parts of a packed shard, uint8 [layout.nbytes]; None where some of its bytes are not in the files."""
-        parts, crc, view = list[LinkedPart](), 0, shard.numpy().data
+    def find(self, layout: ShardLayout, shard: torch.Tensor, finder: RunFinder) -> list[ShardRun] | None:
+        """The runs of a packed shard, uint8 [layout.nbytes]; None where some of its bytes are not in the files."""
+        found, view = list[ShardRun](), shard.numpy().data
         for matrix in layout.matrices:
             for plane in matrix.layout.planes:
                 begin = matrix.offset + plane.offset
-                data = view[begin : begin + plane.nbytes]
-                if (runs := finder.find(data)) is None:
+                if (runs := finder.find(view[begin : begin + plane.nbytes])) is None:
                     return None
-                crc = zlib.crc32(data, crc)
-                parts += self._parts(begin, runs)
+                for run in runs:
+                    found.append(ShardRun(begin, run))
+                    begin += run.nbytes
+        return found
+
+    def of_expert(self, first: list[ShardRun], expert: int) -> list[ShardRun] | None:
+        """Where an expert lies if it lies as the first one of its layer does; None where there are no such tensors."""
+        found = [ShardRun(begin, self._moved(run, expert)) for begin, run in first]
+        return found if all(map(self._exists, found, first)) else None
+
+    def link(self, runs: list[ShardRun], shard: torch.Tensor | None = None) -> LinkedShard | None:
+        """The parts of a shard, with the checksum of its bytes: those of `shard`, or else of the files.
+
+        None where the files hold weights that are NaN or infinite.
+        """
+        crc = 0
+        for begin, run in runs:
+            if shard is None:
+                if (read := self._checksum(run, crc)) is None:
+                    return None
+                crc = read
+            else:
+                crc = zlib.crc32(shard.numpy().data[begin : begin + run.nbytes], crc)
+        parts = (part for begin, run in runs for part in self._parts(begin, [run]))
         return LinkedShard(crc, tuple(_joined(parts)))
 
     def find_resident(self, name: str, data: memoryview) -> LinkedShard | None:
@@ -76,6 +109,28 @@ class Linker:
             self._resident = RunFinder(self._checkpoint, map(self._whole, names))
         runs = self._resident.find(data) if len(data) else None
         return LinkedShard(zlib.crc32(data), tuple(_joined(self._parts(0, runs)))) if runs else None
+
+    def _moved(self, run: TensorRun, expert: int) -> TensorRun:
+        if expert_index(run.name) is None:
+            return run._replace(begin=run.begin + expert * run.nbytes)
+        return run._replace(name=with_expert_index(run.name, expert))
+
+    def _exists(self, found: ShardRun, first: ShardRun) -> bool:
+        entry, like = self._checkpoint.entries.get(found.run.name), self._checkpoint.entries[first.run.name]
+        same = entry is not None and (entry.dtype, entry.shape) == (like.dtype, like.shape)
+        return same and found.run.begin + found.run.nbytes <= like.nbytes
+
+    def _checksum(self, run: TensorRun, crc: int) -> int | None:
+        """Continues a checksum with the bytes of a run; None where some of its weights are NaN or infinite."""
+        dtype = SAFETENSORS_DTYPES[self._checkpoint.entries[run.name].dtype]
+        buffer = torch.empty(min(CHUNK_NBYTES, run.nbytes), dtype=torch.uint8)
+        for begin in range(0, run.nbytes, CHUNK_NBYTES):
+            read = buffer[: min(CHUNK_NBYTES, run.nbytes - begin)]
+            self._checkpoint.read_into(run.name, read.numpy().data, run.begin + begin)
+            if not is_finite(read.view(dtype)):
+                return None
+            crc = zlib.crc32(read.numpy().data, crc)
+        return crc
 
     def _dense_names(self, layer: int | None) -> list[str]:
         return [name for name in self._layers[layer] if expert_index(name) is None]
@@ -137,6 +192,9 @@ class LinkingLayerSink:
         self._opened = opened
         self._dense: LinkedShard | torch.Tensor | None = None
         self._experts: list[LinkedShard] = []
+        # Where the first expert lies in the files, and whether others were named after it.
+        self._first: list[ShardRun] = []
+        self._inferred = False
         self._file: LayerFile | None = None
         self._expert = torch.empty(shards.expert.nbytes if shards.expert else 0, dtype=torch.uint8)
 
@@ -145,7 +203,8 @@ class LinkingLayerSink:
         shard = torch.empty(self._shards.dense.nbytes, dtype=torch.uint8)
         yield shard
         if len(shard):
-            found = self._linker.find(self._shards.dense, shard, self._linker.dense(self._index))
+            runs = self._linker.find(self._shards.dense, shard, self._linker.dense(self._index))
+            found = runs and self._linker.link(runs, shard)
             self._dense = shard if found is None else found
 
     @contextmanager
@@ -154,9 +213,14 @@ class LinkingLayerSink:
         layout, count = self._shards.expert, self._shards.num_experts
         assert layout is not None
         copied = self._file is not None and not self._experts
-        found = None
+        runs, found = None, None
         if not copied:
-            found = self._linker.find(layout, self._expert, self._linker.expert(self._index, index, count))
+            runs = self._linker.find(layout, self._expert, self._linker.expert(self._index, index, count))
+            found = runs and self._linker.link(runs, self._expert)
+        if self._inferred and runs != self._linker.of_expert(self._first, index):
+            raise CannotLink(f"layer {self._index} expert {index} lies in the files otherwise than those before it")
+        if index == 0:
+            self._first = runs or []
         if self._file is None:
             self._file = self._begin(0 if found else count)
         if found is not None:
@@ -165,6 +229,25 @@ class LinkingLayerSink:
             raise CannotLink(f"layer {self._index} expert {index}")
         else:
             self._file.write_expert(index, self._expert.numpy().data)
+
+    def finds(self, experts: range, compute: ParallelMatmul) -> bool:
+        """Whether the experts lie in the files as the first one does, and are named there, read but not packed."""
+        if not self._first or experts.start == 0 or experts.stop == self._shards.num_experts:
+            return False
+        runs = {index: found for index in experts if (found := self._linker.of_expert(self._first, index))}
+        named: dict[int, LinkedShard | None] = {}
+
+        def name(index: int, _: object) -> None:
+            named[index] = self._linker.link(runs[index])
+
+        if len(runs) == len(experts):
+            compute.parallel_for(experts, name)
+        found = [shard for index in experts if (shard := named.get(index)) is not None]
+        if len(found) < len(experts):
+            return False
+        self._experts += found
+        self._inferred = True
+        return True
 
     def finish(self) -> None:
         """Names what was found, in the layer's file."""
@@ -219,8 +302,9 @@ class LinkingSink:
         if self._writer.has(HEAD_FILE):
             return
         assert self._shards.head is not None
-        found = self._linker.find(self._shards.head, shard, self._linker.dense(None))
-        if found is None:
+        runs = self._linker.find(self._shards.head, shard, self._linker.dense(None))
+        found = runs and self._linker.link(runs, shard)
+        if not found:
             self._limit(self._writer.nbytes_written + nbytes)
             self._writer.write_head(shard.numpy().data)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import sqrt
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -210,6 +210,14 @@ def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor, compu
     return pack_into(weight, matrix.layout, buffer, compute.for_each)
 
 
+def _windows(count: int, window: int, ends_apart: bool) -> Iterator[range]:
+    """All experts in order, at most `window` at a time; the first and the last alone if `ends_apart`."""
+    ends = min(1, count - 1) if ends_apart else 0
+    yield from (range(each, each + 1) for each in range(ends))
+    yield from (range(begin, min(begin + window, count - ends)) for begin in range(ends, count - ends, window))
+    yield from (range(each, each + 1) for each in range(count - ends, count))
+
+
 def _kept(layout: ShardLayout) -> dict[str, Layout]:
     return {matrix.name: matrix.layout for matrix in layout.matrices if matrix.kept}
 
@@ -220,6 +228,13 @@ class LayerSink(Protocol):
     def dense(self) -> AbstractContextManager[torch.Tensor]: ...
 
     def expert(self, index: int) -> AbstractContextManager[torch.Tensor]: ...
+
+
+@runtime_checkable
+class ExpertFinder(LayerSink, Protocol):
+    """A LayerSink for which experts between the first and the last need not be packed where it finds them itself."""
+
+    def finds(self, experts: range, compute: ParallelMatmul) -> bool: ...
 
 
 class ShardSink(Protocol):
@@ -291,11 +306,14 @@ class Preparation:
             return
         numel = sum(rows * cols for rows, cols in (matrix.layout.shape for matrix in layout.matrices))
         window = max(1, self._window_nbytes // (numel * self._model.dtype.itemsize))
-        for begin in range(0, count, window):
-            experts = range(begin, min(begin + window, count))
+        finder = sink if isinstance(sink, ExpertFinder) else None
+        for experts in _windows(count, window, finder is not None):
+            if finder and finder.finds(experts, self._compute):
+                advance(layout.nbytes * len(experts))
+                continue
             up, down = self._loader.load_experts(index, assembly.experts, assembly.up_name, experts, _kept(layout))
             for expert in experts:
-                weights = [up[expert - begin], down[expert - begin]]
+                weights = [up[expert - experts.start], down[expert - experts.start]]
                 with sink.expert(expert) as shard:
                     pack_shard(
                         f"layer {index} expert {expert}", layout, weights, shard, self._compute, self._measure_expert

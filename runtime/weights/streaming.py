@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -389,11 +391,27 @@ class StreamedWeights:
         return sum(stream.nbytes_from_files for stream in streams), to_device
 
 
+# Reads of shards side by side, whose checksums take as long as their bytes.
+_READERS = 4
+
+
 def fill_from_store(memory: WeightMemory, store: Store, advance: Advance = lambda nbytes: None) -> None:
     """Reads every shard that is kept in memory; `advance` gets the bytes of each. Raises BadStore for a damaged one."""
-    for key in (*memory.held, *memory.staged):
-        if not memory.nbytes(key):
-            continue
-        with memory.fill(key) as shard:
+    lock = Lock()
+
+    def fill(key: ShardKey) -> int:
+        # On their way to a device all shards take the same host memory.
+        with ExitStack() as opened:
+            if memory.device is not None:
+                opened.enter_context(lock)
+            shard = opened.enter_context(memory.fill(key))
             store.read_into(extent_of(store, key), shard.numpy().data, check=True)
-        advance(memory.nbytes(key))
+        return memory.nbytes(key)
+
+    keys = [key for key in (*memory.held, *memory.staged) if memory.nbytes(key)]
+    readers = ThreadPoolExecutor(_READERS if memory.device is None else 1)
+    try:
+        for nbytes in readers.map(fill, keys):
+            advance(nbytes)
+    finally:
+        readers.shutdown(cancel_futures=True)

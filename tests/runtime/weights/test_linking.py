@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.errors import BadStore
+from moedge.offload.errors import BadCheckpoint, BadStore
 from moedge.offload.store.manifest import MANIFEST, canonical, read_manifest
 from moedge.offload.store.shard_file import ShardExtent
 from moedge.offload.store.store import Store
@@ -17,6 +17,7 @@ from moedge.offload.stream.lane import StreamBroken
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.loading.prepare import FinishedStore, prepare, prepare_linked, store_for, store_path
+from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import budget_range, make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -24,6 +25,7 @@ from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import copied_nbytes
 from moedge.runtime.source.model_source import ModelSource, open_source
+from moedge.runtime.weights.linking import Linker
 
 JOB = Workload(2, 12)
 SETTINGS = Settings(dtype="fp32", quant="none", kv="fp32", tokens_per_pass=16, max_sequences=2, deterministic=True)
@@ -63,6 +65,48 @@ def test_a_linked_store_has_the_bytes_of_a_copy(
         assert shards_of(named) == shards_of(copy)
         if not copies:
             assert named.nbytes == 4096 * len(named.manifest.files), "headers alone"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_between_the_first_and_the_last_are_read_not_packed(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, load = [], CheckpointLoader.load_experts
+
+    def counting(self: CheckpointLoader, index: int, experts: object, up: str, which: range, kept: object) -> object:
+        packed.extend(which)
+        return load(self, index, experts, up, which, kept)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointLoader, "load_experts", counting)
+    with open_source(str(checkpoint(family))) as source:
+        linked(source, tmp_path / "store")
+        count = max(layer.experts.count for layer in source.shape.layers if layer.experts)
+    assert count > 2
+    assert set(packed) == {0, count - 1}
+
+
+def test_weights_between_the_first_and_the_last_expert_that_are_not_finite_are_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = own_copy(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    with open_source(str(folder)) as source:
+        store = linked(source, tmp_path / "store")
+    part = read_manifest(store / MANIFEST).files[1].linked["experts"].shards[2].parts[0]
+    for path in folder.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[part.offset : part.offset + 4] = b"\xff\xff\xff\x7f"
+        path.write_bytes(data)
+    with open_source(str(folder)) as source, pytest.raises(BadCheckpoint, match=r"expert 2.*NaN or infinite"):
+        linked(source, tmp_path / "again")
+
+
+def test_experts_that_lie_in_another_order_are_copied(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The last one shows that what holds for the first does not hold for all."""
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        of_expert = Linker.of_expert
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Linker, "of_expert", lambda self, first, expert: of_expert(self, first, max(0, expert - 1)))
+            assert prepare_linked(source, tmp_path / "store", "none", "fp32", Budgets()) is None
 
 
 def streaming_plan(source: ModelSource) -> Plan:
@@ -116,8 +160,9 @@ def test_files_that_changed_are_noticed(checkpoint: Callable[[str], Path], tmp_p
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
         with pytest.raises(BadStore, match=r"changed after its checksums were taken: .*`moedge models rm`"):
             Store.open(store)
-        expert = read_manifest(store / MANIFEST).files[1].linked["experts"].shards[3].parts[0]
-        data[expert.offset] ^= 1
+        # All of a layer's: which of them a pass wants is not what is tested.
+        for expert in read_manifest(store / MANIFEST).files[1].linked["experts"].shards:
+            data[expert.parts[0].offset] ^= 1
         weights.write_bytes(data)
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
         with pytest.raises((BadStore, StreamBroken), match="download the checkpoint again"):
