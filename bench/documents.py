@@ -4,7 +4,7 @@
     python -m bench.documents memory --model models/toy [--files 300 30000]
 
 `speed` asks about a folder of PDF, DOCX, PPTX, XLSX, HTML, mail and text with `moedge docs`, then again with what was
-read in the cache, then the same prompts as a file with `moedge batch`: tokens per second of passes as a share of the last.
+read in the cache, then the same prompts as a file with `moedge batch`, whose tokens per second are the whole.
 `memory` asks about folders of small text files with one output token each: the peak resident memory of the command, and
 of it with all processes that it started, sampled every 50 ms.
 """
@@ -114,7 +114,9 @@ def speed(options: argparse.Namespace, root: Path) -> None:
     (rows,) = (root / "a.job" / "rounds").glob("*/0001.jsonl")
     alone = numbers(moedge("batch", options.model, rows, "-o", root / "c.jsonl", *common), root / "c.json")
     runs["the same prompts as a file"] = alone
-    print(f"{'':28} {'rows':>5} {'tok/s':>7} {'share':>7} {'no row':>7} {'seqs':>5} {'passes s':>9} {'wall s':>7}")
+    print(
+        f"{'':28} {'rows':>5} {'tok/s':>7} {'share':>7} {'no row':>7} {'seqs':>5} {'passes':>7} {'s':>6} {'wall s':>7}"
+    )
     for name, found in runs.items():
         generate, waited = found["seconds"]["generate"], found["stalls"]["rows"]
         rate = found["throughput"]["generated_tok_s"]
@@ -122,10 +124,10 @@ def speed(options: argparse.Namespace, root: Path) -> None:
             rate / alone["throughput"]["generated_tok_s"],
             "" if waited is None else f"{waited / generate:.1%}",
         )
-        sequences = found["passes"]["sequences_mean"]
+        passes = found["passes"]
         print(
-            f"{name:28} {found['rows']['total']:5} {rate:7.1f} {share:7.1%} {stalled:>7} {sequences:5.1f} "
-            f"{generate:9.1f} {found['wall']:7.1f}"
+            f"{name:28} {found['rows']['total']:4} {rate:7.1f} {share:7.1%} {stalled:>7} "
+            f"{passes['sequences_mean']:6.1f} {passes['count']:7} {generate:9.1f} {found['wall']:7.1f}"
         )
 
 

@@ -194,7 +194,7 @@ _WHOLE = (ExitCode.OK, ExitCode.SOME_ROWS_FAILED)
 def _wanted(yes: bool, shown: bool) -> bool:
     """Whether the whole folder follows its sample; somebody is asked only where they can see and answer it."""
     asked = shown and sys.stdin.isatty() and sys.stderr.isatty()
-    return yes or (asked and typer.confirm("Answer the whole folder now?", default=False, err=True))
+    return yes or (asked and typer.confirm("Answer the whole folder now?", default=True, err=True))
 
 
 def _print(question: Question) -> None:
