@@ -260,15 +260,23 @@ def test_scripts_get_events_a_summary_and_failed_rows_run_again(passes: Hook, sa
     summary = json.loads((tmp_path / "run.json").read_text())
     assert (summary["totals"]["answered"], summary["totals"]["failed"]["numerical_error"]) == (9, 1)
     assert sum(each["rows"]["total"] for each in summary["rounds"]) == 10
-    code, lines = said("-o", "out.jsonl", "--schema", "invoice.schema.json")
-    assert "The same command with --failed runs them again." in lines
-    code, lines = said("-o", "out.jsonl", "--schema", "invoice.schema.json", "--failed")
+    assert "The same command with --failed runs them again." in said(*asked)[1]
+    code, lines = said(*asked, "--failed")
     assert code == 3
     assert_lines(lines, r"resuming round 1: 9 rows done, 1 to do", r"10 answers in out\.jsonl")
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["answer"]["total"] for row in answers] == [f"{number}0" for number in range(10)]
-    code, lines = said("-o", "out.jsonl", "--schema", "invoice.schema.json", "--failed", "--format", "json")
+    code, lines = said(*asked, "--failed", "--format", "json")
     assert [each["event"] for each in events(lines)] == ["folder", "read", "finished"]
+
+
+def test_commands_for_batches_refuse_a_job_over_documents(
+    passes: Hook, said: Said, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said("-o", "out.jsonl", "--schema", "invoice.schema.json")
+    for command in ("resume", "cancel", "rm", "export", "repair"):
+        assert cli("jobs", command, "out.jsonl") == 2
+        assert "out.jsonl is a job over documents: its `moedge docs` command resumes it" in capsys.readouterr().err
 
 
 def test_a_sample_for_a_script_is_one_event(passes: Hook, said: Said) -> None:
