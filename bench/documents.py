@@ -175,12 +175,12 @@ def memory(options: argparse.Namespace, root: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, files in (("speed", 96), ("memory", [300, 30_000])):
-        each = commands.add_parser(name)
+    speeds, memories = commands.add_parser("speed"), commands.add_parser("memory")
+    for each in (speeds, memories):
         each.add_argument("--model", required=True)
         each.add_argument("--ram", default="3GiB")
-        each.add_argument("--files", type=int, default=files, **({"nargs": "+"} if name == "memory" else {}))
-    speeds = commands.choices["speed"]
+    memories.add_argument("--files", type=int, nargs="+", default=[300, 30_000])
+    speeds.add_argument("--files", type=int, default=96)
     speeds.add_argument("--max-tokens", type=int, default=200)
     speeds.add_argument("--words", type=int, default=80, help="most words of a document; the fewest are half of it")
     options = parser.parse_args()

@@ -105,7 +105,7 @@ class DocumentsView(JobView, DocumentsObserver):
 
     def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
-        self._round, self._num_rows = int(checked.paths.out.name.split(".")[0]), found.num_rows
+        self._round = int(checked.paths.out.name.split(".")[0])
         if checked.claim.job_id is None:
             self._say(f"round {self._round}: {counted(found.num_rows, 'row')}")
         else:

@@ -247,9 +247,8 @@ def events(lines: list[str]) -> list[dict[str, Any]]:
 
 def test_scripts_get_events_a_summary_and_failed_rows_run_again(passes: Hook, said: Said, tmp_path: Path) -> None:
     passes.at, passes.happens = 5, not_a_number
-    code, lines = said(
-        "-o", "out.jsonl", "--schema", "invoice.schema.json", "--format", "json", "--summary", "run.json"
-    )
+    asked = ("-o", "out.jsonl", "--schema", "invoice.schema.json")
+    code, lines = said(*asked, "--format", "json", "--summary", "run.json")
     assert code == 3
     found = {each["event"]: each for each in events(lines)}
     assert found["folder"]["files"] == 12
