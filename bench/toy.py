@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "--model {model} --batches 1 2 --prompt 8 --new 3 --repeats 1 --ram {ram} --moedge none --products "
         "--transformers {transformers} --scratch {out} --record {out}/record.json",
     ),
+    "documents": (
+        "speed --model {model} --files 12 --max-tokens 4 --words 12",
+        "memory --model {model} --files 8",
+    ),
     "experts": (
         "bytes --model {model} --stores {out} --passes 2",
         "speed --model {model} --stores {out} --ram {ram} --sequences 2 --passes 2 --warm 1",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +31,9 @@ class Each(StrEnum):
     DOCUMENT, CHUNK = "document", "chunk"
 
 
+FAILED = Annotated[
+    bool, typer.Option("--failed", rich_help_panel=options.Panel.STOPPING, help="Run failed rows again.")
+]
 FOLDER = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder with the documents.")]
 OUTPUT = Annotated[
     Path,
@@ -106,6 +112,7 @@ TRY = Annotated[
     int | None,
     typer.Option("--try", metavar="N", min=1, help="Answer N documents of all types and sizes, and print them."),
 ]
+YES = Annotated[bool, typer.Option("--yes", "-y", help="After --try, answer the whole folder without a question.")]
 PRINT_PROMPT = Annotated[
     bool, typer.Option("--print-prompt", help="Print the prompts and the schema, to edit them, and do nothing.")
 ]
@@ -132,6 +139,7 @@ def docs(
     cache: CACHE = None,
     mirror: MIRROR = None,
     sample: TRY = None,
+    yes: YES = False,
     print_prompt: PRINT_PROMPT = False,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
@@ -151,8 +159,12 @@ def docs(
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,
+    failed: FAILED = False,
     accept_drift: options.ACCEPT_DRIFT = None,
+    summary: options.SUMMARY = None,
     progress: options.PROGRESS = options.Progress.AUTO,
+    output_format: options.FORMAT = options.Format.HUMAN,
+    verbose: options.VERBOSE = False,
     quiet: options.QUIET = False,
 ) -> None:
     """Ask a question about every document of a folder. Nothing leaves this machine.
@@ -160,7 +172,8 @@ def docs(
     The same command resumes a job that was stopped or killed, and answers only files that are new or changed. Files
     that cannot be read, and rows that fail, go to OUTPUT's name with .errors.jsonl.
     """
-    options.say_device(gpu_mem, not quiet and not print_prompt)
+    shown = output_format is options.Format.HUMAN and not quiet and not print_prompt
+    options.say_device(gpu_mem, shown)
     from ..runtime.api.documents import documents_request
     from .views.documents_view import DocumentsView
 
@@ -168,7 +181,20 @@ def docs(
     if print_prompt:
         _print(request.question)
         raise typer.Exit(ExitCode.OK)
-    raise typer.Exit(DocumentsView(progress, quiet).run_documents(request))
+    view = partial(DocumentsView, progress, quiet, output_format, verbose=verbose)
+    code = view().run_documents(request, summary)
+    if sample is not None and code in _WHOLE and _wanted(yes, shown):
+        code = view().run_documents(replace(request, sample=None), summary)
+    raise typer.Exit(code)
+
+
+_WHOLE = (ExitCode.OK, ExitCode.SOME_ROWS_FAILED)
+
+
+def _wanted(yes: bool, shown: bool) -> bool:
+    """Whether the whole folder follows its sample; somebody is asked only where they can see and answer it."""
+    asked = shown and sys.stdin.isatty() and sys.stderr.isatty()
+    return yes or (asked and typer.confirm("Answer the whole folder now?", default=True, err=True))
 
 
 def _print(question: Question) -> None:

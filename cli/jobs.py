@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,9 +14,27 @@ from .options import options
 from .options.configured_command import ConfiguredCommand
 from .options.paths import new_file
 
+if TYPE_CHECKING:
+    from ..runtime.jobs.folder import JobFolder
+
 app = typer.Typer(help="List, inspect, resume, cancel and export jobs.", no_args_is_help=True)
 JOB = Annotated[str, typer.Argument(metavar="JOB", help="Job id (or its beginning), job folder, or output file.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.")]
+
+
+def _batch_job(name: str) -> JobFolder:
+    """The folder of a batch job. Raises JobNotFound, and JobMismatch for a job over documents."""
+    from ..runtime.jobs.status import find_job
+    from ..runtime.reports.documents_job import find_documents
+    from ..runtime.settings.errors import JobMismatch
+
+    documents = find_documents(name)
+    if documents is not None:
+        raise JobMismatch(
+            f"{name} is a job over documents: its `moedge docs` command resumes it (--failed runs failed rows again), "
+            f"Ctrl-C stops it, and `rm -r {documents.path}` removes it"
+        )
+    return find_job(name)
 
 
 @app.command()
@@ -90,13 +108,12 @@ def resume(
     options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.jobs.journal.state import read_state
     from ..runtime.jobs.request import ResumeOptions, resumed
-    from ..runtime.jobs.status import find_job
     from ..runtime.jobs.stop import Limits
     from .views.job_view import JobView
 
     if cut != (max_tokens is not None):
         raise typer.BadParameter("--cut and --max-tokens go together: --cut --max-tokens 1024")
-    folder = find_job(job)
+    folder = _batch_job(job)
     request = replace(
         resumed(
             read_state(folder.journal).opened,
@@ -114,9 +131,8 @@ def resume(
 def cancel(job: JOB) -> None:
     """Stop a job after its current pass. Finished rows are kept; only `moedge jobs resume` continues it."""
     from ..runtime.jobs.status import cancel as cancel_job
-    from ..runtime.jobs.status import find_job
 
-    folder = find_job(job)
+    folder = _batch_job(job)
     print(f"{folder.path}: {cancel_job(folder)}")
 
 
@@ -126,9 +142,9 @@ def rm(
     force: Annotated[bool, typer.Option("--force", help="Also remove a job that is not finished.")] = False,
 ) -> None:
     """Remove the folder of a job. Its output files stay."""
-    from ..runtime.jobs.status import find_job, remove
+    from ..runtime.jobs.status import remove
 
-    print(remove(find_job(job), force))
+    print(remove(_batch_job(job), force))
 
 
 @app.command()
@@ -145,17 +161,17 @@ def export(
     ] = None,
 ) -> None:
     """Write all finished rows, answered or failed; works while the job runs."""
-    from ..runtime.jobs.status import export_now, find_job
+    from ..runtime.jobs.status import export_now
 
-    print(export_now(find_job(job), output))
+    print(export_now(_batch_job(job), output))
 
 
 @app.command()
 def repair(job: JOB) -> None:
     """Repair a damaged journal: intact answers are kept, the other rows are run again."""
-    from ..runtime.jobs.status import find_job, repair_journal
+    from ..runtime.jobs.status import repair_journal
     from ..runtime.settings.errors import counted
 
-    repaired = repair_journal(find_job(job))
+    repaired = repair_journal(_batch_job(job))
     kept, lost = counted(repaired.rows, "answer"), counted(repaired.lost, "record")
     print(f"kept {kept}, lost {lost}; the old journal is {repaired.damaged}")

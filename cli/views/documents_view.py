@@ -5,54 +5,78 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 from ...offload.budget import gib
 from ...offload.errors import ExitCode
 from ...runtime.api.documents import DocumentsEnded, DocumentsObserver, run_documents_job
 from ...runtime.documents.job import FolderReport
 from ...runtime.documents.request import DocumentsRequest
-from ...runtime.documents.table import Totals
+from ...runtime.documents.table import may_change
 from ...runtime.jobs.session import Checked
 from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import clock, duration, escape_controls
-from ..options.options import Progress
+from ...runtime.settings.stages import watching
+from ..options.options import Format, Progress
 from ..options.signals import Stopped
 from .job_view import JobView, prefix_cache, summary_table
+
+if TYPE_CHECKING:
+    from ...runtime.jobs.job import Running
 
 # Seconds between two lines while a folder is read.
 _EVERY_SECONDS = 10.0
 _MOST_KINDS = 8
+_AGAIN = "Start the same command again to continue."
 
 
 class DocumentsView(JobView, DocumentsObserver):
     """Runs a job over documents and reports it."""
 
-    def __init__(self, progress: Progress, quiet: bool) -> None:
-        super().__init__(progress, quiet)
+    def __init__(
+        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, *, verbose: bool = False
+    ) -> None:
+        super().__init__(progress, quiet, output_format, verbose=verbose)
         self._next_line = time.monotonic() + _EVERY_SECONDS
-        self._nbytes = 0
+        self._nbytes = self._round = 0
+        self._num_read = ""
 
-    def run_documents(self, request: DocumentsRequest) -> ExitCode:
+    def run_documents(self, request: DocumentsRequest, summary_path: Path | None = None) -> ExitCode:
         self._say("Everything stays on this machine.")
         begun = time.monotonic()
         with self._signals:
             try:
-                ended = run_documents_job(request, self)
+                with watching(self._stages()):
+                    ended = run_documents_job(request, self)
             except Stopped as stopped:
-                self._say("Stopped. Start the same command again to continue.")
+                where = f"after round {self._round}" if self._round else "before the first row started"
+                self._say(f"Stopped {where}{self._num_read}. Every answer is kept.")
+                self._say(_AGAIN)
+                self._events.emit("stopped", reason="signal", id=None, done=0)
                 return stopped.code
+            return self._report_documents(request, ended, summary_path, time.monotonic() - begun)
+
+    def _report_documents(
+        self, request: DocumentsRequest, ended: DocumentsEnded, summary_path: Path | None, seconds: float
+    ) -> ExitCode:
+        if summary_path is not None:
+            ended.write(summary_path)
         for each in ended.rounds:
             if each.summary.passes.count is not None:
-                self._console.print(summary_table(each.summary))
+                self._console.print(summary_table(each.summary, self._verbose))
                 self._say(f"prefix cache: {prefix_cache(each.summary)}")
                 if (waited := each.summary.stalls.rows) is not None:
                     self._say(f"capacity for rows, and none read yet: {duration(waited)}")
         if ended.sample:
-            self._say_sample(ended, time.monotonic() - begun)
+            self._say_sample(request, ended, seconds)
         return self._outcome(ended)
 
     def reading(self, done: int, total: int) -> None:
+        self._num_read = f", {done:,} of {counted(total, 'file')} read"
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _EVERY_SECONDS
             self._say(f"read {done:,} of {counted(total, 'file')}")
@@ -61,6 +85,9 @@ class DocumentsView(JobView, DocumentsObserver):
         self._nbytes = report.nbytes
         skipped = f"; skipped: {_kinds(report.skipped.items())}" if report.skipped else ""
         self._say(f"found {counted(report.num_files, 'file')}: {_kinds(report.suffixes.items())}{skipped}")
+        self._events.emit(
+            "folder", files=report.num_files, nbytes=report.nbytes, suffixes=report.suffixes, skipped=report.skipped
+        )
 
     def read(self, report: FolderReport) -> None:
         if report.unread:
@@ -71,28 +98,36 @@ class DocumentsView(JobView, DocumentsObserver):
             self._say(f"since the last run: {report.new:,} new, {report.changed:,} changed, {report.removed:,} removed")
         if report.split:
             self._say(f"{counted(report.split, 'document')} split into chunks")
+        self._events.emit(
+            "read", new=report.new, changed=report.changed, removed=report.removed, split=report.split,
+            errors=report.unread,
+        )  # fmt: skip
 
     def checked(self, checked: Checked) -> None:
         found, done = checked.preflight, checked.claim.num_done
-        resumed = f", {done:,} of them done" if done else ""
-        self._say(f"round {int(checked.paths.out.name.split('.')[0])}: {counted(found.num_rows, 'row')}{resumed}")
+        self._round = int(checked.paths.out.name.split(".")[0])
+        if checked.claim.job_id is None:
+            self._say(f"round {self._round}: {counted(found.num_rows, 'row')}")
+        else:
+            self._say(f"resuming round {self._round}: {counted(done, 'row')} done, {found.num_rows - done:,} to do")
+        self._events.emit("round", number=self._round, rows=found.num_rows, done=done)
 
-    def _say_sample(self, ended: DocumentsEnded, seconds: float) -> None:
-        for row in ended.sample:
+    def _say_sample(self, request: DocumentsRequest, ended: DocumentsEnded, seconds: float) -> None:
+        whole = ended.whole
+        self._events.emit("sample", rows=list(ended.sample), whole=None if whole is None else asdict(whole))
+        for row in () if self._events.wanted else ended.sample:
             error = row.get("error")
             text = f"{error['code']}: {error['message']}" if error else row.get("answer") or row.get("text")
             shown = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
             print(f"{escape_controls(row['id'])}\n  {escape_controls(shown)}")
-        if ended.whole is not None:
-            whole = ended.whole
+        self._say(_tried(request, ended, seconds))
+        if whole is not None:
+            until = "" if request.batch.limits.until is None else f" (--until {request.batch.limits.until})"
             self._say(
-                f"whole folder: about {counted(whole.rows, 'row')} with {whole.tokens:,} tokens, at most "
-                f"{duration(whole.seconds)} at the rate of this sample, ready {clock(whole.seconds)}"
+                f"whole folder, {ended.report.num_files:,} files with {gib(self._nbytes)}: about "
+                f"{counted(whole.rows, 'row')} with {whole.tokens:,} tokens, at most {duration(whole.seconds)} at the "
+                f"rate of this sample, ready {clock(whole.seconds)}{until}"
             )
-        self._say(
-            f"{counted(len(ended.sample), 'row')} tried in {duration(seconds)}, of {ended.report.num_files:,} files "
-            f"with {gib(self._nbytes)}; the same command without --try keeps them and answers the others"
-        )
 
     def _outcome(self, ended: DocumentsEnded) -> ExitCode:
         totals = ended.totals
@@ -100,34 +135,70 @@ class DocumentsView(JobView, DocumentsObserver):
             self._say("over budget: more memory was used than granted; see the peaks above")
             return ExitCode.GAVE_OUT
         if ended.reason is not None:
-            requested = self._signals.requested
-            why = "Interrupted" if requested is not None else f"Stopped ({ended.reason})"
-            self._say(
-                f"{why}: {counted(totals.answered, 'row')} in {ended.paths.partial}, {totals.pending:,} documents left."
-            )
-            self._say("Start the same command again to continue.")
-            return requested or ExitCode.STOPPED
+            return self._early(ended, ended.reason)
+        self._events.emit(
+            "finished", ok=totals.answered, failed=totals.num_failed, cut=totals.cut, output=str(ended.paths.out),
+            finish_reasons=totals.finish_reasons, errors=totals.failed,
+        )  # fmt: skip
         if not ended.sample:
             self._say(f"{counted(totals.answered, 'answer')} in {ended.paths.out}")
-        self._say_quality(totals)
+        self._say_quality(ended)
         if totals.num_failed:
-            self._say(
-                f"{counted(totals.num_failed, 'row')} failed: {_kinds(totals.failed.items())} ({ended.paths.errors})"
-            )
-            return ExitCode.SOME_ROWS_FAILED
-        return ExitCode.OK
+            where = "" if ended.sample else f" ({ended.paths.errors})"
+            self._say(f"{counted(totals.num_failed, 'row')} failed: {_kinds(totals.failed.items())}{where}")
+            if any(may_change(code) for code in totals.failed):
+                self._say("The same command with --failed runs them again.")
+        if not ended.sample:
+            self._say(f"a page about the job: moedge report {ended.paths.out}")
+        else:
+            self._say("The same command without --try keeps these answers, and answers the other documents.")
+        return ExitCode.SOME_ROWS_FAILED if totals.num_failed else ExitCode.OK
 
-    def _say_quality(self, totals: Totals) -> None:
+    def _early(self, ended: DocumentsEnded, reason: str) -> ExitCode:
+        """Counts every document: with its rows, without an answer, not read."""
+        totals, requested = ended.totals, self._signals.requested
+        why = "Interrupted" if requested is not None else f"Stopped ({reason})"
+        done_of = f"{totals.documents:,} of {counted(totals.documents + totals.pending, 'document')} done"
+        where = "" if ended.sample else f" ({ended.paths.partial})"
+        self._say(
+            f"{why}: {done_of}{where}; {totals.pending - totals.unread:,} without an answer, "
+            f"{totals.unread:,} not read yet."
+        )
+        self._say(_AGAIN)
+        job_id = ended.rounds[0].session.job_id if ended.rounds else None
+        self._events.emit("stopped", reason=reason, id=job_id, done=totals.answered + totals.num_failed)
+        return requested or ExitCode.STOPPED
+
+    def _say_failed(self, running: Running) -> None:
+        self._say(f"Failed in round {self._round}; every answer is kept in {running.session.folder.path}.")
+        self._say(_AGAIN)
+
+    def _say_quality(self, ended: DocumentsEnded) -> None:
+        totals = ended.totals
         if totals.cut:
             self._say(f"{counted(totals.cut, 'answer')} reached --max-tokens and may be cut")
         if totals.structured:
             rates = ", ".join(f"{name} {count / totals.structured:.1%}" for name, count in totals.filled.items())
-            self._say(f"fields filled: {rates or 'none'}")
+            low = f" (low: {', '.join(totals.low)})" if totals.low else ""
+            self._say(f"fields filled: {escape_controls(rates + low)}")
         elif totals.shortest:
             shortest = ", ".join(f"{escape_controls(name)} ({count})" for count, name in totals.shortest)
             self._say(f"shortest answers, in characters: {shortest}")
         if totals.quotes:
             self._say(f"{totals.quotes_found:,} of {counted(totals.quotes, 'quote')} found in their documents")
+
+
+def _tried(request: DocumentsRequest, ended: DocumentsEnded, seconds: float) -> str:
+    """`5 tried in 14 s: 4 valid against the schema, 184 tokens in a typical answer, 1 reached --max-tokens 256`."""
+    answered = [row for row in ended.sample if "error" not in row]
+    valid = sum(isinstance(row.get("answer"), dict) for row in answered)
+    parts = [f"{valid:,} valid against the schema" if request.question.schema else f"{len(answered):,} answered"]
+    if answered:
+        typical = median(row["usage"]["completion_tokens"] for row in answered)
+        parts.append(f"{typical:,.0f} tokens in a typical answer")
+    if ended.totals.cut:
+        parts.append(f"{ended.totals.cut:,} reached --max-tokens {request.batch.defaults.max_tokens}")
+    return f"{counted(len(ended.sample), 'row')} tried in {duration(seconds)}: {', '.join(parts)}"
 
 
 def _kinds(counts: Iterable[tuple[str, int]]) -> str:

@@ -211,9 +211,7 @@ class JobView(JobObserver):
                 yield
         except Exception:
             # The error itself is printed last, by the command.
-            session, rows = running.session, counted(self._num_rows, "row")
-            self._say(f"Failed: {session.num_confirmed:,} of {rows} done, and kept in {session.folder.path}.")
-            self._say(f"Resume with the same command, or: moedge jobs resume {session.job_id}")
+            self._say_failed(running)
             raise
 
     def after_pass(self, running: Running) -> str | None:
@@ -231,6 +229,11 @@ class JobView(JobObserver):
             return None
         self._say("Stopping after this pass... (Ctrl-C again to quit now)")
         return "signal"
+
+    def _say_failed(self, running: Running) -> None:
+        session, rows = running.session, counted(self._num_rows, "row")
+        self._say(f"Failed: {session.num_confirmed:,} of {rows} done, and kept in {session.folder.path}.")
+        self._say(f"Resume with the same command, or: moedge jobs resume {session.job_id}")
 
     def _say_size(self, measured: Measured) -> None:
         size, context = measured.size, measured.checked.source.shape.context

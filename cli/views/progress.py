@@ -69,7 +69,7 @@ def say(console: Console, text: str) -> None:
     console.print(fit(text, console.width if console.is_terminal else None), markup=False, soft_wrap=True)
 
 
-SCHEMA = "moedge.events/4"
+SCHEMA = "moedge.events/5"
 
 
 class Events:

@@ -222,6 +222,7 @@ def request_of(
         resume=ResumeOptions(
             drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
             overwrite=options.get("overwrite", False),
+            failed=options.get("failed", False),
         ),
         follow=options.get("partial", False),
         plan=None if plan is None else Path(plan),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ...offload.atomic_file import write_atomically
+from ...offload.atomic_file import own_name, write_atomically
 from ...offload.memory import reset_host_peak
 from ..documents.feed import Reading
 from ..documents.job import DocumentJob, FolderReport, Tokens, WholeFolder
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
 
 
+SCHEMA = "moedge.documents-run/1"
+
+
 class DocumentsObserver(JobObserver):
     """What follows a job over documents: the reading of the folder, then every round as a job of its own."""
 
@@ -68,6 +71,16 @@ class DocumentsEnded:
     reason: str | None = None
     sample: tuple[Mapping[str, Any], ...] = ()
     whole: WholeFolder | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What docs/run-summary.md says of documents, without the rounds."""
+        return {"reason": self.reason, "totals": _plain(self.totals), "report": _plain(self.report)}
+
+    def write(self, path: Path) -> None:
+        """Replaces the file: the folder and the totals, and of each round the numbers of its run."""
+        rounds = [each.summary.as_dict() for each in self.rounds]
+        found = {"schema": SCHEMA, "output": str(self.paths.out), **self.as_dict(), "rounds": rounds}
+        write_atomically(path, json.dumps(found, indent=2, allow_nan=False).encode() + b"\n", own_name(path))
 
 
 def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) -> DocumentsEnded:
@@ -106,10 +119,8 @@ def _note(paths: DocumentPaths, request: DocumentsRequest, ended: DocumentsEnded
     """For reports and lists of jobs: whose folder it is, and what the run came to, once it has ended."""
     found: dict[str, Any] = {
         "output": str(paths.outputs.out.resolve()), "folder": str(request.batch.input.resolve()), "at": now_text(),
+        "sample": request.sample, **({} if ended is None else ended.as_dict()),
     }  # fmt: skip
-    if ended is not None:
-        found |= {"reason": ended.reason, "totals": _plain(ended.totals), "report": _plain(ended.report)}
-        found["sample"] = request.sample
     write_atomically(paths.summary, json.dumps(found, indent=1).encode())
 
 
@@ -128,13 +139,19 @@ def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObser
     while left:
         with job.reading(files, rounds.longest_prompt) as reading:
             reason = _run_while_reading(reading, rounds, observer)
-        if reading.complete:
-            job.count()
+        if not reading.complete:
+            job.keep_read()
+            return reason
+        job.count()
         if reason:
             return reason
         left = reading.deferred > 0
         rounds.reread = True
     observer.read(job.report)
+    return rounds.run_failed() or _merge(job, rounds)
+
+
+def _merge(job: DocumentJob, rounds: _RoundRunner) -> str | None:
     while (current := job.merge()) is not None:
         if reason := rounds.run(current):
             return reason
@@ -187,6 +204,7 @@ class _RoundRunner:
         self._stop_rule = StopRule(request.limits)
         self._rows_left = request.limits.max_rows
         self.reread = False
+        self._retry = False
         self._expected: Workload | None = None
         self.ended: list[Ended] = []
 
@@ -201,8 +219,12 @@ class _RoundRunner:
             return None
         return self._model.longest - self._max_tokens
 
-    def run(self, current: Round, reading: Reading | None = None) -> str | None:
-        """Why the round stopped early; None where all of its rows have answers. `reading` adds rows meanwhile."""
+    def run(self, current: Round, reading: Reading | None = None, retry: bool = False) -> str | None:
+        """Why the round stopped early; None where all of its rows have answers. `reading` adds rows meanwhile.
+
+        With `retry`, rows that failed run again.
+        """
+        self._retry = retry
         with ExitStack() as resources:
             opened = self._open(current, reading)
             resources.callback(opened.resources.close)
@@ -224,6 +246,16 @@ class _RoundRunner:
             if self._rows_left <= 0 and ended.reason is None:
                 return f"--max-rows {self._request.limits.max_rows:,} reached"
         return ended.reason
+
+    def run_failed(self) -> str | None:
+        """Runs failed rows of all rounds again, where the request says so; why that stopped early, else None."""
+        every = self._job.rounds.all if self._request.resume.failed else ()
+        for each in [each for each in every if each.outputs.errors.exists()]:
+            # A round without its answers is one that the next run continues.
+            each.outputs.out.unlink(missing_ok=True)
+            if reason := self.run(each, retry=True):
+                return reason
+        return None
 
     def made_by(self) -> dict[str, Any]:
         """The columns that every row of the output has."""
@@ -299,6 +331,7 @@ class _RoundRunner:
             defaults=defaults,
             settings=request.settings if opened is None else settle(request.settings, opened),
             limits=replace(request.limits, max_rows=self._rows_left),
+            resume=replace(request.resume, failed=self._retry),
             # Rows that templates spoiled are errors of their documents.
             lenient=True,
         )

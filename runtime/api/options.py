@@ -140,7 +140,8 @@ class DocumentOptions(EngineOptions, StreamingOptions, total=False):
     """The options of `moedge docs` (docs/documents.md): what is asked about every document, and how files are read.
 
     `prompt`, `system` and `merge_prompt` are templates, or files of one; `schema` is a file of a JSON schema, or
-    `module:Class` of a pydantic model, and `fields` its short form. The others are those of `BatchOptions`.
+    `module:Class` of a pydantic model, and `fields` its short form. `failed` runs failed rows again. The others are
+    those of `BatchOptions`.
     """
 
     prompt: str | Path | None
@@ -171,6 +172,7 @@ class DocumentOptions(EngineOptions, StreamingOptions, total=False):
     until: str | None
     max_rows: int | None
     max_failures: str | int | None
+    failed: bool
     accept_drift: str | list[str] | None
 
 

@@ -28,7 +28,7 @@ from .iterate import read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
-from .rounds import Answers, Entry, EntryLog, Round, Rounds, read_entries, row_id
+from .rounds import Answers, Entry, EntryLog, IndexedEntries, Round, Rounds, read_entries, row_id
 from .schemas import KeyedLists
 from .splitting import Chunk, split
 from .table import DocumentTable, Mirror, Totals
@@ -105,6 +105,7 @@ class DocumentJob:
         self._log: EntryLog | None = None
         self._before: dict[str, str] | None = None
         self._files: list[FoundFile] = []
+        self._files_read: Sequence[FoundFile] = ()
         self._expected: Expected | None = None
 
     @property
@@ -135,12 +136,12 @@ class DocumentJob:
     def reading(self, files: Sequence[FoundFile], longest: int | None = None) -> Iterator[Reading]:
         """Reads and splits the files while it is open, and appends the rows that have no answer yet to a round.
 
-        Prompts of more than `longest` tokens are left for a later one. The first of them that is not left early makes
-        the index.
+        Prompts of more than `longest` tokens are left for a later one. Call `count` or `keep_read` behind it.
         """
         self.close()
         if self._before is None:
-            self._before = {each.source: each.sha256 for each in self._indexed()}
+            self._before = {each.source: each.sha256 for each in read_entries(self.index)}
+        self._files_read = files
         self._log = EntryLog(self._paths.outputs.job, len(files))
         reading = Reading(self.rounds, self.rounds.answers(), files, self._log, longest)
         with reading.running(partial(self._read, files), self._split):
@@ -159,13 +160,28 @@ class DocumentJob:
             index.publish()
         finally:
             index.discard()
+        self._so_far.unlink(missing_ok=True)
         for entry in self._log.entries():
             self._count(entry, before.pop(entry.source, None))
         report.removed = len(before)
         self.close()
 
+    def keep_read(self) -> None:
+        """Notes what a reading that ended early has read; files that it did not get to are as they were before."""
+        assert self._log is not None
+        index, before = AtomicFile(self._so_far), IndexedEntries(self._newest_index)
+        try:
+            for line, found in zip(self._log.by_number(), self._files_read, strict=True):
+                if known := line or before.get(found.name):
+                    index.write(known)
+            index.publish()
+        finally:
+            index.discard()
+            before.close()
+        self.close()
+
     def close(self) -> None:
-        """Forgets documents that were read in vain, because a reading ended early."""
+        """Forgets documents that were read in vain, because a reading failed."""
         if self._log is not None:
             self._log.close()
         self._log = None
@@ -222,15 +238,17 @@ class DocumentJob:
         texts = TextCache(self._request.cache or self._paths.texts, self._request.reading)
         table = DocumentTable(self._question, self._merger, self.rounds.answers(), texts, made_by)
         names = schema_fields(self._question.schema) or ()
-        self.totals.pending = 0 if self._log is None else self._log.num_missing
         for entry in self._indexed():
             rows = table.rows(entry)
             if rows is None:
                 self.totals.pending += 1
                 continue
+            self.totals.documents += 1
             for row in rows:
                 self.totals.add(row, names)
                 yield row
+        self.totals.unread = len(self._files_read) - self.totals.documents - self.totals.pending
+        self.totals.pending += self.totals.unread
 
     def _own(self, folder: Path, found: FoundFile) -> bool:
         """Whether a file is one of this job: its output may be in the folder of the documents."""
@@ -250,9 +268,16 @@ class DocumentJob:
 
     def _indexed(self) -> Iterator[Entry]:
         """The entries of the documents that were read: now, or when the folder was read last."""
-        if self._log is not None:
-            return self._log.entries()
-        return read_entries(self.index) if self.index.exists() else iter(())
+        return read_entries(self._newest_index) if self._log is None else self._log.entries()
+
+    @property
+    def _so_far(self) -> Path:
+        """The documents that a reading knew which ended early."""
+        return self.index.with_suffix(".so_far")
+
+    @property
+    def _newest_index(self) -> Path:
+        return self._so_far if self._so_far.exists() else self.index
 
     def _count(self, entry: Entry, digest: str | None) -> None:
         self.report.new += digest is None

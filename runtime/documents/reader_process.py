@@ -65,7 +65,7 @@ class ReaderProcess:
             answer = self._receive(child)
         except TimeoutError:
             child.kill()
-            message = f"reading it took more than {seconds:g} s; raise --read-seconds, or give --reader"
+            message = f"reading it took more than {seconds:g} s; read it with --reader, or leave it out with --exclude"
             raise ReadFailure(ReadCode.TIME_LIMIT, message) from None
         except (EOFError, OSError, OverflowError, ValueError):
             child.kill()

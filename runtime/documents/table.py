@@ -14,6 +14,7 @@ from typing import Any
 
 from ...offload.atomic_file import own_name, write_atomically
 from ..rows.answer_formats import with_own
+from ..rows.failure import ErrorCode
 from ..settings.errors import OutputExists
 from .document import Document
 from .merging import Failed, Merged, Merger
@@ -23,21 +24,30 @@ from .schemas import find_quote, quotes
 from .text_cache import TextCache
 
 _SHORTEST = 10
+# Rows that lack a field, of which the first are kept as examples, and the share below which that is worth a look.
+MOST_LACKING = 12
+_SELDOM = 0.8
 _TOKENS = ("prompt_tokens", "completion_tokens")
 
 
 @dataclass(slots=True)
 class Totals:
-    """What the rows of the output come to: documents and rows with an answer, errors by code, and how full fields are.
+    """What the rows of the output come to: rows with an answer, errors by code, and how full fields are.
 
+    `documents` have all of their rows, `pending` ones lack some, `unread` of them because they were not read yet. `cut`
+    rows reached max_tokens, answered or not. `filled` has every field of a schema, `lacking` the first rows without it.
     `shortest` are (characters, id) of the shortest answers; `quotes` are those found in their text, and all.
     """
 
+    documents: int = 0
     answered: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     pending: int = 0
+    unread: int = 0
     cut: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
     filled: Counter[str] = field(default_factory=Counter)
+    lacking: dict[str, list[str]] = field(default_factory=dict)
     structured: int = 0
     shortest: list[tuple[int, str]] = field(default_factory=list)
     quotes_found: int = 0
@@ -50,16 +60,34 @@ class Totals:
     def add(self, row: Mapping[str, Any], names: tuple[str, ...]) -> None:
         if "error" in row:
             self.failed[row["error"]["code"]] += 1
+            self.cut += row["error"]["code"] == ErrorCode.INCOMPLETE_OUTPUT
             return
         self.answered += 1
+        self.finish_reasons[row["finish_reason"]] += 1
         self.cut += row["finish_reason"] == "length"
         self.shortest = nsmallest(_SHORTEST, [*self.shortest, (len(row["text"] or ""), row["id"])])
         if isinstance(answer := row.get("answer"), dict):
             self.structured += 1
-            self.filled.update(name for name in names if answer.get(name) not in (None, "", [], {}))
+            for name in names:
+                self._count_field(name, answer.get(name) not in (None, "", [], {}), row["id"])
         for each in row.get("quotes", ()):
             self.quotes += 1
             self.quotes_found += each["found"]
+
+    @property
+    def low(self) -> list[str]:
+        """Fields that are filled seldom."""
+        return [name for name, count in self.filled.items() if count < _SELDOM * self.structured]
+
+    def _count_field(self, name: str, filled: bool, row_id: str) -> None:
+        self.filled[name] += filled
+        if not filled and len(examples := self.lacking.setdefault(name, [])) < MOST_LACKING:
+            examples.append(row_id)
+
+
+def may_change(code: str) -> bool:
+    """Whether a row that failed with this code may be answered when it runs again."""
+    return any(code == each and each.may_change for each in ErrorCode)
 
 
 class DocumentTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ...offload.budget import GIB, gib
+from ..documents.table import MOST_LACKING
 from ..settings.formatting import duration, escape_controls
 from .charts import LEVELS, Line, heat_map, over_time, parts_bar
 from .job_report import JobReport
@@ -60,7 +61,15 @@ def _documents(summary: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     totals, found = summary["totals"], summary["report"]
     filled = [(name, count / totals["structured"]) for name, count in totals["filled"].items() if totals["structured"]]
-    return {**found, "totals": totals, "filled": sorted(filled, key=lambda each: -each[1])}
+    return {
+        **found, "totals": totals, "filled": sorted(filled, key=lambda each: -each[1]),
+        "lacking": {name: _some(rows) for name, rows in totals.get("lacking", {}).items()},
+    }  # fmt: skip
+
+
+def _some(rows: Sequence[str]) -> str:
+    """The rows that are known, which are the first ones."""
+    return ", ".join(map(_shown, rows)) + ("..." if len(rows) == MOST_LACKING else "")
 
 
 def _number(value: float) -> str:

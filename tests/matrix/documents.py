@@ -109,16 +109,16 @@ def run(root: Path, ask: Work, files: int, kills: int, long_nbytes: int, seed: i
 
 
 def parts(quick: bool) -> Iterator[Part]:
-    """100 kills with the stand-in and 10 with the model; quick, three with the stand-in in a small folder."""
+    """10 kills with the model and 100 with the stand-in; quick, three with the stand-in in a small folder."""
     session.datetime = OneDay  # type: ignore[misc]
+    if not quick:
+        name = f"model, {MODEL_FILES} files, {MODEL_KILLS} kills"
+        yield Part(name, partial(faults, "model", MODEL_FILES, MODEL_KILLS, 0))
     for seed in range(1 if quick else PARTS):
         files, kills = (QUICK_FILES, QUICK_KILLS) if quick else (FILES, KILLS)
         yield Part(
             f"stand-in, {files} files, {kills} kills, seed {seed}", partial(faults, "stand-in", files, kills, seed)
         )
-    if not quick:
-        name = f"model, {MODEL_FILES} files, {MODEL_KILLS} kills"
-        yield Part(name, partial(faults, "model", MODEL_FILES, MODEL_KILLS, 0))
 
 
 def faults(what: str, files: int, kills: int, seed: int) -> list[str]:
