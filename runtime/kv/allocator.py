@@ -81,6 +81,12 @@ class BlockAllocator:
             self._block_of[content] = block_id
             self._hash_of[block_id] = content
 
+    def forget(self, block_id: int) -> None:
+        """Nobody finds this live block any more: its content never came to be."""
+        content = self._hash_of.pop(block_id, None)
+        if content is not None:
+            del self._block_of[content]
+
     def find(self, content: bytes) -> int | None:
         """A live or cached block with this content, None where there is none."""
         return self._block_of.get(content)
