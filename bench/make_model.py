@@ -4,7 +4,7 @@ python -m bench.make_model --shape m --out models/m       # 7.04 GB: 16 layers o
 python -m bench.make_model --shape s --out models/s       # 0.48 GB
 python -m bench.make_model --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
 python -m bench.make_model --shape q24 --out models/q24   # 30.7 GB: Qwen3-30B-A3B with 24 of its 48 layers
-python -m bench.make_model --shape next --out models/next # 3.24 GB: Qwen3-Next, 8 of its 48 layers, 48 of 512 experts
+python -m bench.make_model --shape next --out models/next # 2.55 GB: Qwen3-Next, 4 of its 48 layers, 80 of 512 experts
 python -m bench.make_model --shape s --skew --out models/k # a fifth of the experts takes four fifths of the tokens
 """
 
@@ -54,7 +54,7 @@ SHAPES = {
     "toy": Shape(128, 2, 4, 2, 32, 16, 2, 256, max_position_embeddings=512),
     "wide": Shape(2048, 1, 16, 4, 128, 320, 8, 1024),
     "q24": Shape(2048, 24, 32, 4, 128, 128, 8, 768, vocab_size=151936),
-    "next": NextShape(2048, 8, 16, 2, 256, 48, 10, 512),
+    "next": NextShape(2048, 4, 16, 2, 256, 80, 10, 512),
     "next-toy": NextShape(
         128, 4, 4, 2, 32, 16, 2, 64, max_position_embeddings=512, shared_expert_intermediate_size=64,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,

@@ -93,14 +93,15 @@ class StatePool:
         self.num_slots = num_slots
         self.most_snapshots = 0 if most_running is None else num_slots - most_running
         self.cut = cut
-        self.allocator = BlockAllocator(num_slots)
-        self.num_taken = 0
+        # States of slots that follow one another are changed where they are, those of others are gathered.
+        self.allocator = BlockAllocator(num_slots, lowest_first=True)
         self._conv: dict[int, LayerStates] = {}
         self._recurrent: dict[int, LayerStates] = {}
         self._memory: list[torch.Tensor] = []
         for group in spec.groups:
             layers, dtype = len(group.layers), TORCH_DTYPES[spec.dtype]
-            conv = self._allocate(dtype, layers, group.conv, device)
+            # The channels of one input lie together: a step over all of them then needs no strides.
+            conv = self._allocate(dtype, layers, group.conv[::-1], device).transpose(-1, -2)
             self._conv |= {layer: LayerStates(conv[i], None, dtype) for i, layer in enumerate(group.layers)}
             if group.recurrent:
                 codes = self._allocate(_CODES[spec.format], layers, group.recurrent, device)
@@ -125,7 +126,7 @@ class StatePool:
         return self.allocator.num_cached
 
     def conv(self, layer: int) -> LayerStates:
-        """The last inputs [slots, C, K - 1] of a layer's convolution."""
+        """The last inputs [slots, C, K - 1] of a layer's convolution; in memory C is the last dimension."""
         return self._conv[layer]
 
     def recurrent(self, layer: int) -> LayerStates:
