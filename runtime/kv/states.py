@@ -148,19 +148,6 @@ class StatePool:
         for memory in self._memory:
             memory[:, target].copy_(memory[:, source])
 
-    def get(self, slot: int) -> torch.Tensor:
-        """A copy of a slot's bytes in all layers, which `put` accepts."""
-        return torch.cat([memory[:, slot].flatten().view(torch.uint8) for memory in self._memory])
-
-    def put(self, slot: int, content: torch.Tensor) -> None:
-        """Fills a slot with what `get` returned; `content` may be longer, as slots of host memory are."""
-        begin = 0
-        for memory in self._memory:
-            target = memory[:, slot]
-            part = content[begin : begin + target.nbytes].to(memory.device, non_blocking=True)
-            target.copy_(part.clone().view(memory.dtype).view(target.shape))
-            begin += target.nbytes
-
     def _allocate(
         self, dtype: torch.dtype, layers: int, shape: tuple[int, ...], device: torch.device | str
     ) -> torch.Tensor:

@@ -17,7 +17,7 @@ class BlockTable:
     blocks, as far as they were needed; others can find `num_published` of these blocks. `parked` are blocks of the host
     tier; a table has either those or `blocks`. `state` is its slot in the pool of states, if there is one; until its
     first pass is over its state is the snapshot in `origin`, where its tokens were found. `snapshots` are positions
-    that the next pass reaches, and the slots in which it keeps the states there. `parked_state` is a slot of the host.
+    that the next pass reaches, and the slots in which it keeps the states there.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -29,7 +29,6 @@ class BlockTable:
     state: int = NO_SLOT
     origin: int = NO_SLOT
     snapshots: list[tuple[int, int]] = field(default_factory=list)
-    parked_state: int = NO_SLOT
 
     def clear(self) -> None:
         """Forgets the blocks; the hashes stay valid, because the sequence's tokens do not change."""

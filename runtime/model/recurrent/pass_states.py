@@ -49,9 +49,13 @@ class _Part:
 
 @dataclass(slots=True)
 class _Turn:
-    """One token each of some sequences, in the order of their slots: `rows` of the pass, int64 on the device."""
+    """One token each of some sequences, in the order of their slots: `rows` of the pass, int64 on the device.
+
+    `order` are the numbers of its entries in the order of rows.
+    """
 
     rows: torch.Tensor
+    order: torch.Tensor
     slots: list[int]
     _parts: dict[int, list[_Part]] = field(default_factory=dict)
 
@@ -136,6 +140,9 @@ class PassStates:
             states[target] = states[source]
         for turn in self._turns:
             result = self._step(turn, states, inputs, step)
+            if len(turn.slots) == length:
+                # The whole pass: reading it in the order of rows is faster than writing it there.
+                return result.index_select(0, turn.order).transpose(0, 1)
             out = _like(out, result, length)
             out[0].index_copy_(0, turn.rows, result.squeeze(1))
         assert out is not None, "a pass has tokens"
@@ -162,7 +169,8 @@ def _like(out: torch.Tensor | None, result: torch.Tensor, length: int) -> torch.
 
 def _turn_of(run: list[tuple[int, int]], device: torch.device) -> _Turn:
     """`run` has (slot, row of the pass)."""
-    return _Turn(upload(torch.tensor([row for _, row in run]), device), [slot for slot, _ in run])
+    rows = torch.tensor([row for _, row in run])
+    return _Turn(upload(rows, device), upload(rows.argsort(), device), [slot for slot, _ in run])
 
 
 def _cut(chunk: Chunk, count: int, most: int) -> Iterator[_Piece]:

@@ -115,8 +115,10 @@ def _convolve_step(
 
     transformers' code gives torch a convolution over K tokens, which goes channel by channel.
     """
-    window = torch.cat([state.transpose(1, 2), row], 1)
-    state.copy_(window[:, 1:].transpose(1, 2))
-    out = (window.float() * weight.T.float()).sum(1, keepdim=True)
+    window, taps = state.transpose(1, 2), weight.T.float()
+    out = row.float() * taps[-1]
+    for position in range(window.shape[1]):
+        out.addcmul_(window[:, position : position + 1].float(), taps[position])
+    window.copy_(torch.cat([window[:, 1:], row], 1))
     out = (out if bias is None else out + bias).to(row.dtype)
     return out if activation is None else ACT2FN[activation](out)
