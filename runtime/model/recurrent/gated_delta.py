@@ -64,4 +64,5 @@ def delta_step(rows: Any, state: torch.Tensor, normalized: bool) -> torch.Tensor
     missing = ((v.flatten(0, 1) - read[:, 1]) * strength.view(-1, 1)).unsqueeze(1)
     own.baddbmm_(both[:, 1].unsqueeze(-1), missing)
     overlap = (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
-    return (read[:, 0] + overlap * missing.squeeze(1)).view(n, 1, heads, values).to(rows[0].dtype)
+    out: torch.Tensor = (read[:, 0] + overlap * missing.squeeze(1)).view(n, 1, heads, values).to(rows[0].dtype)
+    return out
