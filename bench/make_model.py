@@ -4,6 +4,7 @@ python -m bench.make_model --shape m --out models/m       # 7.04 GB: 16 layers o
 python -m bench.make_model --shape s --out models/s       # 0.48 GB
 python -m bench.make_model --shape wide --out models/wide # 4.31 GB: one layer of 4 GB
 python -m bench.make_model --shape q24 --out models/q24   # 30.7 GB: Qwen3-30B-A3B with 24 of its 48 layers
+python -m bench.make_model --shape next --out models/next # 2.55 GB: Qwen3-Next, 4 of its 48 layers, 80 of 512 experts
 python -m bench.make_model --shape s --skew --out models/k # a fifth of the experts takes four fifths of the tokens
 """
 
@@ -34,13 +35,31 @@ class Shape:
     max_position_embeddings: int = 4096
 
 
+@dataclass(frozen=True)
+class NextShape(Shape):
+    """Qwen3-Next: three of four layers are gated delta nets, the fourth has gated attention."""
+
+    partial_rotary_factor: float = 0.25
+    shared_expert_intermediate_size: int = 512
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+
+
 SHAPES = {
     "s": Shape(512, 8, 8, 2, 64, 32, 4, 512),
     "m": Shape(2048, 16, 16, 4, 128, 64, 8, 512),
     "toy": Shape(128, 2, 4, 2, 32, 16, 2, 256, max_position_embeddings=512),
     "wide": Shape(2048, 1, 16, 4, 128, 320, 8, 1024),
     "q24": Shape(2048, 24, 32, 4, 128, 128, 8, 768, vocab_size=151936),
-}
+    "next": NextShape(2048, 4, 16, 2, 256, 80, 10, 512),
+    "next-toy": NextShape(
+        128, 4, 4, 2, 32, 16, 2, 64, max_position_embeddings=512, shared_expert_intermediate_size=64,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
+}  # fmt: skip
 
 
 # What popular experts score beyond others, in standard deviations of a score: with it they are 80 % of the best eighth.
@@ -82,20 +101,56 @@ class Weights:
         return rows.bfloat16()
 
 
-def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch.Tensor]:
-    prefix, hidden, inner = f"model.layers.{index}.", shape.hidden_size, shape.moe_intermediate_size
-    heads, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    tensors = {
-        "self_attn.q_proj.weight": weights.matrix(heads, hidden),
+def attention_tensors(shape: Shape, weights: Weights, queries: int) -> dict[str, torch.Tensor]:
+    """`queries` are the rows of the first matrix: gated attention has a gate for each element of a query."""
+    hidden, width = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    kv = shape.num_key_value_heads * shape.head_dim
+    return {
+        "self_attn.q_proj.weight": weights.matrix(queries, hidden),
         "self_attn.k_proj.weight": weights.matrix(kv, hidden),
         "self_attn.v_proj.weight": weights.matrix(kv, hidden),
-        "self_attn.o_proj.weight": weights.matrix(hidden, heads, weights.outputs),
-        "mlp.gate.weight": weights.router(shape),
+        "self_attn.o_proj.weight": weights.matrix(hidden, width, weights.outputs),
+        "self_attn.q_norm.weight": torch.ones(shape.head_dim, dtype=torch.bfloat16),
+        "self_attn.k_norm.weight": torch.ones(shape.head_dim, dtype=torch.bfloat16),
     }
+
+
+def next_tensors(shape: NextShape, index: int, weights: Weights) -> dict[str, torch.Tensor]:
+    """A layer of Qwen3-Next without its routed experts."""
+    hidden, shared = shape.hidden_size, shape.shared_expert_intermediate_size
+    keys = shape.linear_num_key_heads * shape.linear_key_head_dim
+    heads, values = shape.linear_num_value_heads, shape.linear_num_value_heads * shape.linear_value_head_dim
+    channels = 2 * keys + values
+    if index % 4 == 3:
+        tensors = attention_tensors(shape, weights, 2 * shape.num_attention_heads * shape.head_dim)
+    else:
+        tensors = {
+            "linear_attn.in_proj_qkvz.weight": weights.matrix(channels + values, hidden),
+            "linear_attn.in_proj_ba.weight": weights.matrix(2 * heads, hidden),
+            "linear_attn.conv1d.weight": weights.matrix(channels, shape.linear_conv_kernel_dim).unsqueeze(1),
+            "linear_attn.out_proj.weight": weights.matrix(hidden, values, weights.outputs),
+            "linear_attn.norm.weight": torch.ones(shape.linear_value_head_dim, dtype=torch.bfloat16),
+            "linear_attn.A_log": torch.linspace(0.01, 16, heads).log().bfloat16(),
+            "linear_attn.dt_bias": torch.ones(heads, dtype=torch.bfloat16),
+        }
+    return tensors | {
+        "mlp.shared_expert.gate_proj.weight": weights.matrix(shared, hidden),
+        "mlp.shared_expert.up_proj.weight": weights.matrix(shared, hidden),
+        "mlp.shared_expert.down_proj.weight": weights.matrix(hidden, shared, weights.outputs),
+        "mlp.shared_expert_gate.weight": weights.matrix(1, hidden),
+    }
+
+
+def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch.Tensor]:
+    prefix, hidden, inner = f"model.layers.{index}.", shape.hidden_size, shape.moe_intermediate_size
+    heads = shape.num_attention_heads * shape.head_dim
+    if isinstance(shape, NextShape):
+        tensors = next_tensors(shape, index, weights)
+    else:
+        tensors = attention_tensors(shape, weights, heads)
+    tensors["mlp.gate.weight"] = weights.router(shape)
     for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
         tensors[f"{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
-    for name in ("self_attn.q_norm", "self_attn.k_norm"):
-        tensors[f"{name}.weight"] = torch.ones(shape.head_dim, dtype=torch.bfloat16)
     for expert in range(shape.num_experts):
         tensors[f"mlp.experts.{expert}.gate_proj.weight"] = weights.matrix(inner, hidden)
         tensors[f"mlp.experts.{expert}.up_proj.weight"] = weights.matrix(inner, hidden)
@@ -146,8 +201,9 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True)
     shape = SHAPES[options.shape]
+    family = ("Qwen3Next", "qwen3_next") if isinstance(shape, NextShape) else ("Qwen3Moe", "qwen3_moe")
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "eos_token_id": 1,
+        "architectures": [f"{family[0]}ForCausalLM"], "model_type": family[1], "dtype": "bfloat16", "eos_token_id": 1,
         "norm_topk_prob": True, "intermediate_size": shape.moe_intermediate_size, **asdict(shape),
     }  # fmt: skip
     (options.out / "config.json").write_text(json.dumps(config, indent=1))

@@ -59,6 +59,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "speed --runs 1 --models gpt-oss-120b",
     ),
     "quality": ("weights --tokens 128 --window 128", "kv --tokens 128 --window 128"),
+    "recurrent": (
+        "--model {recurrent} --ram 2GiB --sequences 3 --passes 2 --prompts 2 --prompt 20 --repeats 1 --transformers",
+    ),
     "roofline": (
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),
@@ -96,8 +99,18 @@ def make_words(folder: Path) -> dict[str, str]:
         [sys.executable, "-m", "bench.make_model", "--shape", "toy", "--out", str(folder / "model")],
         check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
     )  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "bench.make_model", "--shape", "next-toy", "--out", str(folder / "recurrent")],
+        check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
     model, peers = folder / "model", "eager" if importlib.util.find_spec("accelerate") else ""
-    return {"model": str(model), "ram": tight_budget(model), "out": str(out), "transformers": peers}
+    return {
+        "model": str(model),
+        "recurrent": str(folder / "recurrent"),
+        "ram": tight_budget(model),
+        "out": str(out),
+        "transformers": peers,
+    }
 
 
 def tight_budget(model: Path) -> str:

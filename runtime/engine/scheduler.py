@@ -77,6 +77,7 @@ class Scheduler:
         for each in sequence.forks:
             each.interactive = sequence.interactive
         self._queue_of(sequence).append(sequence)
+        self.cache.expect(sequence.table, sequence.tokens, min(len(sequence.prompt_ids), sequence.num_shareable))
 
     def schedule(self) -> Batch:
         """The next pass; has at least one chunk whenever `busy`."""
@@ -89,7 +90,7 @@ class Scheduler:
                 self._continue(sequence, draft)
         # Blocks are published only now: a chosen sequence could still be preempted before, and its blocks never filled.
         for sequence in draft.chosen:
-            self.cache.publish(sequence.table, sequence.tokens)
+            self._publish(sequence)
         if self.counts.preemptions == preemptions:
             self._admit(draft)
         self._limit_forks(draft)
@@ -99,6 +100,7 @@ class Scheduler:
         """Books the pass: tokens stored, tokens sampled; returns the sequences that it finished."""
         for chunk in batch.chunks:
             self.cache.store(chunk.sequence.table, chunk.count)
+        for chunk in batch.chunks:
             if chunk.forks:
                 self._fork(chunk.sequence)
         for (sequence, position), score in zip(batch.scoring, samples.scores, strict=True):
@@ -207,8 +209,13 @@ class Scheduler:
     def restart(self, batch: Batch) -> None:
         """Takes back a pass that failed after it had changed states: its sequences are computed again."""
         chosen = {chunk.sequence for chunk in batch.chunks}
+        for sequence in chosen:
+            self.cache.retract(sequence.table)
         for sequence in reversed([each for each in self.running if each in chosen]):
             self._preempt(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        self.cache.publish(sequence.table, sequence.tokens, len(sequence.prompt_ids))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; it waits at the head of the queue, parked or to be computed again."""
@@ -240,7 +247,7 @@ class Scheduler:
         most = min(sequence.num_pending, draft.tokens_left, self.cache.headroom(table))
         count = self._count(sequence, draft.scored(sequence, most, self.limits.cut))
         self.cache.grow(table, table.num_tokens + count)
-        self.cache.publish(table, sequence.tokens)
+        self._publish(sequence)
         sequence.status = SequenceStatus.RUNNING
         self._run([sequence])
         draft.choose(sequence, count)

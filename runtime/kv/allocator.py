@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 # An entry of a block table: the layer no longer looks back this far, and its block was given back.
 NO_BLOCK = -1
@@ -14,15 +15,18 @@ class BlockAllocator:
     """A block is live (referenced), cached (unreferenced, its content findable by its hash) or free.
 
     Which block is taken next depends on earlier calls alone: free blocks first, the last freed before others, then
-    cached blocks, the first released before others. Every operation takes O(1) per block.
+    cached blocks, the first released before others. Every operation takes O(1) per block. `lowest_first` takes the
+    free block with the lowest number instead, in O(log n), so that those in use follow one another.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, lowest_first: bool = False) -> None:
         self.num_blocks = num_blocks
+        self._lowest_first = lowest_first
         # Minus `num_live`, this is the number of blocks that sharing saves.
         self.num_references = 0
         self._references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        # A heap is in ascending order where the lowest comes first.
+        self._free = list(range(num_blocks)) if lowest_first else list(range(num_blocks - 1, -1, -1))
         self._cached: dict[int, None] = {}
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -81,13 +85,19 @@ class BlockAllocator:
             self._block_of[content] = block_id
             self._hash_of[block_id] = content
 
+    def forget(self, block_id: int) -> None:
+        """Nobody finds this live block any more: its content never came to be."""
+        content = self._hash_of.pop(block_id, None)
+        if content is not None:
+            del self._block_of[content]
+
     def find(self, content: bytes) -> int | None:
         """A live or cached block with this content, None where there is none."""
         return self._block_of.get(content)
 
     def _take(self) -> int:
         if self._free:
-            block_id = self._free.pop()
+            block_id = heappop(self._free) if self._lowest_first else self._free.pop()
         else:
             block_id = next(iter(self._cached))
             del self._cached[block_id]
@@ -99,6 +109,8 @@ class BlockAllocator:
     def _retire(self, block_id: int) -> None:
         if block_id in self._hash_of:
             self._cached[block_id] = None
+        elif self._lowest_first:
+            heappush(self._free, block_id)
         else:
             self._free.append(block_id)
 

@@ -12,6 +12,7 @@ from .allocator import TokenSource, extend_chain
 from .group import GroupCache
 from .parking import HostTier
 from .pool import KVPool
+from .snapshots import StateSlots
 from .states import NO_SLOT, StatePool
 from .usage import BlockTable, Usage, measure
 
@@ -29,7 +30,8 @@ class KVCache:
 
     `root` is the hash of all settings that keys and values depend on; `sharing` lets tables find each other's blocks.
     `host_slots`, by group, are host memory in which preempted sequences may be parked. With recurrent layers every
-    table has one of the `states` too. A state cannot be cut, so prefixes are not shared then, and nothing is parked.
+    table has one of the `states` too. A state cannot be cut, so a prefix is shared only as far as a snapshot was kept:
+    where sequences that `expect` announced part, and at ends of chunks.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class KVCache:
         self.pools = tuple(pools)
         self.groups = tuple(GroupCache(pool) for pool in pools)
         self.host = HostTier(self.groups, host_slots) if host_slots and states is None else None
-        self.sharing = sharing and states is None
+        self.sharing = sharing and (states is None or states.most_snapshots > 0)
         self.states = states
+        self._slots = None if states is None else StateSlots(states, self.block)
         self.layer_indices = {
             layer: LayerIndex(group, index)
             for group, pool in enumerate(pools)
@@ -79,19 +82,19 @@ class KVCache:
         `table.num_tokens` is then the number of tokens whose keys and values are there. Returns False, and changes
         nothing, unless the rest fits too and `spare` blocks of each group stay available.
         """
-        if self.states is not None and not self.states.num_free:
-            return False
         if table.parked:
+            if self.states is not None and not self.states.num_free:
+                return False
             nothing: list[list[int]] = [[] for _ in self.groups]
             return self._admits(nothing, table.num_tokens, num_tokens, spare) and self._unpark(table)
         found = self._find(table, tokens, num_tokens if shareable is None else min(num_tokens, shareable + 1))
         stored = len(found[0]) * self.block
         if not self._admits(found, stored, num_tokens, spare):
             return False
+        if self._slots is not None and not self._slots.open(table, table.hashes[: len(found[0])]):
+            return False
         for group, blocks in zip(self.groups, found, strict=True):
             group.share(blocks)
-        if self.states is not None:
-            table.state = self.states.take()
         table.blocks = found
         table.num_tokens = table.num_grown = stored
         table.num_published = len(found[0])
@@ -130,11 +133,18 @@ class KVCache:
             group.headroom(blocks, table.num_tokens) for group, blocks in zip(self.groups, table.blocks, strict=True)
         )
 
-    def publish(self, table: BlockTable, tokens: TokenSource) -> None:
+    def expect(self, table: BlockTable, tokens: TokenSource, num_tokens: int) -> None:
+        """Announces a sequence that waits: a snapshot is kept where its first `num_tokens` part from others'."""
+        if self._slots is not None and self.sharing:
+            num_blocks = (num_tokens - 1) // self.block
+            self._hash(table, tokens, num_blocks)
+            self._slots.expect(table.hashes[:num_blocks])
+
+    def publish(self, table: BlockTable, tokens: TokenSource, prompt: int = 0) -> None:
         """Lets other tables find this table's full blocks, also those that the next pass fills.
 
         A pass stores all its keys and values of a layer before it reads any, so that a sequence may attend to what
-        another one stores in the same pass.
+        another one stores in the same pass. Its states of the first `prompt` tokens are found where they are kept.
         """
         num_blocks = table.num_grown // self.block if self.sharing else 0
         if num_blocks <= table.num_published:
@@ -144,10 +154,23 @@ class KVCache:
             for group, blocks in zip(self.groups, table.blocks, strict=True):
                 group.publish(blocks, index, table.hashes[index])
         table.num_published = num_blocks
+        if self._slots is not None:
+            self._slots.plan(table, prompt)
+
+    def retract(self, table: BlockTable) -> None:
+        """Nobody finds what a pass that failed was to store in this table."""
+        stored = table.num_tokens // self.block
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            group.retract(blocks[stored : table.num_published])
+        table.num_published = min(stored, table.num_published)
+        if self._slots is not None:
+            self._slots.retract(table)
 
     def store(self, table: BlockTable, count: int) -> None:
         """Records that `count` more tokens have their keys and values stored; frees blocks behind all windows."""
         table.num_tokens += count
+        if self._slots is not None:
+            self._slots.settle(table)
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             group.trim(blocks, table.num_tokens)
 
@@ -155,10 +178,7 @@ class KVCache:
         """A second table of the same blocks; a shared block is copied before it is written to, a state at once."""
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             group.share(blocks)
-        state = NO_SLOT
-        if self.states is not None:
-            state = self.states.take()
-            self.states.copy(table.state, state)
+        state = NO_SLOT if self._slots is None else self._slots.fork(table)
         return BlockTable(
             [list(blocks) for blocks in table.blocks],
             table.num_tokens,
@@ -182,9 +202,8 @@ class KVCache:
             self.host.release(table)
         for group, blocks in zip(self.groups, table.blocks, strict=False):
             group.release(blocks)
-        if self.states is not None and table.state != NO_SLOT:
-            self.states.give_back(table.state)
-            table.state = NO_SLOT
+        if self._slots is not None:
+            self._slots.release(table)
         table.clear()
 
     def drop_parked(self, table: BlockTable) -> None:
@@ -205,7 +224,8 @@ class KVCache:
         num_blocks = (num_tokens - 1) // self.block if self.sharing else 0
         self._hash(table, tokens, num_blocks)
         hashes = table.hashes[:num_blocks]
-        usable = zip(*(group.usable(hashes) for group in self.groups), strict=True)
+        each = [group.usable(hashes) for group in self.groups]
+        usable = zip(*each, *([] if self._slots is None else [self._slots.kept(hashes)]), strict=True)
         count = max(count for count, by_group in enumerate(usable) if all(by_group))
         return [group.found(hashes[:count]) for group in self.groups]
 

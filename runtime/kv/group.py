@@ -88,6 +88,11 @@ class GroupCache:
         if blocks[index] != NO_BLOCK:
             self.allocator.publish(blocks[index], content)
 
+    def retract(self, blocks: Items[int]) -> None:
+        for block_id in blocks:
+            if block_id != NO_BLOCK:
+                self.allocator.forget(block_id)
+
     def _shares_tail(self, blocks: list[int], stored: int) -> bool:
         """Whether the block of the next token already holds tokens and other tables hold it too."""
         return stored % self.spec.block > 0 and self.allocator.references(blocks[stored // self.spec.block]) > 1

@@ -68,18 +68,33 @@ SCAN_CHUNK = 16
 # Others get up to this many, in chunks of SCAN_TOKENS for which products replace the recurrence.
 SCANNED_TOKENS = 512
 SCAN_TOKENS = 64
-# States of a layer that are gathered at a time for one token of each sequence.
+# States of a layer that are gathered at a time for one token of each sequence on a GPU; a CPU takes as many as its
+# caches hold, because a step goes over them several times.
 STEP_NBYTES = 64 << 20
-# Bytes of an element of a scan's state: float32, because every token's rounding would stay in it.
-_RECURRENT_NBYTES = 4
+CPU_STEP_NBYTES = 4 << 20
+# The format of a scan's states by that of keys. Every token's rounding stays in a state, so they keep more bits.
+_STATE_FORMATS = {"int8": "bf16", "int4": "int8"}
+_STATE_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def state_format(kv: str, deterministic: bool) -> str:
+    """The format of a scan's states beside a KV cache in the format `kv`: fp32, bf16 or int8.
+
+    Deterministic runs keep float32: prompts may be cut anywhere there, and rounding at the cuts would show.
+    """
+    return "fp32" if deterministic else _STATE_FORMATS.get(kv.split("/", maxsplit=1)[0], "fp32")
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a sequence keeps in recurrent layers; `dtype` (bf16, fp16, fp32) is that of the model's activations."""
+    """What a sequence keeps in recurrent layers; `dtype` (bf16, fp16, fp32) is that of the model's activations.
+
+    `format` (fp32, bf16, int8) is that of a scan's states; int8 has a float32 scale for each last dimension.
+    """
 
     groups: tuple[StateGroup, ...]
     dtype: str
+    format: str = "fp32"
 
     @property
     def nbytes(self) -> int:
@@ -88,13 +103,24 @@ class StateSpec:
 
     @property
     def largest_nbytes(self) -> int:
-        """The same in the layer where they are the most."""
-        return max((self.layer_nbytes(group) for group in self.groups), default=0)
+        """The same in the layer where they are the most, as it is computed: a scan in float32."""
+        computed = StateSpec(self.groups, self.dtype)
+        return max((computed.layer_nbytes(group) for group in self.groups), default=0)
 
     def layer_nbytes(self, group: StateGroup) -> int:
         """Bytes of one sequence's state in one layer of a group."""
-        recurrent = math.prod(group.recurrent) * _RECURRENT_NBYTES if group.recurrent else 0
+        recurrent = 0
+        if group.recurrent:
+            scales = 4 * math.prod(group.recurrent[:-1]) if self.format == "int8" else 0
+            recurrent = math.prod(group.recurrent) * _STATE_NBYTES[self.format] + scales
         return math.prod(group.conv) * ITEM_NBYTES[self.dtype] + recurrent
+
+    def pool_nbytes(self, live: int) -> int:
+        """Bytes of the states of `live` sequences, and of one snapshot of a prefix for every eight of them.
+
+        A single sequence shares its prefix with no other.
+        """
+        return (live + (-(-live // 8) if live > 1 else 0)) * self.nbytes
 
 
 @cache

@@ -1,35 +1,115 @@
-"""The states of recurrent layers: one slot of fixed size per running sequence, beside the blocks of keys and values."""
+"""The states of recurrent layers: one slot of fixed size per running sequence, beside the blocks of keys and values.
+
+Slots beyond those of running sequences hold snapshots: states at the end of a prefix, found by the hash of its tokens.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from ...quant.tensor import TORCH_DTYPES
+from .allocator import BlockAllocator
 from .spec import StateSpec
 
 # The slot of a table that has none.
 NO_SLOT = -1
+# Where the states of slots are: one slot, several that follow one another, or int64 numbers on the pool's device.
+Slots = int | slice | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """What one function of a layer keeps, [slots, ...]: `codes` in the pool's format, of which `[slots]` reads numbers.
+
+    int8 codes have a scale for each last dimension, [slots, ..., 1], so that the largest of its numbers has code 127.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    decoded: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.codes.dtype
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot's numbers, as they are read."""
+        return self.codes[0].numel() * self.decoded.itemsize
+
+    def __getitem__(self, slots: Slots) -> torch.Tensor:
+        """The numbers of slots; those of a slice are the pool's own memory, unless their format is another one."""
+        values = _taken(self.codes, slots).to(self.decoded)
+        return values if self.scales is None else values.mul_(_taken(self.scales, slots))
+
+    def __setitem__(self, slots: Slots, values: torch.Tensor | float) -> None:
+        if self.scales is not None:
+            values = torch.as_tensor(values).to(self.scales).expand(_taken(self.codes, slots).shape)
+            scales = values.abs().amax(-1, keepdim=True) / 127
+            _put(self.scales, slots, scales)
+            values = (values / scales.clamp(min=torch.finfo(scales.dtype).tiny)).round_()
+        _put(self.codes, slots, values)
+
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether a change of `values`, which were read, has changed the states."""
+        return values.untyped_storage().data_ptr() == self.codes.untyped_storage().data_ptr()
+
+
+def _taken(memory: torch.Tensor, slots: Slots) -> torch.Tensor:
+    return memory.index_select(0, slots) if isinstance(slots, torch.Tensor) else memory[slots]
+
+
+def _put(memory: torch.Tensor, slots: Slots, values: torch.Tensor | float) -> None:
+    if isinstance(slots, torch.Tensor):
+        memory.index_copy_(0, slots, torch.as_tensor(values).to(memory.dtype))
+    else:
+        memory[slots] = values
 
 
 class StatePool:
     """`num_slots` states, laid out by layer, so that a layer's states of a pass are gathered by one index.
 
     A slot's bytes mean nothing until a pass has written them: a sequence without stored tokens starts from zeros.
+    `most_running` slots are for sequences; a pass takes at most as many snapshots as there are others, and keeps them
+    as long as no sequence needs their slots. A state can be kept at positions that are multiples of `cut`.
     """
 
-    def __init__(self, spec: StateSpec, num_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: StateSpec,
+        num_slots: int,
+        device: torch.device | str = "cpu",
+        *,
+        most_running: int | None = None,
+        cut: int = 1,
+    ) -> None:
         self.spec = spec
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._conv: dict[int, torch.Tensor] = {}
-        self._recurrent: dict[int, torch.Tensor] = {}
+        self.most_snapshots = 0 if most_running is None else num_slots - most_running
+        self.cut = cut
+        # States of slots that follow one another are changed where they are, those of others are gathered.
+        self.allocator = BlockAllocator(num_slots, lowest_first=True)
+        self._conv: dict[int, LayerStates] = {}
+        self._recurrent: dict[int, LayerStates] = {}
         self._memory: list[torch.Tensor] = []
         for group in spec.groups:
-            conv = self._allocate(TORCH_DTYPES[spec.dtype], len(group.layers), group.conv, device)
-            self._conv |= dict(zip(group.layers, conv, strict=True))
+            layers, dtype = len(group.layers), TORCH_DTYPES[spec.dtype]
+            # The channels of one input lie together: a step over all of them then needs no strides.
+            conv = self._allocate(dtype, layers, group.conv[::-1], device).transpose(-1, -2)
+            self._conv |= {layer: LayerStates(conv[i], None, dtype) for i, layer in enumerate(group.layers)}
             if group.recurrent:
-                states = self._allocate(torch.float32, len(group.layers), group.recurrent, device)
-                self._recurrent |= dict(zip(group.layers, states, strict=True))
+                codes = self._allocate(_CODES[spec.format], layers, group.recurrent, device)
+                scales = None
+                if spec.format == "int8":
+                    scales = self._allocate(torch.float32, layers, (*group.recurrent[:-1], 1), device)
+                for i, layer in enumerate(group.layers):
+                    self._recurrent[layer] = LayerStates(codes[i], None if scales is None else scales[i])
 
     @property
     def nbytes(self) -> int:
@@ -37,25 +117,32 @@ class StatePool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Slots that a sequence can take; those of snapshots are among them."""
+        return self.allocator.num_available
 
-    def conv(self, layer: int) -> torch.Tensor:
-        """The last inputs [slots, C, K - 1] of a layer's convolution."""
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that prefixes can be found by, and that no sequence reads now."""
+        return self.allocator.num_cached
+
+    def conv(self, layer: int) -> LayerStates:
+        """The last inputs [slots, C, K - 1] of a layer's convolution; in memory C is the last dimension."""
         return self._conv[layer]
 
-    def recurrent(self, layer: int) -> torch.Tensor:
-        """The states [slots, ...] of a layer's scan, in float32."""
+    def recurrent(self, layer: int) -> LayerStates:
+        """The states [slots, ...] of a layer's scan, which are float32 when they are read."""
         return self._recurrent[layer]
 
     def take(self) -> int:
-        """A free slot. Raises IndexError where there is none: callers ask `num_free` first."""
-        return self._free.pop()
+        """A slot. Raises ValueError where there is none: callers ask `num_free` first."""
+        (slot,) = self.allocator.take(1)
+        return slot
 
     def give_back(self, slot: int) -> None:
         """Raises ValueError for a slot that nobody has: its bytes would be used twice."""
-        if slot in self._free:
+        if not self.allocator.references(slot):
             raise ValueError(f"state {slot} was given back, but nobody holds it")
-        self._free.append(slot)
+        self.allocator.release([slot])
 
     def copy(self, source: int, target: int) -> None:
         for memory in self._memory:
@@ -66,3 +153,6 @@ class StatePool:
     ) -> torch.Tensor:
         self._memory.append(torch.zeros(layers, self.num_slots, *shape, dtype=dtype, device=device))
         return self._memory[-1]
+
+
+_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}

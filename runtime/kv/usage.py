@@ -15,7 +15,9 @@ class BlockTable:
 
     `num_tokens` are stored and `num_grown` have slots: the pass stores the difference. `hashes` are those of the full
     blocks, as far as they were needed; others can find `num_published` of these blocks. `parked` are blocks of the host
-    tier; a table has either those or `blocks`. `state` is its slot in the pool of states, if there is one.
+    tier; a table has either those or `blocks`. `state` is its slot in the pool of states, if there is one; until its
+    first pass is over its state is the snapshot in `origin`, where its tokens were found. `snapshots` are positions
+    that the next pass reaches, and the slots in which it keeps the states there.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
@@ -25,6 +27,8 @@ class BlockTable:
     num_published: int = 0
     parked: list[list[int]] = field(default_factory=list)
     state: int = NO_SLOT
+    origin: int = NO_SLOT
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forgets the blocks; the hashes stay valid, because the sequence's tokens do not change."""

@@ -34,7 +34,7 @@ from ..kv.allocator import root_hash
 from ..kv.cache import KVCache
 from ..kv.parking import ParkingMemory
 from ..kv.pool import KVPool
-from ..kv.spec import KVSpec, StateSpec
+from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
@@ -314,7 +314,9 @@ def _state_pool(
     """The states of recurrent layers, which `states` of the passes get as their pool; None where the model has none."""
     if states is None:
         return None
-    states.pool = StatePool(StateSpec(shape.state_groups, plan.dtype), plan.max_sequences, torch_device)
+    spec = StateSpec(shape.state_groups, plan.dtype, state_format(plan.kv, plan.deterministic))
+    slots = plan.states_nbytes // spec.nbytes
+    states.pool = StatePool(spec, slots, torch_device, most_running=plan.max_sequences, cut=plan.prompt_cut)
     states.tiled = plan.deterministic
     return states.pool
 

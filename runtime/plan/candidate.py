@@ -15,7 +15,7 @@ from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
-from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec
+from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
 from ..shape.shards import (
@@ -254,6 +254,7 @@ class WeightFootprint:
         self.shape = shape
         self.quant = quant
         self.dtype = dtype
+        self.deterministic = deterministic
         self.shards: ModelShards = model_shards(shape, quant, dtype)
         self.widest = Widest.of(shape)
         self.on_device = device_budget is not None
@@ -287,7 +288,8 @@ class Candidate:
     """Passes of `tokens_per_pass` tokens and at most `live` sequences, over a cache.
 
     The sizes are those of the tier that computes. `fixed` bytes are needed whatever is held; `scratch` is the part of
-    them that a pass computes with: `workspace`, `activations` and `slack`. `states` are those of recurrent layers.
+    them that a pass computes with: `workspace`, `activations` and `slack`. `states` are those of recurrent layers,
+    with the snapshots of prefixes.
     """
 
     def __init__(self, weights: WeightFootprint, cache: CacheSize, live: int) -> None:
@@ -299,7 +301,8 @@ class Candidate:
         self.slack = int(self.activations * (1 + SLACK_SHARE)) - self.activations + SLACK_NBYTES
         self.scratch = weights.workspace + self.activations + self.slack
         # Unlike blocks, which grow with a sequence, its states are there from its first token on.
-        self.states = self.live * StateSpec(weights.shape.state_groups, weights.dtype).nbytes
+        format = state_format(cache.specs[0].format, weights.deterministic)
+        self.states = StateSpec(weights.shape.state_groups, weights.dtype, format).pool_nbytes(self.live)
         self.fixed = self.scratch + weights.process + weights.resident + self.states
 
     @property

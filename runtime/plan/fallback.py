@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..kv.spec import KVSpec, StateSpec
+from ..kv.spec import KVSpec, StateSpec, state_format
 from ..settings.errors import MemoryGaveOut
 from ..settings.settings import Settings
 from ..shape.shards import model_shards
@@ -53,6 +53,7 @@ class FallbackPolicy:
         self._request = request
         shape = request.shape
         specs = tuple(KVSpec(group, plan.kv, plan.kv_block) for group in shape.kv_groups)
+        self._states = StateSpec(shape.state_groups, plan.dtype, state_format(plan.kv, plan.deterministic))
         self._cache = CacheSize(specs, min(request.workload.longest, plan.kv_tokens), plan.tokens_per_pass)
         self._expert = largest_expert(model_shards(shape, plan.quant, plan.dtype))
 
@@ -118,7 +119,7 @@ class FallbackPolicy:
             self.plan,
             max_sequences=live,
             kv_sequences=cached,
-            states_nbytes=live * StateSpec(self._request.shape.state_groups, self.plan.dtype).nbytes,
+            states_nbytes=self._states.pool_nbytes(live),
             kv_blocks=blocks,
             kv_nbytes=self._cache.nbytes_of(blocks),
             kv_tokens=min(whole, default=self.plan.kv_tokens),

@@ -131,7 +131,8 @@ class Plan:
     - `process_nbytes` are the process, or a device's context; `resident_nbytes` are small parameters.
     - `weights_nbytes` are all weights, `held_nbytes` the held ones.
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
-    - `states_nbytes` are states of recurrent layers for `max_sequences`; a prompt is cut at multiples of `prompt_cut`.
+    - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
+      A prompt is cut at multiples of `prompt_cut`.
     - `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.

@@ -446,15 +446,15 @@ class _Search:
             grouped_experts=weights.grouped_experts,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             lacks=_lacks(weights, settings),
-            notes=(*dtype_notes(settings.dtype, shape.dtype, weights.gpu), *_state_notes(shape)),
+            notes=(*dtype_notes(settings.dtype, shape.dtype, weights.gpu), *_state_notes(shape, candidate.live)),
         )
 
 
-def _state_notes(shape: ModelShape) -> tuple[str, ...]:
+def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     """What a person should know of recurrent layers."""
-    if not shape.state_groups:
+    if not shape.state_groups or live > 1:
         return ()
-    return ("prefixes are not shared: a state of recurrent layers cannot be cut where a prefix ends",)
+    return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
 
 
 def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:

@@ -23,6 +23,8 @@ def predict(engine: Engine, token_ids: list[int]) -> Iterator[torch.Tensor]:
     Runs through the engine's model and cache in passes of its own size; the engine must be idle.
     """
     scheduler, sequence = engine.scheduler, Sequence(token_ids, SamplingParams(1))
+    if scheduler.cache.states is not None:
+        sequence.table.state = scheduler.cache.states.take()
     try:
         while sequence.num_pending:
             count = min(sequence.num_pending, scheduler.limits.tokens_per_pass)

@@ -36,9 +36,33 @@ def gated_delta_rule(states: PassStates, layer: int, known: Mapping[str, Callabl
 
         def step(rows: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             q, k, v, decay, strength = rows
+            if state.device.type == "cpu":
+                return delta_step(rows, state, use_qk_l2norm_in_kernel), state
             out, after = recurrent(q, k, v, g=decay, beta=strength, initial_state=state, **same)
             return out, after
 
         return states.run(states.pool.recurrent(layer), (query, key, value, g, beta), scan, step), None
 
     return forward
+
+
+def delta_step(rows: Any, state: torch.Tensor, normalized: bool) -> torch.Tensor:
+    """One token of n sequences, as `gated_delta_rule` gets it -> [n, 1, H, V]; changes `state` [n, H, K, V] in place.
+
+    transformers' code makes five copies of the state, this none: with S' = exp(g) S + k d^T, where d is what k does not
+    yet read right, the output S'^T q is exp(g) S^T q + (k . q) d. So one product reads S for q and for k.
+    """
+    q, k, v, decay, strength = (row.squeeze(1).float() for row in rows)
+    n, heads, keys, values = state.shape
+    both = torch.stack((q, k), 2)
+    if normalized:
+        both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + 1e-6)
+    both[:, :, 0] *= keys**-0.5
+    both = both.repeat_interleave(heads // both.shape[1], 1).flatten(0, 1)
+    own = state.view(n * heads, keys, values).mul_(decay.exp().view(-1, 1, 1))
+    read = torch.bmm(both, own)
+    missing = ((v.flatten(0, 1) - read[:, 1]) * strength.view(-1, 1)).unsqueeze(1)
+    own.baddbmm_(both[:, 1].unsqueeze(-1), missing)
+    overlap = (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
+    out: torch.Tensor = (read[:, 0] + overlap * missing.squeeze(1)).view(n, 1, heads, values).to(rows[0].dtype)
+    return out

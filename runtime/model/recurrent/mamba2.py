@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...kv.spec import SCAN_CHUNK, SCAN_TOKENS
 from .pass_states import PassStates
@@ -42,6 +43,11 @@ def chunk_scan(states: PassStates, layer: int, known: Mapping[str, Callable[...,
 
         def step(rows: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             own_x, own_dt, own_b, own_c = (row.squeeze(1) for row in rows)
+            if state.device.type == "cpu":
+                own_dt = own_dt + dt_bias.to(own_dt.dtype)
+                own_dt = F.softplus(own_dt) if dt_softplus else own_dt
+                out = ssm_step((own_x, own_dt, own_b, own_c), state, A)
+                return (out.to(x.dtype) + own_x * D.view(-1, 1)).to(x.dtype).unsqueeze(1), state
             heads, width, size = state.shape[1:]
             by_channel = (heads, width)
             # It changes the state in place.
@@ -55,3 +61,17 @@ def chunk_scan(states: PassStates, layer: int, known: Mapping[str, Callable[...,
         return states.run(states.pool.recurrent(layer), (x, dt, B, C), scan, step)
 
     return forward
+
+
+def ssm_step(rows: Any, state: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+    """One token of n sequences: x [n, H, P], dt [n, H], B and C [n, G, N] -> [n, H, P] in float32.
+
+    Changes `state` [n, H, P, N] in place: exp(dt A) S + dt x B^T, of which C reads the output. transformers' code makes
+    three copies of it.
+    """
+    x, dt, b, c = (row.float() for row in rows)
+    n, heads, width, size = state.shape
+    b, c = (each.repeat_interleave(heads // each.shape[1], 1).reshape(-1, size, 1) for each in (b, c))
+    own = state.view(n * heads, width, size).mul_((dt * A.float()).exp().view(-1, 1, 1))
+    own.baddbmm_((x * dt.unsqueeze(-1)).reshape(-1, width, 1), b.transpose(1, 2))
+    return torch.bmm(own, c).view(n, heads, width)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from ...settings.errors import UnsupportedModel
@@ -97,9 +98,27 @@ def _convolution(states: PassStates, layer: int, known: Mapping[str, Function]) 
 
         def step(rows: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             (row,) = rows
-            out = update(row.transpose(1, 2).contiguous(), state, weight, bias, activation)
-            return out.transpose(1, 2), state
+            if state.device.type == "cpu":
+                return _convolve_step(row, state, weight, bias, activation), state
+            own = state.contiguous()
+            return update(row.transpose(1, 2).contiguous(), own, weight, bias, activation).transpose(1, 2), own
 
         return states.run(states.pool.conv(layer), (x.transpose(1, 2),), scan, step).transpose(1, 2)
 
     return forward
+
+
+def _convolve_step(
+    row: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Any
+) -> torch.Tensor:
+    """One input each of n sequences, row [n, 1, C] -> [n, 1, C]; changes `state` [n, C, K - 1] in place.
+
+    transformers' code gives torch a convolution over K tokens, which goes channel by channel.
+    """
+    window, taps = state.transpose(1, 2), weight.T.float()
+    out = row.float() * taps[-1]
+    for position in range(window.shape[1]):
+        out.addcmul_(window[:, position : position + 1].float(), taps[position])
+    window.copy_(torch.cat([window[:, 1:], row], 1))
+    out = (out if bias is None else out + bias).to(row.dtype)
+    return out if activation is None else ACT2FN[activation](out)
