@@ -1,5 +1,5 @@
 // What processor this is, and the functions that call the kernels compiled for it. Compiled for every x86-64.
-#include "moedge_cpu.h"
+#include "attention.h"
 
 #include <cpuid.h>
 
@@ -34,6 +34,8 @@ int supported() {
 }
 
 }  // namespace
+
+int64_t moedge_attention_scratch(const moedge_attention *a) { return layout_of(*a).nbytes; }
 
 uint32_t moedge_version(void) { return MOEDGE_VERSION; }
 
