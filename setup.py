@@ -10,7 +10,8 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent / "quant" / "native"
 spec = importlib.util.spec_from_file_location("native_build", HERE / "build.py")
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 native = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = native
 spec.loader.exec_module(native)

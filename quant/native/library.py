@@ -57,15 +57,29 @@ def choose(library: CDLL, isa: str) -> str:
     return list(SETS)[number - 1] if number else ""
 
 
+# Why kernels that were loaded are not used: one of them gave wrong numbers here.
+_refusals: list[str] = []
+
+
+def refuse(reason: str) -> None:
+    """Uses no kernel from now on."""
+    _refusals.append(reason)
+
+
+def lack() -> str:
+    """Why kernels cannot be used here; "" if they can."""
+    return loaded().lack or "".join(_refusals[:1])
+
+
 def available() -> bool:
-    """Whether kernels can be called here."""
-    return loaded().library is not None
+    """Whether kernels can be used here."""
+    return not lack()
 
 
 def function(name: str, arguments: Sequence[Any], result: Any = None) -> Callable[..., Any]:
-    """The C function `name` with its argument types; it runs without Python's lock. Raises RuntimeError without library.
+    """The C function `name` with its argument types, which take half of the time of a call where they are known.
 
-    Types that are known take half of the time of a call.
+    It runs without Python's lock. Raises RuntimeError where there is no library.
     """
     library = loaded().library
     if library is None:

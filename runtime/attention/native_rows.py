@@ -5,7 +5,7 @@ A row's bits depend on its query and its past alone: neither on other rows nor o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch
 
 from ...quant.kv.codec import Coded
 from ...quant.matmul.thread_pool import WorkerPool
-from ...quant.native.attention import FORMATS, ROWS, SPLIT, Attention, Vectors, kernels, scratch_nbytes
+from ...quant.native.attention import FORMATS, ROWS, SPLIT, Attention, Kernel, Vectors, kernels, scratch_nbytes
 from ..engine.batch import Batch, Chunk
 from ..kv.cache import KVCache
+from ..kv.pool import KVPool
 from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
-from .decode import Query, Stored
+from .decode import Stored
 from .protocol import AttentionCall
 
 Ints = npt.NDArray[np.int32]
@@ -43,16 +44,53 @@ class Wave:
         return len(self.runs) if self.pieces is None else len(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowPlan:
-    """The rows of a pass that the kernels compute in one layer group: `tables` [chunks, blocks], padded with zeros.
+    """The rows of a pass that the kernels compute in one layer group.
 
-    `numel` is the number of keys' elements that are read, `partials` the floats of partial results.
+    `tables` [chunks, blocks] are padded with zeros, `runs` as in `Wave`. `numel` elements of keys are read. `begins`
+    [chunks] are the first rows of the chunks in the pass.
     """
 
+    call: AttentionCall
     tables: Ints
-    waves: tuple[Wave, ...]
+    runs: Ints
+    kv_heads: int
+    dim: int
     numel: int
+    begins: torch.Tensor
+
+    def waves(self, group: int, workers: int) -> Iterator[Wave]:
+        """Pasts are split where there are too few rows for all threads; `group` query heads have one KV head."""
+        if len(self.runs) * self.kv_heads >= _ITEMS_PER_WORKER * workers // 2:
+            return iter([Wave(self.runs, None)])
+        piece = 4 * self.kv_heads * group * ROWS * (self.dim + 2)
+        return _split(self.call, self.runs, max(1, PARTIALS_NBYTES // piece))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowQuery:
+    """The queries q [T, Hq, D] of a pass.
+
+    `rotated`: the stored keys are, and the kernels rotate the queries; else they are in the basis of the keys already.
+    `shift` [T, Hq], scaled, is added to the scores; None where softmax cancels it.
+    """
+
+    call: AttentionCall
+    q: torch.Tensor
+    shift: torch.Tensor | None = None
+    rotated: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall, pool: KVPool, layer: int, q: torch.Tensor) -> RowQuery:
+        """The queries of the group's `layer`-th layer."""
+        transform = pool.key_transform
+        if transform is None:
+            return cls(call, q)
+        shift = None if call.is_plain else transform.shifts(layer, q).mul_(call.scale)
+        # The kernels know Hadamard matrices only.
+        rotates = q.shape[-1].bit_count() == 1
+        return cls(call, q if rotates else pool.queries(q), shift, rotates)
 
 
 class RowAttention:
@@ -68,50 +106,51 @@ class RowAttention:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
         self._batch: Batch | None = None
-        self._plans: dict[tuple[int, bool], RowPlan] = {}
+        self._plans: dict[tuple[int, str], RowPlan | None] = {}
 
-    def plan(self, call: AttentionCall, batch: Batch, group: int, num_heads: int, every_row: bool) -> RowPlan | None:
-        """The rows of a pass that are single tokens, or all of them; None where there are none."""
+    def plan(self, call: AttentionCall, batch: Batch, group: int, rows: str = "decode") -> RowPlan | None:
+        """What the kernels compute of a pass; None where that is nothing.
+
+        `rows` are those that "decode", which are chunks of one token; "gathered" are the same, in a tensor of their
+        own; or "all".
+        """
         if self._batch is not batch:
             self._batch, self._plans = batch, {}
-        key = (group, every_row)
+        key = (group, rows)
         if key not in self._plans:
-            chosen = [chunk for chunk in batch.chunks if every_row or chunk.count == 1]
-            self._plans[key] = self._make(call, chosen, group, num_heads)
-        return self._plans[key] if self._plans[key].waves else None
+            chosen = [chunk for chunk in batch.chunks if rows == "all" or chunk.count == 1]
+            self._plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
+        return self._plans[key]
 
-    def attend(
-        self, query: Query, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor, rotated: bool = False
-    ) -> torch.Tensor:
-        """Fills the plan's rows of out [T, Hq, D] with the attention of the query's rows over the cache."""
+    def attend(self, query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor) -> None:
+        """Fills the plan's rows of out [T, Hq, D] with the attention of the query's rows over the cache.
+
+        `keys` may be stored in several parts; queries have the elements of the parts one after the other.
+        """
         arguments, kept = _arguments(query, keys, values, plan, out)
         arguments.exact = self._exact
         arguments.block = self._cache.block
-        arguments.rotated = rotated
         kept.append(self._reserve(arguments))
         single = plan.numel <= SINGLE_THREAD_NUMEL
-        for wave in plan.waves:
+        for wave in plan.waves(arguments.group, self._workers.size):
             self._run(arguments, wave, single)
-        return out
 
-    def _make(self, call: AttentionCall, chunks: Sequence[Chunk], group: int, num_heads: int) -> RowPlan:
+    def _make(self, call: AttentionCall, chunks: Sequence[Chunk], group: int, gathered: bool) -> RowPlan:
         spec = self._cache.pools[group].spec
-        runs = np.array([run for index, chunk in enumerate(chunks) for run in _runs(index, chunk)], np.int32)
         tables = [chunk.sequence.table.blocks[group] for chunk in chunks]
-        width = max(map(len, tables), default=0)
-        padded = np.zeros((len(tables), width), np.int32)
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
+        begins = [chunk.begin for chunk in chunks]
+        first = range(len(chunks)) if gathered else begins
+        runs = [run for index, chunk in enumerate(chunks) for run in _runs(index, first[index], chunk)]
         visible = sum(chunk.past + chunk.count - call.first_visible(chunk.past) for chunk in chunks)
         numel = visible * spec.group.kv_heads * spec.group.head_dim
-        waves = [Wave(runs, None)] if len(runs) else []
-        if waves and len(runs) * spec.group.kv_heads < _ITEMS_PER_WORKER * self._workers.size // 2:
-            piece = 4 * num_heads * ROWS * (spec.group.head_dim + 2)
-            waves = list(_split(call, runs, max(1, PARTIALS_NBYTES // piece)))
-        return RowPlan(padded, tuple(waves), numel)
+        sizes = (spec.group.kv_heads, spec.group.head_dim, numel)
+        return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(begins))
 
     def _reserve(self, arguments: Attention) -> torch.Tensor:
-        nbytes = -(-scratch_nbytes(arguments) // 64) * 64
+        nbytes = _aligned(scratch_nbytes(arguments))
         if self._scratch.shape[0] < nbytes * self._workers.size + 64:
             self._scratch = self._scratch.new_empty(nbytes * self._workers.size + 64)
         return self._scratch
@@ -131,21 +170,31 @@ class RowAttention:
         if wave.pieces is not None:
             self._share(arguments, reduce, len(wave.runs) * arguments.kv_heads, single)
 
-    def _share(self, arguments: Attention, kernel, items: int, single: bool) -> None:
-        nbytes = scratch_nbytes(arguments)
-        base = -(-self._scratch.data_ptr() // 64) * 64
+    def _share(self, arguments: Attention, kernel: Kernel, items: int, single: bool) -> None:
+        """Computes all items, several at a time on every thread."""
+        nbytes = _aligned(scratch_nbytes(arguments))
+        base = _aligned(self._scratch.data_ptr())
         if single or self._workers.size == 1:
             kernel(arguments, 0, items, base)
             return
         size = max(1, items // (self._workers.size * _ITEMS_PER_WORKER))
         ranges = [(begin, min(items, begin + size)) for begin in range(0, items, size)]
-        self._workers.run(ranges, lambda job, worker: kernel(arguments, *job, base + worker * (-(-nbytes // 64) * 64)))
+
+        def work(job: tuple[int, int], worker: int) -> None:
+            kernel(arguments, *job, base + worker * nbytes)
+
+        self._workers.run(ranges, work)
 
 
-def _runs(index: int, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
-    """The rows of a chunk in runs of at most ROWS: (table, row, count, position)."""
+def _aligned(nbytes: int) -> int:
+    """The next multiple of 64."""
+    return -(-nbytes // 64) * 64
+
+
+def _runs(table: int, row: int, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
+    """The rows of a chunk, which begin at `row`, in runs of at most ROWS: (table, row, count, position)."""
     for first in range(0, chunk.count, ROWS):
-        yield index, chunk.begin + first, min(ROWS, chunk.count - first), chunk.past + first
+        yield table, row + first, min(ROWS, chunk.count - first), chunk.past + first
 
 
 def _split(call: AttentionCall, runs: Ints, most: int) -> Iterator[Wave]:
@@ -166,7 +215,7 @@ def _split(call: AttentionCall, runs: Ints, most: int) -> Iterator[Wave]:
 
 
 def _arguments(
-    query: Query, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor
+    query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor
 ) -> tuple[Attention, list[torch.Tensor]]:
     """The arguments of the kernels, and tensors that must live as long."""
     call, q = query.call, query.q.contiguous()
@@ -186,6 +235,7 @@ def _arguments(
             setattr(arguments, name, kept[-1].data_ptr())
     arguments.tables, arguments.table_width = plan.tables.ctypes.data, plan.tables.shape[1]
     arguments.queries, arguments.out = q.data_ptr(), out.data_ptr()
+    arguments.rotated = query.rotated
     arguments.query_format, arguments.out_format = FORMATS[_NAMES[q.dtype]], FORMATS[_NAMES[out.dtype]]
     return arguments, kept
 
