@@ -68,7 +68,7 @@ def compile_objects(folder: Path, flags: Sequence[str] = _FLAGS) -> list[str]:
         ([*command, "-o", str(folder / f"{name}.o")], folder / f"{name}.o") for name, command in compilations(flags)
     ]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(_run, [command for command, _ in commands]))
+        list(pool.map(run, [command for command, _ in commands]))
     return [str(path) for _, path in commands]
 
 
@@ -81,7 +81,7 @@ def build(target: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         objects = compile_objects(Path(folder))
         linked = target.with_suffix(".new")
-        _run([COMPILER, *objects, *_LINK, "-o", str(linked)])
+        run([COMPILER, *objects, *_LINK, "-o", str(linked)])
     # A process that has the old library mapped keeps it.
     return linked.replace(target)
 
@@ -95,7 +95,8 @@ def wheel_platform(library: Path) -> str:
     return "manylinux_2_28_x86_64" if max(needed, default=0) <= 28 else "linux_x86_64"
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """Runs a command of the compiler. Raises CannotBuild."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

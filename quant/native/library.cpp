@@ -9,6 +9,8 @@
     extern "C" void name##_avx512bf16 types;
 MOEDGE_KERNELS(MOEDGE_DECLARE_SETS)
 
+static_assert(sizeof(moedge_attention) == 232, "attention.py has the same fields");
+
 namespace {
 
 int chosen = MOEDGE_NONE;
