@@ -7,9 +7,13 @@ python -m bench.micro attention --ragged        # lengths spread evenly from 512
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
+
+# As in jobs: threads of torch that wait do not take the kernels' cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
