@@ -127,12 +127,12 @@ void locate(const Work &w, const moedge_vectors &v, int64_t begin, Visible seen,
             float *scales, float *zeros) {
     const moedge_attention &a = w.a;
     const int groups = groups_of(v), nbytes = row_nbytes(v);
-    for (int t = from; t < to; t++) {
-        if (t < seen.from || t >= seen.to) {
-            rows[t] = w.zero;
-            for (int g = 0; g < groups; g++) scales[g * SPLIT + t] = zeros[g * SPLIT + t] = 0;
-        }
-    }
+    const auto hide = [&](int t) {
+        rows[t] = w.zero;
+        for (int g = 0; g < groups; g++) scales[g * SPLIT + t] = zeros[g * SPLIT + t] = 0;
+    };
+    for (int t = from; t < seen.from; t++) hide(t);
+    for (int t = seen.to; t < to; t++) hide(t);
     each_run(a, *w.tile_rows, w.head, nbytes, v.codes, begin, seen,
              [&](int t, const uint8_t *first, int count, int64_t index, int64_t offset) {
                  for (int i = 0; i < count; i++) rows[t + i] = first + int64_t(i) * nbytes;
