@@ -7,10 +7,14 @@ STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | tr ' ' -)
 OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo test test-all test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
+.PHONY: demo native test test-all test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
 
 demo: $(STAMP)
 	$(BIN)/moedge demo
+
+# The library of CPU kernels, in place; needs g++. Installing does the same where g++ is found.
+native:
+	$(PYTHON) quant/native/build.py
 
 # The fast lane: every law once. It ends with the slowest twenty tests.
 test: $(STAMP)

@@ -121,6 +121,8 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
 
 PREFIX = "MOEDGE_"
 PROFILE_VARIABLE = "MOEDGE_PROFILE"
+# Read by quant/native/library.py.
+ISA_VARIABLE = "MOEDGE_ISA"
 # Tables that count only where they are asked for by name, and where this machine has the name.
 CONDITIONAL = ("profile", "machine")
 EXAMPLES = {"profile": "night", "machine": "workstation"}
@@ -301,7 +303,7 @@ def _warn_of_unknown_variables(commands: Mapping[str, ConfiguredCommand]) -> Non
     """Once each: a variable may be another program's, or another version's."""
     known = {option.envvar for command in commands.values() for option in command.options.values()}
     for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in {*known, PROFILE_VARIABLE, *_warned}:
+        if name.startswith(PREFIX) and name not in {*known, PROFILE_VARIABLE, ISA_VARIABLE, *_warned}:
             _warned.add(name)
             print(f"warning: unknown variable {name} is ignored{_nearest(name, known)}", file=sys.stderr)
 

@@ -86,7 +86,7 @@ class KV(StrEnum):
 
 
 class Attention(StrEnum):
-    AUTO, TORCH, TRITON = "auto", "torch", "triton"
+    AUTO, TORCH, NATIVE, TRITON = "auto", "torch", "native", "triton"
 
 
 class Stream(StrEnum):

@@ -13,13 +13,14 @@ class AttentionNeeds:
     """What a run needs from attention. `gpu` describes the device; it is None on a CPU.
 
     `interpreted`: Triton's kernels run on the CPU, in Triton's interpreter; `auto` never chooses that. `latent`: layers
-    cache latents.
+    cache latents. `native_lack` says why the library of CPU kernels (quant/native) cannot be used, "" if it can.
     """
 
     head_dims: frozenset[int]
     gpu: Gpu | None = None
     interpreted: bool = False
     latent: bool = False
+    native_lack: str = "nobody looked for the library of CPU kernels"
 
 
 NO_LATENTS = "Triton's kernels do not compute latent attention"
@@ -33,6 +34,7 @@ class AttentionKind:
 
     name: str
     triton: bool = False
+    native: bool = False
     largest_head: int = 1 << 16
 
     def lack(self, needs: AttentionNeeds) -> str:
@@ -43,6 +45,8 @@ class AttentionKind:
             return "it runs on NVIDIA GPUs, and this run computes on the CPU"
         if self.triton and needs.gpu is not None and needs.gpu.lacks.attention:
             return needs.gpu.lacks.attention
+        if self.native and (needs.gpu is not None or needs.native_lack):
+            return needs.native_lack or "it runs on the CPU, and this run computes on a GPU"
         if max(needs.head_dims) > self.largest_head:
             return (
                 f"it supports heads of at most {self.largest_head} elements, this model's have {max(needs.head_dims)}"
@@ -51,7 +55,11 @@ class AttentionKind:
 
 
 # In order of preference: `auto` takes the first that can compute the run.
-KINDS = (AttentionKind("triton", triton=True, largest_head=LARGEST_HEAD), AttentionKind("torch"))
+KINDS = (
+    AttentionKind("triton", triton=True, largest_head=LARGEST_HEAD),
+    AttentionKind("native", native=True),
+    AttentionKind("torch"),
+)
 
 
 def choose_attention(wanted: str, needs: AttentionNeeds) -> str:

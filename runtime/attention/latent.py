@@ -19,12 +19,13 @@ from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..settings.errors import UnsupportedModel
 from .choice import EXPANDED_NBYTES
-from .decode import Decoder, Query, Stored
+from .decode import Decoder, Query
 from .decode_plan import DecodePlan, DecodePlanCache
 from .dense import attend_fresh, attend_rows, visibility
+from .native_rows import RowAttention, RowQuery
 from .pass_pages import PassSlots
 from .protocol import AttentionCall, LatentWeights, check_reach, is_causal_prefill
-from .torch_backend import CacheReader, key_range, row_tiles
+from .torch_backend import CacheReader, key_range, row_tiles, stored
 
 
 class LatentAttention:
@@ -34,7 +35,15 @@ class LatentAttention:
     token's result then depend neither on its chunk nor on the batch, and a generated token expands nothing.
     """
 
-    def __init__(self, cache: KVCache, dtype: torch.dtype, tiled: bool, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        dtype: torch.dtype,
+        tiled: bool,
+        device: torch.device | str = "cpu",
+        native: bool = False,
+    ) -> None:
+        """`native`: CPU kernels compute generated tokens, unless `tiled`."""
         self.cache = cache
         self.tiled = tiled
         # The chunks of prompts that expanded latents so far, and the tokens that used the absorbed form.
@@ -44,6 +53,7 @@ class LatentAttention:
         self._slots = PassSlots(cache, device)
         # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
         workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
+        self._native = RowAttention(cache, dtype, workers) if native and not tiled else None
         self._plans = DecodePlanCache(cache, workers.size, dtype.itemsize, device)
         self._decoder = Decoder(workers, dtype, device)
 
@@ -61,14 +71,16 @@ class LatentAttention:
             if self.tiled:
                 self._absorbed_rows(call, layer_index, chunk, q[rows], out[rows])
             elif is_causal_prefill(call, chunk):
-                stored = pool.as_stored(layer_index.index, k[rows], v[rows])
-                self._expanded(call, layer_index, chunk, q[rows], stored, out[rows])
+                fresh = pool.as_stored(layer_index.index, k[rows], v[rows])
+                self._expanded(call, layer_index, chunk, q[rows], fresh, out[rows])
             elif chunk.count > 1:
                 blocks, end = chunk.sequence.table.blocks[layer_index.group], chunk.past + chunk.count
                 low = call.first_visible(chunk.past)
                 past = self._reader.read(layer_index, blocks, low, end, end)
                 self._expanded(call, layer_index, chunk, q[rows], (past[0][0, :, None], past[1][0, :, None]), out[rows])
-        if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
+        if self._native is not None:
+            self._decode_natively(call, layer_index, q, batch, out)
+        elif not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
             self._decode(call, layer_index, q, self._plans.of(call, layer_index.group, slots, q.shape[1]), out)
         return out
 
@@ -129,10 +141,26 @@ class LatentAttention:
         """Fills the rows of `out` that are chunks of one token."""
         self.num_absorbed += len(plan.rows)
         weights, pool = _weights(call), self.cache.pools[layer_index.group]
-        latents, rotated = (Stored(*side) for side in zip(pool.planes(layer_index.index), pool.formats, strict=True))
+        latents, rotated = stored(pool, layer_index.index)
         query = Query(call, _absorbed(weights, pool, q[plan.rows]), None)
         sums = self._decoder.decode(query, [latents, rotated], latents, plan)
         out[plan.rows] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
+
+    def _decode_natively(
+        self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, batch: Batch, out: torch.Tensor
+    ) -> None:
+        """Does what `_decode` does, with the CPU kernels."""
+        assert self._native is not None
+        plan = self._native.plan(call, batch, layer_index.group, "gathered")
+        if plan is None:
+            return
+        self.num_absorbed += len(plan.begins)
+        weights, pool = _weights(call), self.cache.pools[layer_index.group]
+        latents, rotated = stored(pool, layer_index.index)
+        query = RowQuery(call, _absorbed(weights, pool, q[plan.begins]))
+        sums = torch.empty(*query.q.shape[:2], latents.width)
+        self._native.attend(query, [latents, rotated], latents, plan, sums)
+        out[plan.begins] = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
 
 
 def _weights(call: AttentionCall) -> LatentWeights:

@@ -18,6 +18,7 @@ from ..shape.model_shape import KVGroup
 from .decode import Decoder, Query, Stored
 from .decode_plan import DecodePlan, DecodePlanCache
 from .dense import attend_fresh, attend_rows, visibility
+from .native_rows import RowAttention, RowQuery
 from .pass_pages import PassSlots
 from .protocol import AttentionCall, Store, check_reach, is_causal_prefill
 
@@ -61,15 +62,21 @@ class TorchAttention:
         tiled: bool,
         device: torch.device | str = "cpu",
         store: Store | None = None,
+        native: bool = False,
     ) -> None:
-        """`store` writes keys and values into the pool; torch does where it is None."""
+        """`store` writes keys and values into the pool; torch does where it is None.
+
+        `native`: CPU kernels compute generated tokens, and where `tiled` every row; no row's bits depend on others.
+        """
         self.cache = cache
         self._store = store
         self.tiled = tiled
         self._reader = CacheReader(cache, dtype, device)
         self._slots = PassSlots(cache, device)
         # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
-        self._workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
+        alone = torch.device(device).type != "cpu" or (tiled and not native)
+        self._workers = WorkerPool(1 if alone else num_workers())
+        self._native = RowAttention(cache, dtype, self._workers) if native else None
         self._plans = DecodePlanCache(cache, self._workers.size, dtype.itemsize, device)
         self._decoder = Decoder(self._workers, dtype, device)
 
@@ -84,17 +91,35 @@ class TorchAttention:
         else:
             self._store(pool, layer_index.index, slots.slots, k, v)
         out = torch.empty_like(q)
+        if self._native is None or not self.tiled:
+            self._prompts(call, layer_index, batch, (q, k, v), out)
+        if self._native is not None:
+            plan = self._native.plan(call, batch, layer_index.group, "all" if self.tiled else "decode")
+            if plan is not None:
+                keys, values = stored(pool, layer_index.index)
+                self._native.attend(RowQuery.of(call, pool, layer_index.index, q), [keys], values, plan, out)
+        elif not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
+            decode = self._plans.of(call, layer_index.group, slots, q.shape[1])
+            self._decode(_Layer.of(call, pool, layer_index.index, q), decode, out)
+        return out
+
+    def _prompts(
+        self,
+        call: AttentionCall,
+        layer_index: LayerIndex,
+        batch: Batch,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Fills the rows of `out` that are chunks of more than one token; where `tiled`, all rows."""
+        (q, k, v), pool = qkv, self.cache.pools[layer_index.group]
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
             if not self.tiled and is_causal_prefill(call, chunk):
-                stored = pool.as_stored(layer_index.index, k[rows], v[rows])
-                out[rows] = attend_fresh(call, pool.queries(q[rows]), *stored)
+                as_stored = pool.as_stored(layer_index.index, k[rows], v[rows])
+                out[rows] = attend_fresh(call, pool.queries(q[rows]), *as_stored)
             elif self.tiled or chunk.count > 1:
                 self.attend_past(call, layer_index, chunk, q[rows], out[rows])
-        if not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
-            plan = self._plans.of(call, layer_index.group, slots, q.shape[1])
-            self._decode(_Layer.of(call, pool, layer_index.index, q), plan, out)
-        return out
 
     def attend_past(
         self, call: AttentionCall, layer_index: LayerIndex, chunk: Chunk, q: torch.Tensor, out: torch.Tensor
@@ -118,8 +143,7 @@ class TorchAttention:
 
     def _decode(self, layer: _Layer, plan: DecodePlan, out: torch.Tensor) -> None:
         """Fills the rows of `out` that are chunks of one token."""
-        planes = zip(layer.pool.planes(layer.index), layer.pool.formats, strict=True)
-        keys, values = (Stored(*side) for side in planes)
+        keys, values = stored(layer.pool, layer.index)
         if plan.rows.shape[0] == out.shape[0]:
             # Every row is a chunk of one token: they need not be gathered and scattered.
             out.copy_(self._decoder.decode(Query(layer.call, layer.q, layer.shift), [keys], values, plan))
@@ -127,6 +151,12 @@ class TorchAttention:
         shift = None if layer.shift is None else layer.shift[plan.rows]
         query = Query(layer.call, layer.q[plan.rows], shift)
         out[plan.rows] = self._decoder.decode(query, [keys], values, plan).to(out.dtype)
+
+
+def stored(pool: KVPool, layer: int) -> tuple[Stored, Stored]:
+    """Keys and values of the group's `layer`-th layer."""
+    keys, values = (Stored(*side) for side in zip(pool.planes(layer), pool.formats, strict=True))
+    return keys, values
 
 
 class CacheReader:

@@ -25,6 +25,7 @@ from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kv.format import KV_FORMATS
 from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
+from ...quant.native import library
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack, pack_into
 from ..attention.protocol import AttentionCall
@@ -122,7 +123,8 @@ def _attention_rate(kv_format: str, dtype: torch.dtype, num_sequences: int, coun
 def _attend(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) -> Callable[[], object]:
     spec = KVSpec(KVGroup((0,), KV_HEADS, HEAD_DIM, None), kv_format)
     blocks = spec.blocks_for(LOOKED_AT)
-    attention = TorchAttention(KVCache([KVPool(spec, num_sequences * blocks)]), dtype, tiled=False)
+    cache = KVCache([KVPool(spec, num_sequences * blocks)])
+    attention = TorchAttention(cache, dtype, tiled=False, native=library.available())
     chosen = []
     for index in range(num_sequences):
         sequence = Sequence([0] * LOOKED_AT, SamplingParams(1))

@@ -101,9 +101,9 @@ def _machine(stores: Path) -> list[Finding]:
 def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
     say("trying kernels")
     from ...offload.device import find_device
-    from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels
+    from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels, check_native
 
-    found = [check_bitsandbytes("cpu"), check_formats("cpu")]
+    found = [check_bitsandbytes("cpu"), check_formats("cpu"), check_native()]
     if gpu:
         finding = check_gpu()
         found.append(finding)

@@ -13,8 +13,10 @@ from ...quant.formats import bitsandbytes_kernels
 from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kernels.gpu import triton_lack
 from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
+from ...quant.native import library
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
+from ..attention.native_trial import try_native
 from ..loading.kernel_trial import try_kernels, usual_needs
 from ..plan.planner import dtype_notes
 from .finding import Finding, fail, ok, warn
@@ -52,6 +54,19 @@ def check_formats(device: str) -> Finding:
     if wrong:
         return fail("formats", f"products of {', '.join(wrong)} are wrong here", f"avoid --quant {wrong[0]}; report it")
     return ok("formats", f"{', '.join(errors)} OK")
+
+
+def check_native() -> Finding:
+    """Tries the library of CPU kernels, and says what its absence costs."""
+    wrong = try_native()
+    if wrong:
+        return fail("CPU kernels", f"give wrong numbers here: {wrong}", "MOEDGE_ISA=none leaves them out; report it")
+    if lack := library.lack():
+        costs = "torch computes attention instead, which takes 4 to 15 times as long with many sequences"
+        if "g++" in lack or "sources" in lack:
+            return warn("CPU kernels", f"not used: {lack.partition(' (')[0]}; {costs}", library.BUILD)
+        return ok("CPU kernels", f"not used: {lack}; {costs}")
+    return ok("CPU kernels", f"attention with {library.loaded().isa} OK")
 
 
 def check_gpu() -> Finding:

@@ -87,10 +87,11 @@ def make_attention(cache: KVCache, plan: Plan, device: Device | None) -> Attenti
     """The attention backend that the plan names; without a device Triton's kernels run in its interpreter."""
     torch_device = device.torch_device if device else torch.device("cpu")
     dtype, tiled = TORCH_DTYPES[plan.dtype], plan.deterministic
+    native = plan.attention == "native"
     if any(pool.spec.group.is_latent for pool in cache.pools):
-        return LatentAttention(cache, dtype, tiled, torch_device)
-    if plan.attention == "torch" and not plan.stores_by_kernel:
-        return TorchAttention(cache, dtype, tiled, torch_device)
+        return LatentAttention(cache, dtype, tiled, torch_device, native)
+    if native or (plan.attention == "torch" and not plan.stores_by_kernel):
+        return TorchAttention(cache, dtype, tiled, torch_device, native=native)
     # Imports Triton, which takes a second and which some machines do not have.
     from ..attention.triton_backend import TritonAttention, store_by_kernel
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
+from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
 from ..kv.spec import SCAN_CHUNK, KVSpec
 from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
@@ -414,7 +415,7 @@ class _Search:
         shape, settings = weights.shape, self._request.settings
         latent = any(group.is_latent for group in shape.kv_groups)
         heads = frozenset(group.head_dim for group in shape.kv_groups)
-        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent)
+        needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, library.lack())
         attention = choose_attention(settings.attention, needs)
         whole = [count * spec.block for count, spec in zip(blocks, specs, strict=True) if spec.group.window is None]
         return Plan(

@@ -12,7 +12,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "matrix"
 # A part that passed with other code has shown nothing about this one.
-SOURCES = ("quant", "offload", "moe", "runtime", "cli", "tests/support", "tests/matrix")
+SOURCES = ("quant", "offload", "moe", "runtime", "cli", "tests/support", "tests/matrix", "tests/native")
+SUFFIXES = {".py", ".cpp", ".h"}
 
 
 class Part(NamedTuple):
@@ -26,7 +27,7 @@ def code_key() -> str:
     """A digest of all sources that a run depends on, by their paths inside the repository."""
     digest = hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

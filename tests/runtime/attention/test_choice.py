@@ -38,6 +38,15 @@ def test_a_backend_that_is_asked_for_says_what_it_cannot_do(needs: AttentionNeed
         choose_attention("triton", needs)
 
 
+def test_cpu_kernels_are_chosen_where_the_library_is() -> None:
+    assert choose_attention("auto", AttentionNeeds(SMALL, native_lack="")) == "native"
+    assert choose_attention("auto", AttentionNeeds(LARGE, native_lack="", latent=True)) == "native"
+    assert choose_attention("torch", AttentionNeeds(SMALL, native_lack="")) == "torch"
+    assert choose_attention("auto", AttentionNeeds(SMALL, BROKEN, native_lack="")) == "torch"
+    with pytest.raises(SettingError, match="native cannot compute this run: it was not built"):
+        choose_attention("native", AttentionNeeds(SMALL, native_lack="it was not built"))
+
+
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(SettingError, match="use auto, triton, torch"):
+    with pytest.raises(SettingError, match="use auto, triton, native, torch"):
         choose_attention("flash", AttentionNeeds(SMALL))

@@ -12,6 +12,7 @@ from moedge.quant.formats.format import QUANT_FORMATS
 from moedge.quant.kernels import gpu
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.matmul.matmul import ParallelMatmul
+from moedge.quant.native import library
 from moedge.runtime.doctor import kernels
 from moedge.runtime.doctor.finding import Verdict
 
@@ -31,6 +32,15 @@ def test_what_a_processor_without_the_fused_product_costs_is_said(monkeypatch: p
     finding = kernels.check_bitsandbytes("cpu")
     assert finding.verdict is Verdict.OK
     assert "without AVX512-BF16 nf4 is dequantized first" in finding.found
+
+
+def test_what_the_library_of_cpu_kernels_is_worth_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "lack", lambda: f"it was not built ({library.BUILD})")
+    finding = kernels.check_native()
+    assert finding.verdict is Verdict.WARN
+    assert "not used: it was not built; torch computes attention instead" in finding.found
+    monkeypatch.setattr(kernels, "try_native", lambda: "attention over int8 in bfloat16")
+    assert kernels.check_native().verdict is Verdict.FAIL
 
 
 def test_a_kernel_that_is_wrong_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

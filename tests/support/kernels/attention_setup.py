@@ -147,3 +147,21 @@ class TritonSetup(Setup):
             rows = torch.cat(getattr(self, name))
             setattr(self, name, [rows[index : index + length] for index, length in enumerate(lengths)])
         self.attention = TritonAttention(self.cache, torch.float32, tiled, gpu)
+
+
+class NativeSetup(Setup):
+    """The sequences of `Setup` before the CPU kernels, in float32 or bfloat16."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        kv_format: str,
+        tiled: bool = False,
+        features: str = "plain",
+        block: int = 32,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(shape, kv_format, tiled, features, block)
+        for name in ("q", "k", "v"):
+            setattr(self, name, [x.to(dtype) for x in getattr(self, name)])
+        self.attention = TorchAttention(self.cache, dtype, tiled, native=True)

@@ -1,0 +1,18 @@
+"""Kernels in C++ for x86-64, as a shared library that Python calls through ctypes.
+
+`build` compiles it where g++ is found, `library` loads it. Everything works without it, slower.
+
+A kernel is a C++ file of its own that is compiled once for each instruction set (`build.SETS`), with MOEDGE_SET as the
+suffix of every name that it exports. To add one:
+
+1. Write `NAME.cpp`. Put all code into an anonymous namespace, except functions `extern "C" ... MOEDGE_NAMED(function)`.
+   Use no templates of the standard library: the linker would keep one instruction set's copy of them for all. Allocate
+   nothing and start no thread: a kernel computes the work items `begin` to `end`, in scratch that its caller owns, and
+   Python's worker pool calls it from its threads (ctypes releases Python's lock).
+2. Add the file to `build.KERNELS`.
+3. Declare the function in `moedge_cpu.h` and add it to MOEDGE_KERNELS there; `library.cpp` then exports it under its
+   plain name and calls the one for the instruction set that was chosen.
+4. Declare its argument types where it is called from Python (`library.function`).
+
+The sum of a result must not depend on how work is divided into items, nor on neighbouring items.
+"""

@@ -1,0 +1,365 @@
+// Attention of a few rows over a paged cache: split along the past (Flash-Decoding, Dao et al., 2023), all query heads of
+// a KV head together, so that a key is read once for all of them.
+//
+// A row's result depends on its own query and past alone: scores, weights and sums of a query have registers of their own,
+// and are added up in the order of positions, MOEDGE_SPLIT at a time.
+#include "attention_float.h"
+#if MOEDGE_LEVEL >= 3
+#include "attention_packed.h"
+#endif
+
+namespace {
+
+constexpr float LOG2E = 1.44269504f;
+// The exponent of a sum of nothing; finite, so that differences are not NaN.
+constexpr float NOTHING = -1e30f;
+
+int first_visible(const moedge_attention &a, int position) {
+    if (a.chunk) return position / a.chunk * a.chunk;
+    return a.window && position >= a.window ? position - a.window + 1 : 0;
+}
+
+// Positions of a split that a row attends to, relative to the split's first: `from` to `to`, none where they are equal.
+struct Visible {
+    int from, to;
+    Visible(const moedge_attention &a, int position, int64_t split) {
+        const int64_t begin = split * SPLIT, low = first_visible(a, position) - begin, high = position + 1 - begin;
+        from = low < 0 ? 0 : low > SPLIT ? SPLIT : int(low);
+        to = high > SPLIT ? SPLIT : high < from ? from : int(high);
+    }
+    bool any() const { return from < to; }
+};
+
+// Elements `index` to `index + count` of a tensor as floats.
+void read(const void *data, int64_t index, int count, int format, float *out) {
+    if (format == MOEDGE_FP32) {
+        memcpy(out, (const float *)data + index, count * sizeof(float));
+        return;
+    }
+    const uint16_t *x = (const uint16_t *)data + index;
+    int i = 0;
+    for (; i + W <= count; i += W) store(out + i, format == MOEDGE_BF16 ? from_bf16(x + i) : from_half(x + i));
+    for (; i < count; i++) out[i] = format == MOEDGE_BF16 ? bf16_to_float(x[i]) : half_to_float(x[i]);
+}
+
+void write(const float *x, int count, int format, void *data, int64_t index) {
+    uint16_t *out = (uint16_t *)data + index;
+    if (format == MOEDGE_FP32) memcpy((float *)data + index, x, count * sizeof(float));
+    else if (format == MOEDGE_BF16)
+        for (int i = 0; i < count; i++) out[i] = float_to_bf16(x[i]);
+    else
+        for (int i = 0; i < count; i++) out[i] = float_to_half(x[i]);
+}
+
+// Multiplies x [width], a power of two, with Sylvester's orthonormal Hadamard matrix (fast Walsh-Hadamard transform).
+void rotate(float *x, int width) {
+    float scale = 1;
+    for (int half = 1; half < width; half *= 2) {
+        scale *= 0.70710678f;
+        for (int i = 0; i < width; i += 2 * half)
+            for (int j = i; j < i + half; j++) {
+                const float a = x[j], b = x[j + half];
+                x[j] = a + b;
+                x[j + half] = a - b;
+            }
+    }
+    for (int i = 0; i < width; i++) x[i] *= scale;
+}
+
+bool packs(const moedge_attention &a, const moedge_vectors &v) {
+    return MOEDGE_LEVEL >= 3 && !a.exact && v.format != MOEDGE_FP32 && v.format != MOEDGE_FP16;
+}
+
+// The index of query n's head among all heads of all rows of the pass.
+int64_t head_index(const Work &w, int n) {
+    const int64_t row = w.tile_rows->row + n / w.a.group;
+    return row * w.a.kv_heads * w.a.group + w.head * w.a.group + n % w.a.group;
+}
+
+// Reads the queries and packs them for the products of each part of the keys.
+void prepare(const Work &w) {
+    const moedge_attention &a = w.a;
+    const int64_t width = query_width(a);
+    int64_t begin = 0;
+    uint8_t *packed = w.queries;
+    for (int part = 0; part < a.num_parts; part++) {
+        const moedge_vectors &v = a.keys[part];
+        const int64_t stride = padded_width(v);
+        for (int n = 0; n < w.num; n++) {
+            float *q = w.wide + n * stride;
+            read(a.queries, head_index(w, n) * width + begin, v.width, a.query_format, q);
+            if (a.rotated && part == 0) rotate(q, v.width);
+        }
+#if MOEDGE_LEVEL >= 3
+        if (packs(a, v)) {
+            if (v.format == MOEDGE_BF16) pack_bf16(w.wide, v.width, stride, w.num, packed);
+            else pack_bytes(v, w.wide, stride, w.num, packed, w.factors + int64_t(part) * w.num * 4);
+        } else
+#endif
+            pack_float(w.wide, v.width, int(stride), w.num, (float *)packed);
+        packed += w.num * stride * 4;
+        begin += v.width;
+    }
+}
+
+void widen_halves(const uint16_t *halves, int count, float *out) {
+    int i = 0;
+    for (; i + W <= count; i += W) store(out + i, from_half(halves + i));
+    for (; i < count; i++) out[i] = half_to_float(halves[i]);
+}
+
+// Calls use(token, address, how many) for the runs of tokens of a split that lie beside each other in the cache.
+template <class Use>
+void each_run(const moedge_attention &a, const moedge_rows &rows, int head, int nbytes, const uint8_t *codes, int64_t begin,
+              Visible seen, Use use) {
+    const int32_t *table = a.tables + rows.table * a.table_width;
+    for (int t = seen.from, count; t < seen.to; t += count) {
+        const int64_t position = begin + t, offset = position % a.block;
+        const int64_t index = int64_t(table[position / a.block]) * a.kv_heads + head;
+        count = int(a.block - offset < seen.to - t ? a.block - offset : seen.to - t);
+        use(t, codes + (index * a.block + offset) * nbytes, count, index, offset);
+    }
+}
+
+// The addresses of vectors `from` to `to` of a split, and their scales and zeros; positions that no row attends to are
+// zeros, not the bytes in the cache: a slot's last owner may have left NaN, and 0 * NaN is NaN.
+void locate(const Work &w, const moedge_vectors &v, int64_t begin, Visible seen, int from, int to, const uint8_t **rows,
+            float *scales, float *zeros) {
+    const moedge_attention &a = w.a;
+    const int groups = groups_of(v), nbytes = row_nbytes(v);
+    const auto hide = [&](int t) {
+        rows[t] = w.zero;
+        for (int g = 0; g < groups; g++) scales[g * SPLIT + t] = zeros[g * SPLIT + t] = 0;
+    };
+    for (int t = from; t < seen.from; t++) hide(t);
+    for (int t = seen.to; t < to; t++) hide(t);
+    each_run(a, *w.tile_rows, w.head, nbytes, v.codes, begin, seen,
+             [&](int t, const uint8_t *first, int count, int64_t index, int64_t offset) {
+                 for (int i = 0; i < count; i++) rows[t + i] = first + int64_t(i) * nbytes;
+                 for (int g = 0; g < groups; g++) {
+                     const int64_t at = (index * groups + g) * a.block + offset;
+                     widen_halves(v.scales + at, count, scales + g * SPLIT + t);
+                     if (v.zeros) widen_halves(v.zeros + at, count, zeros + g * SPLIT + t);
+                 }
+             });
+}
+
+void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe_unused]] Ahead ahead) {
+    const moedge_attention &a = w.a;
+    const uint8_t *packed = w.queries;
+    for (int part = 0; part < a.num_parts; part++) {
+        const moedge_vectors &v = a.keys[part];
+        locate(w, v, begin, seen, from, to, w.rows, w.scales, w.zeros);
+        for (int t = from; t < to; t += TILE) {
+#if MOEDGE_LEVEL >= 3
+            if (packs(a, v)) {
+                if (v.format == MOEDGE_BF16) score_bf16(w, part, t, packed, part > 0, ahead);
+                else score_bytes(w, part, t, packed, w.factors + int64_t(part) * w.num * 4, part > 0, ahead);
+            } else
+#endif
+                score_float(w, part, t, (const float *)packed, part > 0);
+        }
+        packed += w.num * padded_width(v) * 4;
+    }
+}
+
+// Turns the products of query n into weights relative to 2^exponent, in place; the sum of the weights.
+float softmax(const Work &w, int n, Visible seen, int from, int to, float *exponent) {
+    const moedge_attention &a = w.a;
+    float *x = w.scores + int64_t(n) * SPLIT;
+    const vf factor = set1(a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E);
+    const float per_unit = a.softcap > 0 ? 1 / a.softcap : LOG2E;
+    const vf shift = set1(a.shift ? a.shift[head_index(w, n)] * per_unit : 0.0f);
+    for (int t = from; t < to; t += W) {
+        vf y = fma(load(x + t), factor, shift);
+        if (a.softcap > 0) y = mul(tanh(y), set1(a.softcap * LOG2E));
+        store(x + t, y);
+    }
+    const float hidden = -__builtin_inff();
+    for (int t = from; t < seen.from; t++) x[t] = hidden;
+    for (int t = seen.to; t < to; t++) x[t] = hidden;
+    vf highest = set1(hidden);
+    for (int t = from; t < to; t += W) highest = max(highest, load(x + t));
+    float lanes[W], top = hidden;
+    store(lanes, highest);
+    for (int i = 0; i < W; i++) top = lanes[i] > top || lanes[i] != lanes[i] ? lanes[i] : top;
+    vf total = set1(0.0f);
+    for (int t = from; t < to; t += W) {
+        const vf p = exp2(sub(load(x + t), set1(top)));
+        store(x + t, p);
+        total = add(total, p);
+    }
+    *exponent = top;
+    return sum(total);
+}
+
+// Adds up the weighted values of a split: for every query [Q] its sums [width], their exponent and the sum of weights.
+void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahead ahead, float *out) {
+    const moedge_attention &a = w.a;
+    const moedge_vectors &v = a.values;
+    const int groups = groups_of(v) == 2 ? 2 : 1, part = v.width / groups;
+    const int64_t stride = padded_width(v);
+    const bool packed = packs(a, v);
+    for (int n = 0; n < w.num; n++) {
+        const Visible mine(a, w.tile_rows->position + n / a.group, split);
+        float *ends = out + n * (v.width + 2) + v.width, *p = w.scores + int64_t(n) * SPLIT;
+        if (mine.any()) {
+            ends[1] = softmax(w, n, mine, from, to, ends);
+        } else {
+            for (int t = from; t < to; t++) p[t] = 0;
+            ends[0] = NOTHING;
+            ends[1] = 0;
+        }
+#if MOEDGE_LEVEL >= 3
+        if (packed && v.format == MOEDGE_BF16) weights_bf16(p, from, to, (uint16_t *)w.weights + int64_t(n) * SPLIT);
+        else if (packed) weights_bytes(w, p, from, to, w.weights + int64_t(n) * groups_of(v) * 2 * SPLIT, w.shares + 4 * n);
+#endif
+        if (!packed) memcpy((float *)w.weights + int64_t(n) * SPLIT + from, p + from, (to - from) * sizeof(float));
+    }
+#if MOEDGE_LEVEL >= 3
+    if (packed && v.format == MOEDGE_BF16) sum_bf16(w, from, to, ahead);
+    else if (packed) sum_bytes(w, from, to, ahead);
+#endif
+    if (!packed) sum_float(w, from, to);
+    // int4 pads each of its groups, where sums come from packed codes.
+    const int64_t apart = packed ? stride / groups : part;
+    for (int n = 0; n < w.num; n++)
+        for (int g = 0; g < groups; g++) {
+            const float *from_sums = w.sums + n * stride + g * apart;
+            const float added = packed && groups == 2 ? w.shares[4 * n + 2 + g] : 0;
+            float *to_out = out + n * (v.width + 2) + g * part;
+            for (int d = 0; d < part; d++) to_out[d] = from_sums[d] + added;
+        }
+}
+
+// Positions of a split that any of the rows attends to: the first row to the first of them, the last row to the last.
+Visible seen_by(const moedge_attention &a, const moedge_rows &rows, int64_t split) {
+    Visible seen(a, rows.position + rows.count - 1, split);
+    const Visible first(a, rows.position, split);
+    if (first.any() && first.from < seen.from) seen.from = first.from;
+    return seen;
+}
+
+// What is computed after a split: its keys are read into the cache meanwhile.
+struct Next {
+    const moedge_rows *rows;
+    int head;
+    int64_t split;
+};
+
+// Sums of one split for all queries of a row tile and KV head: [Q, width + 2].
+void attend_split(const Work &w, int64_t split, const Next &next, float *out) {
+    const moedge_attention &a = w.a;
+    const Visible seen = seen_by(a, *w.tile_rows, split);
+    const int from = seen.from / TILE * TILE, to = int(padded(seen.to, TILE));
+    locate(w, a.values, split * SPLIT, seen, from, to, w.value_rows, w.value_scales, w.value_zeros);
+    score(w, split * SPLIT, seen, from, to, {w.value_rows, to, row_nbytes(a.values), from, 0});
+    Ahead ahead;
+    if (next.rows) {
+        const Visible soon = seen_by(a, *next.rows, next.split);
+        const int nbytes = row_nbytes(a.keys[0]);
+        each_run(a, *next.rows, next.head, nbytes, a.keys[0].codes, next.split * SPLIT, soon,
+                 [&](int t, const uint8_t *first, int count, int64_t, int64_t) {
+                     for (int i = 0; i < count; i++) w.next_rows[t + i] = first + int64_t(i) * nbytes;
+                 });
+        ahead = {w.next_rows, soon.to, nbytes, soon.from, 0};
+    }
+    weigh(w, split, from, to, ahead, out);
+}
+
+// Adds the result of a later split, for rows that attend to it; `begun` are rows that have attended to one before.
+void add_split(const Work &w, int64_t split, const float *partial) {
+    const int width = w.a.values.width;
+    for (int n = 0; n < w.num; n++) {
+        const int position = w.tile_rows->position + n / w.a.group;
+        if (!Visible(w.a, position, split).any()) continue;
+        float *total = w.total + n * (width + 2);
+        const float *added = partial + n * (width + 2);
+        if (first_visible(w.a, position) / SPLIT == split) {
+            memcpy(total, added, (width + 2) * sizeof(float));
+            continue;
+        }
+        const float top = total[width] > added[width] ? total[width] : added[width];
+        const float mine = exp2(total[width] - top), others = exp2(added[width] - top);
+        for (int d = 0; d < width; d++) total[d] = total[d] * mine + added[d] * others;
+        total[width] = top;
+        total[width + 1] = total[width + 1] * mine + added[width + 1] * others;
+    }
+}
+
+void finish(const Work &w) {
+    const moedge_attention &a = w.a;
+    const int width = a.values.width;
+    for (int n = 0; n < w.num; n++) {
+        float *total = w.total + n * (width + 2);
+        float weights = total[width + 1];
+        if (a.sinks) {
+            // A sink may be far above all scores: the sum of weights is then infinite, and the result zero.
+            const float above = a.sinks[w.head * a.group + n % a.group] * LOG2E - total[width];
+            weights += above < 127 ? exp2(above) : __builtin_inff();
+        }
+        for (int d = 0; d < width; d++) total[d] /= weights;
+        write(total, width, a.out_format, a.out, head_index(w, n) * width);
+    }
+}
+
+void take(Work &w, int64_t tile, int head) {
+    w.tile_rows = w.a.rows + tile;
+    w.head = head;
+    w.num = w.tile_rows->count * w.a.group;
+}
+
+int64_t first_split(const moedge_attention &a, const moedge_rows &rows) { return first_visible(a, rows.position) / SPLIT; }
+
+int64_t last_split(const moedge_rows &rows) { return (rows.position + rows.count - 1) / SPLIT; }
+
+// The first piece of a row tile or a later one.
+int64_t first_piece(const moedge_attention &a, int64_t tile) {
+    int64_t low = 0, high = a.num_pieces;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (a.pieces[2 * middle] < tile) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// The first split of an item; nothing behind the last item.
+Next first_of(const moedge_attention &a, int64_t item, int64_t end) {
+    if (item >= end) return {nullptr, 0, 0};
+    const int64_t index = item / a.kv_heads;
+    const moedge_rows *rows = a.rows + (a.num_pieces ? a.pieces[2 * index] : index);
+    return {rows, int(item % a.kv_heads), a.num_pieces ? a.pieces[2 * index + 1] : first_split(a, *rows)};
+}
+
+}  // namespace
+
+extern "C" void MOEDGE_NAMED(moedge_attend)(const moedge_attention *a, int64_t begin, int64_t end, void *scratch) {
+    Work w(*a, scratch);
+    for (int64_t item = begin; item < end; item++) {
+        const Next mine = first_of(*a, item, end), next = first_of(*a, item + 1, end);
+        take(w, mine.rows - a->rows, mine.head);
+        prepare(w);
+        if (a->num_pieces) {
+            attend_split(w, mine.split, next, a->partials + item * a->partial_stride);
+            continue;
+        }
+        const int64_t last = last_split(*w.tile_rows);
+        for (int64_t split = mine.split; split <= last; split++) {
+            attend_split(w, split, split < last ? Next{mine.rows, mine.head, split + 1} : next, w.partial);
+            add_split(w, split, w.partial);
+        }
+        finish(w);
+    }
+}
+
+extern "C" void MOEDGE_NAMED(moedge_attend_reduce)(const moedge_attention *a, int64_t begin, int64_t end, void *scratch) {
+    Work w(*a, scratch);
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t tile = item / a->kv_heads, head = item % a->kv_heads;
+        take(w, tile, int(head));
+        for (int64_t piece = first_piece(*a, tile); piece < a->num_pieces && a->pieces[2 * piece] == tile; piece++)
+            add_split(w, a->pieces[2 * piece + 1], a->partials + (piece * a->kv_heads + head) * a->partial_stride);
+        finish(w);
+    }
+}

@@ -1,0 +1,90 @@
+// The scratch of attention's kernels, the same for every instruction set.
+#ifndef MOEDGE_ATTENTION_H
+#define MOEDGE_ATTENTION_H
+
+#include "moedge_cpu.h"
+
+namespace {
+
+constexpr int SPLIT = MOEDGE_SPLIT;
+// Keys whose scores are computed together.
+constexpr int TILE = 16;
+
+inline int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+inline int row_nbytes(const moedge_vectors &v) {
+    switch (v.format) {
+        case MOEDGE_FP32: return v.width * 4;
+        case MOEDGE_INT8: return v.width;
+        case MOEDGE_INT4: return v.width / 2;
+        default: return v.width * 2;
+    }
+}
+
+inline int groups_of(const moedge_vectors &v) { return v.format == MOEDGE_INT4 ? 2 : v.format == MOEDGE_INT8; }
+
+// Elements of a vector with padding: every group of int4 is padded to whole cache lines of codes, others to 64.
+inline int64_t padded_width(const moedge_vectors &v) {
+    return v.format == MOEDGE_INT4 ? 2 * padded(v.width / 2, 64) : padded(v.width, 64);
+}
+
+inline int64_t query_width(const moedge_attention &a) {
+    int64_t width = 0;
+    for (int part = 0; part < a.num_parts; part++) width += a.keys[part].width;
+    return width;
+}
+
+// Where the arrays of one thread's scratch are, in bytes; all at multiples of 64.
+struct Layout {
+    int64_t wide;      // float [Q][padded width of one part of keys]
+    int64_t queries;   // float or packed, [parts][Q][padded width]
+    int64_t factors;   // float [parts][Q][4]: the scale of a packed query, and sums of each group of it
+    int64_t scores;    // float [Q][SPLIT]
+    int64_t weights;   // bytes [Q][groups][2][SPLIT], or bf16 [Q][SPLIT]
+    int64_t shares;    // float [Q][4]: factors of weights by group, then what zeros add
+    int64_t tile;      // keys of a tile, transposed or widened
+    int64_t values;    // values of a split, interleaved, or of a tile, widened
+    int64_t sums;      // float [Q][padded width of values]
+    int64_t total;     // float [Q][width of values + 2]: sums, their exponent and the sum of weights
+    int64_t partial;   // the same, of one split
+    int64_t scales;    // float [2 scales, 2 zeros][SPLIT] of keys, then of values
+    int64_t rows;      // the address of every key and value of a split, and of every key of the next
+    int64_t zero;      // a vector of zeros
+    int64_t nbytes;
+};
+
+inline int64_t take(int64_t &nbytes, int64_t count) {
+    const int64_t begin = nbytes;
+    nbytes += padded(count, 64);
+    return begin;
+}
+
+inline Layout layout_of(const moedge_attention &a) {
+    Layout l;
+    int64_t n = 0, query = 0, widest = padded_width(a.values);
+    for (int part = 0; part < a.num_parts; part++) {
+        query += padded_width(a.keys[part]);
+        if (padded_width(a.keys[part]) > widest) widest = padded_width(a.keys[part]);
+    }
+    const int64_t count = int64_t(MOEDGE_ROWS) * a.group;
+    l.wide = take(n, count * widest * 4);
+    l.queries = take(n, count * query * 4);
+    l.factors = take(n, a.num_parts * count * 16);
+    l.scores = take(n, count * SPLIT * 4);
+    l.weights = take(n, count * SPLIT * 4);
+    l.shares = take(n, count * 16);
+    l.tile = take(n, TILE * widest * 4);
+    l.values = take(n, SPLIT * padded_width(a.values) * 2);
+    l.sums = take(n, count * padded_width(a.values) * 4);
+    l.total = take(n, count * (a.values.width + 2) * 4);
+    l.partial = take(n, count * (a.values.width + 2) * 4);
+    l.scales = take(n, 8 * SPLIT * 4);
+    l.rows = take(n, 3 * SPLIT * 8);
+    l.zero = take(n, widest * 4);
+    l.nbytes = n;
+    return l;
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,369 @@
+// Attention's products of pairs of bf16 (VDPBF16PS) and of four bytes (VPDPBUSD), with sums in float32 and int32.
+//
+// Keys of 16 tokens are transposed, so that a lane is a token: scores need no sum over lanes. Queries meet quantized keys
+// as integers of 15 bits in two bytes, so products are exact. Weights of values are bf16, or 16 bits in two bytes.
+#ifndef MOEDGE_ATTENTION_PACKED_H
+#define MOEDGE_ATTENTION_PACKED_H
+
+#include "attention_work.h"
+
+namespace {
+
+inline __mmask64 first_bytes(int count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
+
+inline __mmask16 first_lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
+
+// Fills out[0..16) with bytes `offset` on of 16 vectors of `nbytes` bytes, transposed: lane i of out[j] is dword j of vector i.
+inline void transpose(const uint8_t *const *rows, int offset, int nbytes, __m512i flip, __m512i *out) {
+    const __mmask64 mask = first_bytes(nbytes - offset);
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi8(mask, rows[i] + offset);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i p = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), q = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        const __m512i r = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88), s = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+        out[i] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0x88), flip);
+        out[i + 4] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0x88), flip);
+        out[i + 8] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0xdd), flip);
+        out[i + 12] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0xdd), flip);
+    }
+}
+
+// Queries are packed in runs of 8, 4, 2 and 1, so that a loop keeps their sums in registers.
+inline int run_of(int left) { return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+
+inline __m512i dword(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
+
+// --- bf16 ---
+
+// q [count][stride] to pairs [dwords][N] for each run of N.
+inline void pack_bf16(const float *q, int width, int64_t stride, int count, uint8_t *out) {
+    const int dwords = int(padded(width, 32)) / 2;
+    for (int begin = 0, n; begin < count; begin += n) {
+        n = run_of(count - begin);
+        int32_t *run = (int32_t *)out + int64_t(begin) * dwords;
+        for (int i = 0; i < n; i++)
+            for (int d = 0; d < dwords * 2; d += 32) {
+                const float *x = q + (begin + i) * stride + d;
+                const __m512 a = _mm512_maskz_loadu_ps(first_lanes(width - d), x);
+                const __m512 b = _mm512_maskz_loadu_ps(first_lanes(width - d - 16), x + 16);
+                int32_t pairs[16];
+                _mm512_storeu_si512(pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+                for (int j = 0; j < 16; j++) run[(d / 2 + j) * n + i] = pairs[j];
+            }
+    }
+}
+
+template <int N>
+inline void dots_bf16(const __m512i *keys, int dwords, const int32_t *q, float *scores, bool add_up, Ahead &ahead) {
+    __m512 sums[N];
+    for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
+    for (int i = 0; i < dwords; i++) {
+        for (int n = 0; n < N; n++) sums[n] = _mm512_dpbf16_ps(sums[n], (__m512bh)keys[i], (__m512bh)dword(q + i * N + n));
+        ahead.step();
+    }
+    for (int n = 0; n < N; n++) {
+        float *out = scores + n * SPLIT;
+        _mm512_storeu_ps(out, add_up ? _mm512_add_ps(sums[n], _mm512_loadu_ps(out)) : sums[n]);
+    }
+}
+
+inline void score_bf16(const Work &w, int part, int t, const uint8_t *queries, bool add_up, Ahead &ahead) {
+    const moedge_vectors &v = w.a.keys[part];
+    const int nbytes = row_nbytes(v), dwords = int(padded(v.width, 32)) / 2;
+    __m512i *keys = (__m512i *)w.tile;
+    for (int offset = 0; offset < nbytes; offset += 64)
+        transpose(w.rows + t, offset, nbytes, _mm512_setzero_si512(), keys + offset / 4);
+    for (int begin = 0, n; begin < w.num; begin += n) {
+        n = run_of(w.num - begin);
+        const int32_t *q = (const int32_t *)queries + int64_t(begin) * dwords;
+        float *scores = w.scores + int64_t(begin) * SPLIT + t;
+        if (n == 8) dots_bf16<8>(keys, dwords, q, scores, add_up, ahead);
+        else if (n == 4) dots_bf16<4>(keys, dwords, q, scores, add_up, ahead);
+        else if (n == 2) dots_bf16<2>(keys, dwords, q, scores, add_up, ahead);
+        else dots_bf16<1>(keys, dwords, q, scores, add_up, ahead);
+    }
+}
+
+// Values of tokens `from` to `to` as pairs of tokens: [runs of 32 elements][pairs][2].
+inline void interleave_bf16(const Work &w, int from, int to) {
+    const int nbytes = row_nbytes(w.a.values), pairs = (to - from) / 2;
+    alignas(64) uint16_t low[32], high[32];
+    for (int i = 0; i < 32; i++) {
+        low[i] = uint16_t(i / 2 + i % 2 * 32);
+        high[i] = uint16_t(low[i] + 16);
+    }
+    const __m512i lows = _mm512_load_si512(low), highs = _mm512_load_si512(high);
+    __m512i *out = (__m512i *)w.values;
+    for (int pair = 0; pair < pairs; pair++) {
+        const uint8_t *first = w.value_rows[from + 2 * pair], *second = w.value_rows[from + 2 * pair + 1];
+        for (int offset = 0; offset < nbytes; offset += 64) {
+            const __mmask64 mask = first_bytes(nbytes - offset);
+            const __m512i a = _mm512_maskz_loadu_epi8(mask, first + offset), b = _mm512_maskz_loadu_epi8(mask, second + offset);
+            __m512i *at = out + (int64_t(offset / 64) * pairs + pair) * 2;
+            at[0] = _mm512_permutex2var_epi16(a, lows, b);
+            at[1] = _mm512_permutex2var_epi16(a, highs, b);
+        }
+    }
+}
+
+template <int N>
+inline void sums_bf16(const __m512i *values, int pairs, const uint16_t *weights, float *out, int64_t stride, Ahead &ahead) {
+    __m512 sums[N][2];
+    for (int n = 0; n < N; n++) sums[n][0] = sums[n][1] = _mm512_setzero_ps();
+    for (int i = 0; i < pairs; i++) {
+        for (int n = 0; n < N; n++) {
+            const __m512bh p = (__m512bh)dword(weights + n * SPLIT + 2 * i);
+            sums[n][0] = _mm512_dpbf16_ps(sums[n][0], (__m512bh)values[2 * i], p);
+            sums[n][1] = _mm512_dpbf16_ps(sums[n][1], (__m512bh)values[2 * i + 1], p);
+        }
+        ahead.step();
+        ahead.step();
+    }
+    for (int n = 0; n < N; n++) {
+        _mm512_storeu_ps(out + n * stride, sums[n][0]);
+        _mm512_storeu_ps(out + n * stride + 16, sums[n][1]);
+    }
+}
+
+inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
+    const int pairs = (to - from) / 2;
+    const int64_t stride = padded_width(w.a.values);
+    interleave_bf16(w, from, to);
+    for (int64_t d = 0; d < w.a.values.width; d += 32) {
+        const __m512i *values = (const __m512i *)w.values + d / 32 * pairs * 2;
+        for (int begin = 0, n; begin < w.num; begin += n) {
+            n = run_of(w.num - begin);
+            const uint16_t *weights = (const uint16_t *)w.weights + int64_t(begin) * SPLIT + from;
+            float *out = w.sums + begin * stride + d;
+            if (n == 8) sums_bf16<8>(values, pairs, weights, out, stride, ahead);
+            else if (n == 4) sums_bf16<4>(values, pairs, weights, out, stride, ahead);
+            else if (n == 2) sums_bf16<2>(values, pairs, weights, out, stride, ahead);
+            else sums_bf16<1>(values, pairs, weights, out, stride, ahead);
+        }
+    }
+}
+
+// Weights of one query in bf16.
+inline void weights_bf16(const float *p, int from, int to, uint16_t *out) {
+    for (int t = from; t < to; t += 16)
+        _mm256_storeu_si256((__m256i *)(out + t), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p + t)));
+}
+
+// --- bytes: int8 and int4 ---
+
+// q [count][stride] to integers of 15 bits, high and low bytes [groups][dwords][2][N] for each run of N. Factors of a
+// query: its scale, and by group the sum of its elements (int4) or what flipped keys add to high and low sums (int8).
+inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *factors) {
+    const int groups = groups_of(v), part = v.width / groups, dwords = int(padded(part, 4)) / 4;
+    for (int begin = 0, size; begin < count; begin += size) {
+        size = run_of(count - begin);
+        int32_t *run = (int32_t *)out + int64_t(begin) * groups * dwords * 2;
+        for (int n = 0; n < size; n++) {
+            const float *x = q + (begin + n) * stride;
+            __m512 most = _mm512_setzero_ps(), wrong = _mm512_setzero_ps();
+            for (int d = 0; d < v.width; d += 16) {
+                const __m512 y = _mm512_maskz_loadu_ps(first_lanes(v.width - d), x + d);
+                most = _mm512_max_ps(most, _mm512_abs_ps(y));
+                wrong = _mm512_fmadd_ps(y, _mm512_setzero_ps(), wrong);
+            }
+            const float largest = _mm512_reduce_max_ps(most), bad = sum(wrong);
+            const __m512 inverse = _mm512_set1_ps(largest > 1e-30f && bad == 0 ? 16256 / largest : 0);
+            float sums[2] = {0, 0};
+            __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
+            for (int g = 0; g < groups; g++) {
+                __m512 added = _mm512_setzero_ps();
+                for (int d = 0; d < dwords * 4; d += 16) {
+                    const __m512 y = _mm512_maskz_loadu_ps(first_lanes(part - d), x + g * part + d);
+                    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(y, inverse));
+                    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(64)), 7);
+                    const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 7));
+                    int32_t bytes[8];
+                    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8(high));
+                    _mm_storeu_si128((__m128i *)(bytes + 4), _mm512_cvtepi32_epi8(low));
+                    for (int i = 0; i < 4 && d / 4 + i < dwords; i++) {
+                        int32_t *at = run + int64_t(g * dwords + d / 4 + i) * 2 * size + n;
+                        at[0] = bytes[i];
+                        at[size] = bytes[4 + i];
+                    }
+                    added = _mm512_add_ps(added, y);
+                    high_sum = _mm512_add_epi32(high_sum, high);
+                    low_sum = _mm512_add_epi32(low_sum, low);
+                }
+                sums[g] = sum(added);
+            }
+            const int32_t corrections[2] = {-128 * _mm512_reduce_add_epi32(high_sum), -128 * _mm512_reduce_add_epi32(low_sum)};
+            float *factor = factors + (begin + n) * 4;
+            factor[0] = largest / 16256 + bad;
+            memcpy(factor + 1, v.format == MOEDGE_INT8 ? (const void *)corrections : (const void *)sums, 8);
+        }
+    }
+}
+
+template <int N>
+inline void dots_bytes(const __m512i *keys, int dwords, const int32_t *q, const float *factors, int group, bool flipped,
+                       const float *scales, const float *zeros, float *scores, bool add_up, Ahead &ahead) {
+    __m512i high[N], low[N];
+    for (int n = 0; n < N; n++) {
+        high[n] = flipped ? dword(factors + 4 * n + 1) : _mm512_setzero_si512();
+        low[n] = flipped ? dword(factors + 4 * n + 2) : _mm512_setzero_si512();
+    }
+    for (int i = 0; i < dwords; i++) {
+        for (int n = 0; n < N; n++) {
+            high[n] = _mm512_dpbusd_epi32(high[n], keys[i], dword(q + 2 * N * i + n));
+            low[n] = _mm512_dpbusd_epi32(low[n], keys[i], dword(q + 2 * N * i + N + n));
+        }
+        ahead.step();
+    }
+    const __m512 scale = _mm512_loadu_ps(scales), zero = zeros ? _mm512_loadu_ps(zeros) : _mm512_setzero_ps();
+    for (int n = 0; n < N; n++) {
+        float *out = scores + n * SPLIT;
+        __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n]), _mm512_set1_ps(128), _mm512_cvtepi32_ps(low[n]));
+        x = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(factors[4 * n])), scale);
+        if (zeros) x = _mm512_fmadd_ps(_mm512_set1_ps(factors[4 * n + 1 + group]), zero, x);
+        _mm512_storeu_ps(out, add_up ? _mm512_add_ps(x, _mm512_loadu_ps(out)) : x);
+    }
+}
+
+inline void score_bytes(const Work &w, int part, int t, const uint8_t *queries, const float *factors, bool add_up, Ahead &ahead) {
+    const moedge_vectors &v = w.a.keys[part];
+    const bool int8 = v.format == MOEDGE_INT8;
+    const int nbytes = row_nbytes(v), groups = groups_of(v), dwords = int(padded(nbytes, 4)) / 4;
+    const int lines = int(padded(nbytes, 64)) / 4;
+    __m512i *keys = (__m512i *)w.tile;
+    const __m512i flip = int8 ? _mm512_set1_epi8(char(-128)) : _mm512_setzero_si512(), nibble = _mm512_set1_epi8(15);
+    for (int offset = 0; offset < nbytes; offset += 64) transpose(w.rows + t, offset, nbytes, flip, keys + offset / 4);
+    for (int i = 0; !int8 && i < dwords; i++) {
+        keys[lines + i] = _mm512_and_si512(_mm512_srli_epi16(keys[i], 4), nibble);
+        keys[i] = _mm512_and_si512(keys[i], nibble);
+    }
+    for (int begin = 0, n; begin < w.num; begin += n) {
+        n = run_of(w.num - begin);
+        float *scores = w.scores + int64_t(begin) * SPLIT + t;
+        for (int g = 0; g < groups; g++) {
+            const int32_t *q = (const int32_t *)queries + int64_t(begin) * groups * dwords * 2 + int64_t(g) * dwords * 2 * n;
+            const float *scales = w.scales + g * SPLIT + t, *zeros = int8 ? nullptr : w.zeros + g * SPLIT + t;
+            const float *f = factors + 4 * begin;
+            const bool more = add_up || g > 0;
+            if (n == 8) dots_bytes<8>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            else if (n == 4) dots_bytes<4>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            else if (n == 2) dots_bytes<2>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            else dots_bytes<1>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+        }
+    }
+}
+
+// Values of tokens `from` to `to` as four tokens of an element beside each other: [runs of 64 codes][quads][4].
+inline void interleave_bytes(const Work &w, int from, int to) {
+    const bool int4 = w.a.values.format == MOEDGE_INT4;
+    const int nbytes = row_nbytes(w.a.values), quads = (to - from) / 4, lines = int(padded(nbytes, 64)) / 64;
+    const __m512i nibble = _mm512_set1_epi8(15);
+    __m512i *out = (__m512i *)w.values;
+    for (int quad = 0; quad < quads; quad++) {
+        const uint8_t *const *rows = w.value_rows + from + 4 * quad;
+        for (int line = 0; line < lines; line++) {
+            const __mmask64 mask = first_bytes(nbytes - line * 64);
+            __m512i x[4];
+            for (int i = 0; i < 4; i++) x[i] = _mm512_maskz_loadu_epi8(mask, rows[i] + line * 64);
+            const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
+            const __m512i c = _mm512_unpacklo_epi8(x[2], x[3]), d = _mm512_unpackhi_epi8(x[2], x[3]);
+            x[0] = _mm512_unpacklo_epi16(a, c);
+            x[1] = _mm512_unpackhi_epi16(a, c);
+            x[2] = _mm512_unpacklo_epi16(b, d);
+            x[3] = _mm512_unpackhi_epi16(b, d);
+            __m512i *at = out + (int64_t(line) * quads + quad) * 4, *next = at + int64_t(lines) * quads * 4;
+            for (int i = 0; i < 4; i++) at[i] = int4 ? _mm512_and_si512(x[i], nibble) : x[i];
+            for (int i = 0; int4 && i < 4; i++) next[i] = _mm512_and_si512(_mm512_srli_epi16(x[i], 4), nibble);
+        }
+    }
+}
+
+template <int N>
+inline void sums_bytes(const __m512i *values, int quads, const uint8_t *weights, int64_t weights_stride, const float *shares,
+                       float *out, int64_t stride, Ahead &ahead) {
+    __m512i high[N][4], low[N][4];
+    for (int n = 0; n < N; n++)
+        for (int j = 0; j < 4; j++) high[n][j] = low[n][j] = _mm512_setzero_si512();
+    for (int i = 0; i < quads; i++) {
+        for (int n = 0; n < N; n++) {
+            const __m512i p = dword(weights + n * weights_stride + 4 * i), r = dword(weights + n * weights_stride + SPLIT + 4 * i);
+            for (int j = 0; j < 4; j++) {
+                high[n][j] = _mm512_dpbusd_epi32(high[n][j], p, values[4 * i + j]);
+                low[n][j] = _mm512_dpbusd_epi32(low[n][j], r, values[4 * i + j]);
+            }
+        }
+        ahead.step();
+        ahead.step();
+    }
+    for (int n = 0; n < N; n++) {
+        __m512 x[4];
+        for (int j = 0; j < 4; j++) {
+            x[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n][j]), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low[n][j]));
+            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(shares[4 * n]));
+        }
+        // Lane 4 * L + i of x[j] is element 16 * L + 4 * j + i.
+        const __m512 p = _mm512_shuffle_f32x4(x[0], x[1], 0x44), q = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+        const __m512 r = _mm512_shuffle_f32x4(x[2], x[3], 0x44), s = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+        _mm512_storeu_ps(out + n * stride, _mm512_shuffle_f32x4(p, r, 0x88));
+        _mm512_storeu_ps(out + n * stride + 16, _mm512_shuffle_f32x4(p, r, 0xdd));
+        _mm512_storeu_ps(out + n * stride + 32, _mm512_shuffle_f32x4(q, s, 0x88));
+        _mm512_storeu_ps(out + n * stride + 48, _mm512_shuffle_f32x4(q, s, 0xdd));
+    }
+}
+
+inline void sum_bytes(const Work &w, int from, int to, Ahead &ahead) {
+    const moedge_vectors &v = w.a.values;
+    const int quads = (to - from) / 4, groups = groups_of(v), runs = int(padded_width(v) / 64);
+    const int64_t stride = padded_width(v), weights_stride = groups * 2 * SPLIT;
+    interleave_bytes(w, from, to);
+    for (int run = 0; run < runs; run++) {
+        const int g = run * groups / runs;
+        const __m512i *values = (const __m512i *)w.values + int64_t(run) * quads * 4;
+        for (int n = 0; n < w.num; n += 2) {
+            const uint8_t *weights = w.weights + n * weights_stride + g * 2 * SPLIT + from;
+            float *out = w.sums + n * stride + run * 64;
+            const float *shares = w.shares + 4 * n + g;
+            if (n + 1 < w.num) sums_bytes<2>(values, quads, weights, weights_stride, shares, out, stride, ahead);
+            else sums_bytes<1>(values, quads, weights, weights_stride, shares, out, stride, ahead);
+        }
+    }
+}
+
+// Weights p of one query times scales of values, relative to the largest, in 16 bits; and what zeros add to all sums.
+inline void weights_bytes(const Work &w, const float *p, int from, int to, uint8_t *out, float *shares) {
+    for (int g = 0; g < groups_of(w.a.values); g++) {
+        const float *scales = w.value_scales + g * SPLIT, *zeros = w.value_zeros + g * SPLIT;
+        __m512 largest = _mm512_setzero_ps(), bad = _mm512_setzero_ps(), added = _mm512_setzero_ps();
+        for (int t = from; t < to; t += 16) {
+            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(scales + t));
+            largest = _mm512_max_ps(largest, x);
+            bad = _mm512_fmadd_ps(x, _mm512_setzero_ps(), bad);
+            if (w.a.values.format == MOEDGE_INT4)
+                added = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(zeros + t), added);
+        }
+        const float most = _mm512_reduce_max_ps(largest), wrong = sum(bad);
+        const __m512 factor = _mm512_set1_ps(most > 1e-30f && wrong == 0 ? 65535 / most : 0);
+        for (int t = from; t < to; t += 16) {
+            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(scales + t));
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor));
+            uint8_t *at = out + g * 2 * SPLIT + t;
+            _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
+            _mm_storeu_si128((__m128i *)(at + SPLIT), _mm512_cvtepi32_epi8(whole));
+        }
+        shares[g] = most / 65535 + wrong;
+        shares[2 + g] = sum(added);
+    }
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,246 @@
+"""Attention of single rows with the library's CPU kernels (quant/native), which read blocks where they lie.
+
+A row's bits depend on its query and its past alone: neither on other rows nor on threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...quant.kv.codec import Coded
+from ...quant.matmul.thread_pool import WorkerPool
+from ...quant.native.attention import FORMATS, ROWS, SPLIT, Attention, Kernel, Vectors, kernels, scratch_nbytes
+from ..engine.batch import Batch, Chunk
+from ..kv.cache import KVCache
+from ..kv.pool import KVPool
+from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
+from .decode import Stored
+from .protocol import AttentionCall
+
+Ints = npt.NDArray[np.int32]
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Items of every thread, so that all end at about the same time.
+_ITEMS_PER_WORKER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Runs of rows [n, 4] (table, row, count, position) that are computed together.
+
+    `pieces` [m, 2] are pairs of a run and a split of its past, where each is an item of its own; None where a run is.
+    """
+
+    runs: Ints
+    pieces: Ints | None
+
+    @property
+    def num_items(self) -> int:
+        """Items of one KV head."""
+        return len(self.runs) if self.pieces is None else len(self.pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPlan:
+    """The rows of a pass that the kernels compute in one layer group.
+
+    `tables` [chunks, blocks] are padded with zeros, `runs` as in `Wave`. `numel` elements of keys are read. `begins`
+    [chunks] are the first rows of the chunks in the pass.
+    """
+
+    call: AttentionCall
+    tables: Ints
+    runs: Ints
+    kv_heads: int
+    dim: int
+    numel: int
+    begins: torch.Tensor
+
+    def waves(self, group: int, workers: int) -> Iterator[Wave]:
+        """Pasts are split where there are too few rows for all threads; `group` query heads have one KV head."""
+        if len(self.runs) * self.kv_heads >= _ITEMS_PER_WORKER * workers // 2:
+            return iter([Wave(self.runs, None)])
+        piece = 4 * self.kv_heads * group * ROWS * (self.dim + 2)
+        return _split(self.call, self.runs, max(1, PARTIALS_NBYTES // piece))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowQuery:
+    """The queries q [T, Hq, D] of a pass.
+
+    `rotated`: the stored keys are, and the kernels rotate the queries; else they are in the basis of the keys already.
+    `shift` [T, Hq], scaled, is added to the scores; None where softmax cancels it.
+    """
+
+    call: AttentionCall
+    q: torch.Tensor
+    shift: torch.Tensor | None = None
+    rotated: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall, pool: KVPool, layer: int, q: torch.Tensor) -> RowQuery:
+        """The queries of the group's `layer`-th layer."""
+        transform = pool.key_transform
+        if transform is None:
+            return cls(call, q)
+        shift = None if call.is_plain else transform.shifts(layer, q).mul_(call.scale)
+        # The kernels know Hadamard matrices only.
+        rotates = q.shape[-1].bit_count() == 1
+        return cls(call, q if rotates else pool.queries(q), shift, rotates)
+
+
+class RowAttention:
+    """Calls the kernels on a pool of threads, with scratch that it keeps from pass to pass.
+
+    `dtype` is that of activations: only bfloat16 is computed with products of bfloat16 and of integers.
+    """
+
+    def __init__(self, cache: KVCache, dtype: torch.dtype, workers: WorkerPool) -> None:
+        self._cache = cache
+        self._exact = dtype != torch.bfloat16
+        self._workers = workers
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._partials = torch.empty(0)
+        self._batch: Batch | None = None
+        self._plans: dict[tuple[int, str], RowPlan | None] = {}
+
+    def plan(self, call: AttentionCall, batch: Batch, group: int, rows: str = "decode") -> RowPlan | None:
+        """What the kernels compute of a pass; None where that is nothing.
+
+        `rows` are those that "decode", which are chunks of one token; "gathered" are the same, in a tensor of their
+        own; or "all".
+        """
+        if self._batch is not batch:
+            self._batch, self._plans = batch, {}
+        key = (group, rows)
+        if key not in self._plans:
+            chosen = [chunk for chunk in batch.chunks if rows == "all" or chunk.count == 1]
+            self._plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
+        return self._plans[key]
+
+    def attend(self, query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor) -> None:
+        """Fills the plan's rows of out [T, Hq, D] with the attention of the query's rows over the cache.
+
+        `keys` may be stored in several parts; queries have the elements of the parts one after the other.
+        """
+        arguments, kept = _arguments(query, keys, values, plan, out)
+        arguments.exact = self._exact
+        arguments.block = self._cache.block
+        kept.append(self._reserve(arguments))
+        single = plan.numel <= SINGLE_THREAD_NUMEL
+        for wave in plan.waves(arguments.group, self._workers.size):
+            self._run(arguments, wave, single)
+
+    def _make(self, call: AttentionCall, chunks: Sequence[Chunk], group: int, gathered: bool) -> RowPlan:
+        spec = self._cache.pools[group].spec
+        tables = [chunk.sequence.table.blocks[group] for chunk in chunks]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        begins = [chunk.begin for chunk in chunks]
+        first = range(len(chunks)) if gathered else begins
+        runs = [run for index, chunk in enumerate(chunks) for run in _runs(index, first[index], chunk)]
+        visible = sum(chunk.past + chunk.count - call.first_visible(chunk.past) for chunk in chunks)
+        numel = visible * spec.group.kv_heads * spec.group.head_dim
+        sizes = (spec.group.kv_heads, spec.group.head_dim, numel)
+        return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(begins))
+
+    def _reserve(self, arguments: Attention) -> torch.Tensor:
+        nbytes = _aligned(scratch_nbytes(arguments))
+        if self._scratch.shape[0] < nbytes * self._workers.size + 64:
+            self._scratch = self._scratch.new_empty(nbytes * self._workers.size + 64)
+        return self._scratch
+
+    def _run(self, arguments: Attention, wave: Wave, single: bool) -> None:
+        attend, reduce = kernels()
+        arguments.rows = wave.runs.ctypes.data
+        arguments.num_pieces = 0
+        if wave.pieces is not None:
+            arguments.partial_stride = ROWS * arguments.group * (arguments.values.width + 2)
+            numel = len(wave.pieces) * arguments.kv_heads * arguments.partial_stride
+            if self._partials.shape[0] < numel:
+                self._partials = self._partials.new_empty(numel)
+            arguments.num_pieces, arguments.pieces = len(wave.pieces), wave.pieces.ctypes.data
+            arguments.partials = self._partials.data_ptr()
+        self._share(arguments, attend, wave.num_items * arguments.kv_heads, single)
+        if wave.pieces is not None:
+            self._share(arguments, reduce, len(wave.runs) * arguments.kv_heads, single)
+
+    def _share(self, arguments: Attention, kernel: Kernel, items: int, single: bool) -> None:
+        """Computes all items, several at a time on every thread."""
+        nbytes = _aligned(scratch_nbytes(arguments))
+        base = _aligned(self._scratch.data_ptr())
+        if single or self._workers.size == 1:
+            kernel(arguments, 0, items, base)
+            return
+        size = max(1, items // (self._workers.size * _ITEMS_PER_WORKER))
+        ranges = [(begin, min(items, begin + size)) for begin in range(0, items, size)]
+
+        def work(job: tuple[int, int], worker: int) -> None:
+            kernel(arguments, *job, base + worker * nbytes)
+
+        self._workers.run(ranges, work)
+
+
+def _aligned(nbytes: int) -> int:
+    """The next multiple of 64."""
+    return -(-nbytes // 64) * 64
+
+
+def _runs(table: int, row: int, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
+    """The rows of a chunk, which begin at `row`, in runs of at most ROWS: (table, row, count, position)."""
+    for first in range(0, chunk.count, ROWS):
+        yield table, row + first, min(ROWS, chunk.count - first), chunk.past + first
+
+
+def _split(call: AttentionCall, runs: Ints, most: int) -> Iterator[Wave]:
+    """Waves of at most `most` pieces, or one run."""
+    begin = 0
+    while begin < len(runs):
+        pieces: list[tuple[int, int]] = []
+        end = begin
+        while end < len(runs):
+            _, _, count, position = runs[end].tolist()
+            splits = range(call.first_visible(position) // SPLIT, (position + count - 1) // SPLIT + 1)
+            if pieces and len(pieces) + len(splits) > most:
+                break
+            pieces += [(end - begin, split) for split in splits]
+            end += 1
+        yield Wave(np.ascontiguousarray(runs[begin:end]), np.array(pieces, np.int32))
+        begin = end
+
+
+def _arguments(
+    query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor
+) -> tuple[Attention, list[torch.Tensor]]:
+    """The arguments of the kernels, and tensors that must live as long."""
+    call, q = query.call, query.q.contiguous()
+    kept = [q]
+    arguments = Attention()
+    for index, part in enumerate(keys):
+        arguments.keys[index] = _vectors(part)
+    arguments.values = _vectors(values)
+    arguments.num_parts = len(keys)
+    arguments.kv_heads = values.planes.codes.shape[1]
+    arguments.group = q.shape[1] // arguments.kv_heads
+    arguments.window, arguments.chunk = call.window or 0, call.chunk or 0
+    arguments.scale, arguments.softcap = call.scale, call.softcap or 0.0
+    for name, tensor in (("sinks", call.sinks), ("shift", query.shift)):
+        if tensor is not None:
+            kept.append(tensor.float().contiguous())
+            setattr(arguments, name, kept[-1].data_ptr())
+    arguments.tables, arguments.table_width = plan.tables.ctypes.data, plan.tables.shape[1]
+    arguments.queries, arguments.out = q.data_ptr(), out.data_ptr()
+    arguments.rotated = query.rotated
+    arguments.query_format, arguments.out_format = FORMATS[_NAMES[q.dtype]], FORMATS[_NAMES[out.dtype]]
+    return arguments, kept
+
+
+def _vectors(stored: Stored) -> Vectors:
+    planes: Coded = stored.planes
+    addresses = (0 if plane is None else plane.data_ptr() for plane in planes)
+    return Vectors(*addresses, FORMATS[stored.format.name], stored.width)
