@@ -72,6 +72,8 @@ def batch(
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
+    ray: options.RAY = None,
+    ray_workers: options.RAY_WORKERS = None,
     plan: options.PLAN = None,
     job_dir: JOB_DIR = None,
     input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
