@@ -20,8 +20,13 @@ from ..settings.process import settle
 if TYPE_CHECKING:
     from .worker import Worker, WorkerInfo
 
+
+def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(values)
+
+
 # Plans hold read-only dictionaries, which pickle does not know.
-copyreg.pickle(MappingProxyType, lambda proxy: (MappingProxyType, (dict(proxy),)))
+copyreg.pickle(MappingProxyType, lambda proxy: (_read_only, (dict(proxy),)))
 
 
 @dataclass(frozen=True, slots=True)

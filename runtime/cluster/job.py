@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from uuid import uuid4
 
 from ..engine.engine import Metrics
@@ -58,7 +59,9 @@ def open_cluster(measured: Measured) -> Iterator[Cluster]:
         raise SettingError("--plan is for one machine; the workers of a cluster plan for themselves")
     assert request.cluster is not None
     address, wanted = request.cluster.address, request.cluster.workers
-    with open_workers(request.model, address, wanted, request.budgets.wants_device) as workers:
+    # A folder has the same path on every machine; workers run elsewhere.
+    model = str(Path(request.model).resolve()) if Path(request.model).is_dir() else request.model
+    with open_workers(model, address, wanted, request.budgets.wants_device) as workers:
         yield Cluster(workers)
 
 

@@ -68,7 +68,7 @@ class LeaseTable:
         """
         lessee = self._workers.setdefault(worker, _Lessee())
         if lessee.alone is not None or most < 1:
-            return ()
+            return []
         if not lessee.rows and not self._next_waiting() and (row := self._pop(self._isolated)) is not None:
             lessee.alone = row
             return self._give(worker, [row])
