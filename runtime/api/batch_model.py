@@ -31,7 +31,7 @@ class BatchModel:
         dataset.map_batches(BatchModel, **BatchModel.actor_options("Qwen/Qwen3-30B-A3B", ram="24GiB", concurrency=4))
 
     Every row comes back with `generated_text`, `finish_reason`, `num_generated_tokens` and `error`, which is empty
-    unless the row cannot be answered. A row without a seed of its own draws the numbers of its place in its batch.
+    unless the row cannot be answered. A row without a seed of its own draws the numbers of its index in its batch.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A batch job whose rows are computed by workers of a cluster. The journal of this process is the only authority.
 
 Rows are leased (leases.py); what "auto" becomes is resolved once, by the plan of the first worker that can run the job,
-and stands in the journal. The others plan their own memory and prepare their own stores; one on which the job does not
+and is in the journal. The others plan their own memory and prepare their own stores; one on which the job does not
 fit is left out by name. Between two passes here, the workers' reports are in the journal.
 """
 
@@ -256,7 +256,7 @@ class ClusterJob:
     def assign(self, slot: Slot) -> None:
         """Gives a worker rows to compute, those beside that it has."""
         held, last = len(self._leases.held(slot.number)), self._last
-        leased = self._leases.lease(slot.number, self._room(slot) - held, last)
+        leased = self._leases.lease(slot.number, self._capacity(slot) - held, last)
         dropped = self._leases.dropped(slot.number)
         if leased or dropped or held:
             rows = [self._rows[row] for row in leased]
@@ -287,15 +287,15 @@ class ClusterJob:
     def _journal(self) -> Journal:
         return self.planned.session.journal
 
-    def _room(self, slot: Slot) -> int:
+    def _capacity(self, slot: Slot) -> int:
         """Rows that a worker may have; before its first report, as many as the plan of the job lets run."""
         report = self._reports.get(slot.number)
-        return 2 * self.planned.plan.max_sequences if report is None else report.room
+        return 2 * self.planned.plan.max_sequences if report is None else report.capacity
 
     def _take(self, rows: RowSource) -> None:
         """From the source, as many as workers have space for."""
         ready = [slot for slot in self._cluster.workers.slots if slot.loaded is not None]
-        space = sum(self._room(slot) - len(self._leases.held(slot.number)) for slot in ready)
+        space = sum(self._capacity(slot) - len(self._leases.held(slot.number)) for slot in ready)
         most = min(space - self._leases.num_waiting, _TAKEN_TOGETHER)
         if most > 0:
             for row in rows.take(most, alone=not self._leases.num_open):

@@ -109,7 +109,7 @@ class LoadReport:
 
 @dataclass(slots=True)
 class Report:
-    """What a call of `work` brought. `unchanged` rows were cut and cannot grow; `room` is how many rows it can hold.
+    """What a call of `work` brought. `unchanged` rows were cut and cannot grow; `capacity` is how many it can hold.
 
     `metrics` count since the job began, except that seconds of sequences are those since the last report. `hits` of
     `wanted` experts were in memory. `summary` comes now and then.
@@ -117,7 +117,7 @@ class Report:
 
     done: list[Done]
     unchanged: list[int]
-    room: int
+    capacity: int
     metrics: Metrics
     hits: int = 0
     wanted: int = 0
@@ -196,7 +196,7 @@ class _JobAtWork:
         self._passes = self.runner.passes()
 
     def rounds(self) -> Iterator[None]:
-        """Passes as long as there are rows; the next call goes on with them."""
+        """Passes as long as there are rows; the next call continues them."""
         while self.rows.held:
             next(self._passes)
             yield
@@ -250,8 +250,8 @@ class _Loaded:
         self.num_total, self.num_tpot = len(metrics.total), len(metrics.tpot)
         sent = replace(metrics, ttft=ttft, total=total, tpot=tpot)
         # Rows for a full pass, and as many that wait.
-        room = 2 * self.policy.plan.max_sequences
-        report = Report(done, unchanged, room, sent, fallbacks=list(self.policy.applied))
+        capacity = 2 * self.policy.plan.max_sequences
+        report = Report(done, unchanged, capacity, sent, fallbacks=list(self.policy.applied))
         if (cache := self.engine.streamed.experts.cache) is not None:
             report.hits, report.wanted = cache.counts.hits, cache.counts.wanted
         return report

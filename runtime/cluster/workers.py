@@ -1,6 +1,6 @@
 """The workers of a job on a Ray cluster: started, called, and started again where they died.
 
-Ray places them, carries what they are told and what they say, and notices deaths. Here is what that means for a job.
+Ray starts them where there is space, carries calls and answers, and notices deaths. Here is what that means for a job.
 """
 
 from __future__ import annotations

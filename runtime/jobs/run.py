@@ -251,7 +251,7 @@ class OpenRow:
 
 
 class AnswerLog(Protocol):
-    """What is told of rows that begin and of their answers: a journal, or whoever passes them on to one."""
+    """What records rows that begin, and answers: a journal, or whoever passes them on to one."""
 
     def begin(self, rows: Iterable[int]) -> None: ...
 
