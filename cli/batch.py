@@ -72,6 +72,8 @@ def batch(
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
+    ray: options.RAY = None,
+    ray_workers: options.RAY_WORKERS = None,
     plan: options.PLAN = None,
     job_dir: JOB_DIR = None,
     input_format: options.INPUT_FORMAT = options.InputFormat.AUTO,
@@ -97,17 +99,23 @@ def batch(
     """Answer a file of prompts. The same command resumes a job that was stopped or killed.
 
     Every input row gives exactly one output row: answers go to OUTPUT, failures to the same name with .errors.jsonl.
-    An OUTPUT that ends in .csv or .parquet is a table of all rows. Finished rows are kept in the folder of the same
-    name with .job until you remove it.
+    An OUTPUT that ends in .csv or .parquet is a table of all rows. The folder with .job keeps finished rows.
     """
     options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.api.batch import request_of
-    from .views.job_view import JobView
 
     request, to_stdout = request_of(model, input_file, output, locals()), os.fspath(output) == "-"
     _check(to_stdout, job_dir, partial, output_format)
-    view = functools.partial(JobView, progress, quiet, output_format, verbose=verbose)
+    view = _view(progress, quiet, output_format, verbose)
     raise typer.Exit(_to_stdout(request, job_dir, view, summary) if to_stdout else view().run(request, summary))
+
+
+def _view(
+    progress: options.Progress, quiet: bool, output_format: options.Format, verbose: bool
+) -> Callable[..., JobView]:
+    from .views.job_view import JobView
+
+    return functools.partial(JobView, progress, quiet, output_format, verbose=verbose)
 
 
 def _check(to_stdout: bool, job_dir: Path | None, partial: bool, output_format: options.Format) -> None:

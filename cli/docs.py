@@ -156,6 +156,8 @@ def docs(
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
+    ray: options.RAY = None,
+    ray_workers: options.RAY_WORKERS = None,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,

@@ -334,6 +334,25 @@ PLAN = Annotated[
         help="Run a plan written by `moedge plan --save` on this machine.",
     ),
 ]
+RAY = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS|local",
+        rich_help_panel=Panel.BUDGETS,
+        help="Compute on the workers of this Ray cluster; budgets are those of each worker.",
+    ),
+]
+RAY_WORKERS = Annotated[
+    int | None,
+    typer.Option(
+        "--ray-workers",
+        metavar="N",
+        min=1,
+        rich_help_panel=Panel.BUDGETS,
+        help="Engines on the cluster; by default one per GPU, or per node.",
+    ),
+]
 LENIENT = Annotated[
     bool,
     typer.Option(

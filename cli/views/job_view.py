@@ -40,7 +40,7 @@ from .progress import (
 )
 
 if TYPE_CHECKING:
-    from ...runtime.jobs.job import Loaded, Measured, Planned, Running
+    from ...runtime.jobs.job import Executor, Measured, Planned, Running
     from ...runtime.jobs.summary import Percentiles, Rows, RunSummary
     from ...runtime.plan.fallback import FallbackPolicy
     from ...runtime.plan.placement import Plan
@@ -190,10 +190,10 @@ class JobView(JobObserver):
         self._ram_nbytes = planned.memory.budget.host_nbytes
         self._say_plan(planned, planned.measured.checked.claim.num_done)
 
-    def loaded(self, loaded: Loaded) -> None:
+    def loaded(self, loaded: Executor) -> None:
         self._say_fallbacks(loaded.policy)
         bits = bits_lost(loaded.planned.measured.checked.source.shape, loaded.planned.plan.quant)
-        if line := loss_line(loaded.engine.loss, bits):
+        if line := loss_line(loaded.loss, bits):
             self._say(line)
         self._say(f"loaded in {duration(loaded.load_seconds)}")
         self._events.emit("loaded", seconds=loaded.load_seconds)

@@ -6,13 +6,13 @@ Torch-free until the input is checked: what is refused is refused before torch i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ...offload.memory import reset_host_peak
 from ..jobs.answer_stream import STDOUT
-from ..jobs.request import BatchRequest, ResumeOptions
+from ..jobs.request import BatchRequest, ClusterRequest, ResumeOptions
 from ..jobs.session import Checked, Ended
 from ..jobs.stop import Limits
 from ..rows.row import Defaults
@@ -31,8 +31,9 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..cluster.job import Cluster
     from ..engine.engine import Metrics
-    from ..jobs.job import Loaded, Measured, Planned, Running
+    from ..jobs.job import Executor, Measured, Planned, Running
     from ..jobs.run import RowFeed
     from ..jobs.summary import RunSummary
     from ..loading.engine_loader import LoadedModel
@@ -51,7 +52,7 @@ class JobObserver:
     def planned(self, planned: Planned) -> None:
         """The job is begun."""
 
-    def loaded(self, loaded: Loaded) -> None:
+    def loaded(self, loaded: Executor) -> None:
         """The engine is ready."""
 
     @contextmanager
@@ -81,24 +82,32 @@ def run_job(request: BatchRequest, observer: JobObserver, given: LoadedModel | N
         if checked.finished:
             with observer.working():
                 return checked.publish()
-        return run_loaded(_load(checked, observer), observer)
+        return run_loaded(_load(checked, observer, resources), observer)
 
 
-def _load(checked: Checked, observer: JobObserver) -> Loaded:
+def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Executor:
     observer.checked(checked)
     with stage("importing torch"):
         from ..jobs.job import Measured
     with stage("counting tokens"):
         measured = Measured.of(checked)
     observer.measured(measured)
-    planned = measured.plan()
+    cluster = None if checked.request.cluster is None else resources.enter_context(cluster_of(measured))
+    planned = measured.plan() if cluster is None else cluster.plan(measured)
     observer.planned(planned)
-    loaded = planned.load()
+    loaded: Executor = planned.load() if cluster is None else cluster.load(planned)
     observer.loaded(loaded)
     return loaded
 
 
-def run_loaded(loaded: Loaded, observer: JobObserver, feed: RowFeed | None = None) -> Ended:
+def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:
+    """The workers that the request of a job names. Raises ClusterFailed, MissingExtra, SettingError."""
+    with stage("starting workers"):
+        from ..cluster.job import open_cluster
+    return open_cluster(measured)
+
+
+def run_loaded(loaded: Executor, observer: JobObserver, feed: RowFeed | None = None) -> Ended:
     """All passes of a job whose engine is ready, and its output; `feed` appends rows to its input meanwhile."""
     running = loaded.run(feed)
     with observer.working():
@@ -226,4 +235,7 @@ def request_of(
         ),
         follow=options.get("partial", False),
         plan=None if plan is None else Path(plan),
+        cluster=None
+        if (address := options.get("ray")) is None
+        else ClusterRequest(address, options.get("ray_workers")),
     )

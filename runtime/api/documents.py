@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.memory import reset_host_peak
@@ -30,12 +30,13 @@ from ..settings.errors import BadArgument, InputRefused
 from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
-from .batch import BatchProgress, JobObserver, request_of, run_loaded
+from .batch import BatchProgress, JobObserver, cluster_of, request_of, run_loaded
 from .options import DocumentOptions, check
 
 if TYPE_CHECKING:
     # What is refused is refused before torch is imported.
-    from ..jobs.job import Loaded
+    from ..cluster.job import Cluster
+    from ..jobs.job import Executor, Loaded, Measured
     from ..loading.engine_loader import LoadedModel
     from ..text.tokenizer import Tokenizer
 
@@ -201,6 +202,7 @@ class _RoundRunner:
         self._observer = observer
         self._held = ExitStack()
         self._model: LoadedModel | None = None
+        self._cluster: Cluster | None = None
         self._stop_rule = StopRule(request.limits)
         self._rows_left = request.limits.max_rows
         self.reread = False
@@ -215,6 +217,8 @@ class _RoundRunner:
     @property
     def longest_prompt(self) -> int | None:
         """The longest that the engine has memory for; None where it is still to be loaded, or loaded again."""
+        if self._cluster is not None and self._cluster.longest is not None and not self.reread:
+            return self._cluster.longest - self._max_tokens
         if self._model is None or self.reread:
             return None
         return self._model.longest - self._max_tokens
@@ -236,9 +240,9 @@ class _RoundRunner:
                     ended = checked.publish()
             else:
                 loaded = self._load(checked)
-                if self._model is None:
+                if self._model is None and checked.request.cluster is None:
                     # The first job of an engine stays open as long as the engine is in use.
-                    self._hold(loaded, resources.pop_all())
+                    self._hold(cast("Loaded", loaded), resources.pop_all())
                 ended = run_loaded(loaded, self._observer, reading)
         self.ended.append(ended)
         if self._rows_left is not None:
@@ -291,7 +295,7 @@ class _RoundRunner:
             if opened.finished:
                 # It is published as it is.
                 reading.close_round(current)
-            elif not reading.done and self._model is None:
+            elif not reading.done and self._model is None and self.longest_prompt is None:
                 # What is longer is for a later round: this one is planned before it is known.
                 expected = reading.expected
                 reading.longest = expected.longest_of(self._job.longest_prompt(expected.longest))
@@ -299,7 +303,7 @@ class _RoundRunner:
             reading.note_in(opened.preflight.index)
             return opened
 
-    def _load(self, checked: Checked) -> Loaded:
+    def _load(self, checked: Checked) -> Executor:
         """On the engine of the rounds before, unless this one has a longer row than it has memory for."""
         observer, given = self._observer, self._model
         observer.checked(checked)
@@ -307,6 +311,8 @@ class _RoundRunner:
             from ..jobs.job import Measured
         measured = Measured.of(replace(checked, given=given))
         observer.measured(measured)
+        if checked.request.cluster is not None:
+            return self._load_workers(measured)
         if given is not None and not measured.size.longer_than(given.longest):
             return measured.plan().load()
         self._held.close()
@@ -316,6 +322,17 @@ class _RoundRunner:
         observer.planned(planned)
         loaded = planned.load()
         observer.loaded(loaded)
+        return loaded
+
+    def _load_workers(self, measured: Measured) -> Executor:
+        """On the workers of the rounds before; the first round starts them."""
+        if self._cluster is None:
+            self._cluster = self._held.enter_context(cluster_of(measured))
+        expected = None if self._expected is None else _more(measured.size.shape(), self._expected)
+        planned = self._cluster.plan(measured, expected)
+        self._observer.planned(planned)
+        loaded = self._cluster.load(planned)
+        self._observer.loaded(loaded)
         return loaded
 
     def _round_request(self, current: Round) -> BatchRequest:

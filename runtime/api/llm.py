@@ -142,6 +142,24 @@ class LLM:
         bodies = [{"messages": list(cast(Conversation, each))} for each in several]
         return self._run(bodies, Endpoint.CHAT, sampling_params, "conversations", progress)
 
+    def answer(
+        self, prompts: Items[Prompt | Conversation], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """As `generate` and `chat`, for a column of rows: what cannot run has no outputs and an `error`."""
+        params = sampling_params or self._default_params
+        found: list[Request | RequestOutput] = []
+        for index, prompt in enumerate(prompts):
+            chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
+            endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETION
+            try:
+                body = {"messages": list(prompt)} if chat else _prompt_body(cast(Prompt, prompt), "prompt")
+                found.append(self._request({**params.body(endpoint), **body}, endpoint, index, "prompt"))
+            except PromptError as error:
+                found.append(RequestOutput(None, [], [], error=str(error)))
+        runnable = [each for each in found if isinstance(each, Request)]
+        outputs = iter(self._answers(runnable, [params] * len(found), progress=False))
+        return [next(outputs) if isinstance(each, Request) else each for each in found]
+
     def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer to one prompt, or to one conversation, in pieces of text as it is generated.
 
@@ -199,16 +217,21 @@ class LLM:
     def _run(
         self, bodies: list[dict[str, Any]], endpoint: Endpoint, sampling_params: Params, what: str, progress: bool
     ) -> list[RequestOutput]:
-        loaded, params = self._engine, self._params_of_each(sampling_params, len(bodies))
-        requests, outputs = self._requests(bodies, endpoint, params, what), [cast(RequestOutput, None)] * len(bodies)
+        params = self._params_of_each(sampling_params, len(bodies))
+        return self._answers(self._requests(bodies, endpoint, params, what), params, progress)
+
+    def _answers(self, requests: list[Request], params: Items[SamplingParams], progress: bool) -> list[RequestOutput]:
+        """Those of the requests, in their order; a request's row has the index of its `params`."""
+        loaded, outputs = self._engine, [cast(RequestOutput, None)] * len(requests)
+        numbers = {request.row.index: number for number, request in enumerate(requests)}
         with (
             self._generating() as generation,
             progress_bar(len(requests), progress and bool(requests)) as advance,
         ):
             for finished in generation.passes(_fastest_order(requests)):
                 for opened in finished:
-                    request = requests[opened.row.index]
-                    outputs[opened.row.index] = self._output(request, opened, params[opened.row.index])
+                    number = numbers[opened.row.index]
+                    outputs[number] = self._output(requests[number], opened, params[opened.row.index])
                 self._heap.after_pass()
                 advance(len(finished), loaded.engine.engine.metrics)
         refuse_over_budget(loaded.engine.ledger.measure().over_budget, outputs)
@@ -354,4 +377,5 @@ def _fastest_order(requests: Items[Request]) -> Iterable[Request]:
     for request in requests:
         prompt_ids = request.choices[0][0]
         order.add(request.row.index, prompt_ids, len(prompt_ids) + request.row.params.max_tokens)
-    return [requests[index] for index in order.rows()] if requests else []
+    by_row = {request.row.index: request for request in requests}
+    return [by_row[index] for index in order.rows()] if requests else []

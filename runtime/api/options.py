@@ -51,13 +51,20 @@ _CHOICES = {
 }
 # Options that somebody else sets where they are None: the model, or a row.
 _UNSET = ("temperature", "max_thinking_tokens", "reasoning_effort", "task", "long")
-_TEXTS = ("prompt_column", "id_column", "fields", "reader", "ocr")
+_TEXTS = ("prompt_column", "id_column", "fields", "reader", "ocr", "ray")
 _TEXTS_OR_FILES = ("prompt", "system", "schema", "merge_prompt", "cache")
 _SIZES = ("ram", "gpu_mem", "disk")
 _COUNTS = (
     "tokens_per_pass", "max_sequences", "max_model_len", "max_rows", "rows", "prompt_tokens", "output_tokens",
-    "chunk_tokens", "workers", "sample",
+    "chunk_tokens", "workers", "sample", "ray_workers",
 )  # fmt: skip
+
+
+class ClusterOptions(TypedDict, total=False):
+    """A job on the Ray cluster at the address `ray` ("local": one on this machine), with `ray_workers` engines."""
+
+    ray: str | None
+    ray_workers: int | None
 
 
 class EngineOptions(TypedDict, total=False):
@@ -136,7 +143,7 @@ class PlanOptions(EngineOptions, WorkloadOptions, RowOptions, total=False):
     gpu: str | None
 
 
-class DocumentOptions(EngineOptions, StreamingOptions, total=False):
+class DocumentOptions(EngineOptions, StreamingOptions, ClusterOptions, total=False):
     """The options of `moedge docs` (docs/documents.md): what is asked about every document, and how files are read.
 
     `prompt`, `system` and `merge_prompt` are templates, or files of one; `schema` is a file of a JSON schema, or
@@ -201,7 +208,7 @@ class JobOptions(RowOptions, total=False):
     partial: bool
 
 
-class BatchOptions(EngineOptions, StreamingOptions, JobOptions, total=False):
+class BatchOptions(EngineOptions, StreamingOptions, JobOptions, ClusterOptions, total=False):
     """Those of a job that loads an engine of its own; `plan` is a file of `moedge plan --save`."""
 
     plan: str | Path | None

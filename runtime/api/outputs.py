@@ -50,12 +50,13 @@ class RequestOutput:
     """The answers to one prompt. `prompt` is its text, for messages that of the chat template with control tokens;
     None where token ids were given. `prompt_token_ids` is what the model read. `prompt_logprobs` has None for the first
     of its tokens, and for those before `logprob_start_len`, and a dict for every other one, as `logprobs` of an answer;
-    None where none were asked for."""
+    None where none were asked for. `error` says why a prompt was not run, which then has no outputs."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
 
 
 def logprobs_by_id(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,12 +104,20 @@ class TokenSpool:
         return array("I", os.pread(self._file.fileno(), 4 * count, begin))
 
 
+class KnownIds(Protocol):
+    """Token ids of the prompts of rows that were computed before."""
+
+    def token_ids(self, row: int) -> list[list[int]] | None: ...
+
+    def add(self, row: int, ids_of_prompts: Sequence[Sequence[int]]) -> None: ...
+
+
 class RowEncoder:
     """`context` and `cache_tokens` bound what one sequence may hold; nothing is ever cut to make it fit."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab: int, context: int, cache_tokens: int | None = None, *,
-        spool: TokenSpool | None = None,
+        spool: KnownIds | None = None,
     ) -> None:  # fmt: skip
         """`spool` keeps token ids that were computed, and gives those that it has."""
         self.tokenizer = tokenizer

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+from ...moe.streaming_mode import ExpertOptions
 from ...offload.memory import Heap, host_resident
 from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
@@ -22,19 +24,23 @@ from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for
 from ..loading.rehearsal import prompt_tokens, rehearse
 from ..plan.fallback import FallbackPolicy
+from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
 from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
 from ..rows.failure import RowFailure
 from ..rows.reader import RowFile, read_rows
+from ..settings.budgets import Budgets
+from ..source.model_source import ModelSource
 from ..text.tokenizer import Tokenizer
-from ..weights.key_offsets import MAX_TOKENS, TEXT
+from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import now_text, seekable
 from .job_plan import plan_job, remember, with_workload
 from .journal.run_log import RunLog
+from .journal.state import Counts
 from .report import expert_use, summarise
 from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
 from .session import Checked, Ended, JobClaim, JobSession
@@ -124,22 +130,43 @@ class Planned:
         if (given := checked.given) is not None:
             given.engine.start_counting()
             return Loaded(self, given.engine, given.policy, 0.0, given.longest)
-        policy, store = FallbackPolicy(self.plan, self.chosen.request), store_for(source, self.plan, request.budgets)
-        load = partial(
-            load_engine,
-            source,
-            store=store and store.folder,
-            device=memory.device,
-            experts=request.experts,
-            key_offsets=self.session.key_offsets(source.shape),
-        )
-        engine = load_with_fallback(load, policy)
+        offsets = self.session.key_offsets(source.shape)
+        policy = FallbackPolicy(self.plan, self.chosen.request)
+        engine, written = load_planned(source, policy, memory, request.budgets, request.experts, offsets)
         checked.resources.callback(engine.close)
-        text = self.measured.tokenizer.encode(TEXT)[:MAX_TOKENS]
-        rehearse(engine, policy.plan, self.workload, prompt_tokens(text, source.shape.vocab))
-        engine.ledger.measure().check()
-        written = store.nbytes_written if store else 0
+        rehearse_job(engine, policy.plan, self.workload, self.measured.tokenizer, source.shape.vocab)
         return Loaded(self, engine, policy, time.perf_counter() - begun, policy.plan.kv_tokens, written)
+
+
+def load_planned(
+    source: ModelSource,
+    policy: FallbackPolicy,
+    memory: MachineMemory,
+    budgets: Budgets,
+    experts: ExpertOptions,
+    key_offsets: KeyOffsets | None = None,
+) -> tuple[LoadedEngine, int]:
+    """An engine by the plan of `policy`, and the bytes of prepared weights that were written for it.
+
+    Raises DoesNotFit, MemoryGaveOut.
+    """
+    store = store_for(source, policy.plan, budgets)
+    load = partial(
+        load_engine,
+        source,
+        store=store and store.folder,
+        device=memory.device,
+        experts=experts,
+        key_offsets=key_offsets,
+    )
+    return load_with_fallback(load, policy), store.nbytes_written if store else 0
+
+
+def rehearse_job(engine: LoadedEngine, plan: Plan, workload: Workload, tokenizer: Tokenizer, vocab: int) -> None:
+    """Runs the worst pass of a job once. Raises DoesNotFit where a budget is too small for it."""
+    text = tokenizer.encode(TEXT)[:MAX_TOKENS]
+    rehearse(engine, plan, workload, prompt_tokens(text, vocab))
+    engine.ledger.measure().check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +183,111 @@ class Loaded:
     longest: int
     nbytes_written: int = 0
 
+    @property
+    def metrics(self) -> Metrics:
+        return self.engine.engine.metrics
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        cache = self.engine.streamed.experts.cache
+        return None if cache is None or not cache.counts.wanted else cache.counts.hits / cache.counts.wanted
+
+    @property
+    def key_offsets(self) -> KeyOffsets | None:
+        return self.engine.key_offsets
+
+    @property
+    def loss(self) -> Mapping[str, float]:
+        return self.engine.loss
+
+    @property
+    def over_budget(self) -> tuple[TierLedger, ...]:
+        return tuple(self.engine.ledger.over_budget)
+
+    @property
+    def expert_use(self) -> list[list[int]] | None:
+        return expert_use(self.engine)
+
     def run(self, feed: RowFeed | None = None) -> Running:
         """`feed` appends rows to the input while the job runs."""
         return Running(self, feed)
+
+    def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
+        measured, claim = self.planned.measured, session.claim
+        shape = measured.checked.source.shape
+        encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self.longest, spool=measured.spool)
+        answers = Answers(claim.model_name, int(claim.created.timestamp()), measured.tokenizer.token_text)
+        runner, heap = RowRunner(self.engine.engine, encoder, answers, session.journal, rows), Heap()
+
+        def work() -> int:
+            return self.metrics.passes + session.journal.state.counts.rows + rows.num_waits
+
+        with StallGuard(work, self.engine.streamed, session.folder.stacks) as guard:
+            for _ in guard.watched(runner.passes()):
+                heap.after_pass()
+                yield
+
+    def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
+        source, chosen = self.planned.measured.checked.source, self.planned.chosen
+        found = summarise(source, chosen, self.engine, counts, seconds, self.policy)
+        found.bytes.written = self.nbytes_written
+        remember(chosen, source, self.metrics, (self.load_seconds, seconds.generate or 0), self.engine.ledger)
+        return found
+
+
+class Executor(Protocol):
+    """What computes the rows of a job: the engine of a `Loaded`, or workers elsewhere. Its rates are of all of them."""
+
+    @property
+    def planned(self) -> Planned: ...
+
+    @property
+    def policy(self) -> FallbackPolicy:
+        """What memory made of the plan, with every fallback so far."""
+        ...
+
+    @property
+    def load_seconds(self) -> float: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """The share of the experts that rows were routed to which were in memory; None if all are held."""
+        ...
+
+    @property
+    def key_offsets(self) -> KeyOffsets | None:
+        """The offsets of quantized keys that its answers depend on."""
+        ...
+
+    @property
+    def loss(self) -> Mapping[str, float]:
+        """What weights lost that were packed again, by group."""
+        ...
+
+    @property
+    def over_budget(self) -> tuple[TierLedger, ...]: ...
+
+    @property
+    def expert_use(self) -> list[list[int]] | None:
+        """How many tokens chose each expert, for each layer with experts; None where it is not known."""
+        ...
+
+    def run(self, feed: RowFeed | None = None) -> Running: ...
+
+    def passes(self, session: JobSession, rows: RowSource) -> Generator[None]:
+        """Computes all rows, and writes their answers into the journal; between two passes its counters are current."""
+        ...
+
+    def summary(self, counts: Counts, seconds: Seconds) -> RunSummary: ...
 
 
 class Running:
     """Iterate `passes`, then call `end`. `stopped_because` says why the passes ended before the last row."""
 
-    def __init__(self, loaded: Loaded, feed: RowFeed | None = None) -> None:
+    def __init__(self, loaded: Executor, feed: RowFeed | None = None) -> None:
         """The rows are those of the input file that have no answer, and those that `feed` adds to it."""
         self._loaded = loaded
         self._planned = loaded.planned
@@ -179,7 +302,7 @@ class Running:
 
     @property
     def metrics(self) -> Metrics:
-        return self._loaded.engine.engine.metrics
+        return self._loaded.metrics
 
     def eta(self) -> Eta:
         """The estimate of the remaining time; update it after every pass."""
@@ -195,19 +318,15 @@ class Running:
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """The share of the experts that rows were routed to which were in memory; None if all are held."""
-        cache = self._loaded.engine.streamed.experts.cache
-        return None if cache is None or not cache.counts.wanted else cache.counts.hits / cache.counts.wanted
+        return self._loaded.expert_hit_rate
 
     def passes(self) -> Iterator[None]:
         """Runs the job, a pass per iteration, to its end or until `stopped_because` says why not."""
-        begun, session, engine, heap = time.perf_counter(), self.session, self._loaded.engine, Heap()
-        stacks = session.folder.stacks
-        with session.working(engine.key_offsets), StallGuard(self._work, engine.streamed, stacks) as guard:
+        begun, session = time.perf_counter(), self.session
+        with session.working(self._loaded.key_offsets), closing(self._loaded.passes(session, self._rows)) as passes:
             partial = self._partial_file()
             self._log.begin(**self._beginning())
-            for _ in guard.watched(self._runner().passes()):
-                heap.after_pass()
+            for _ in passes:
                 if partial is not None:
                     partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
@@ -227,10 +346,10 @@ class Running:
             self.session.finish()
         else:
             self.session.stop(reason)
-        summary, over = self._summary(), tuple(self._loaded.engine.ledger.over_budget)
+        summary = self._summary()
         self._log.sample(self._sample, last=True)
-        self._log.end(reason=reason, summary=summary.as_dict(), experts=expert_use(self._loaded.engine))
-        return Ended(self.session, self._checked.paths, summary, reason, over)
+        self._log.end(reason=reason, summary=summary.as_dict(), experts=self._loaded.expert_use)
+        return Ended(self.session, self._checked.paths, summary, reason, self._loaded.over_budget)
 
     def _partial_file(self) -> AnswerStream | None:
         """The file that grows with the answers, where it is asked for; closed with the job."""
@@ -239,12 +358,6 @@ class Running:
         file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
         self._checked.resources.callback(file.close)
         return file
-
-    def _runner(self) -> RowRunner:
-        measured, shape, claim = self._planned.measured, self._checked.source.shape, self._checked.claim
-        encoder = RowEncoder(measured.tokenizer, shape.vocab, shape.context, self._loaded.longest, spool=measured.spool)
-        answers = Answers(claim.model_name, int(claim.created.timestamp()), measured.tokenizer.token_text)
-        return RowRunner(self._loaded.engine.engine, encoder, answers, self.session.journal, self._rows)
 
     def _file_rows(self) -> FileRows:
         measured, claim = self._planned.measured, self._checked.claim
@@ -281,19 +394,12 @@ class Running:
         failed = self.session.journal.state.counts.failed
         return self._checked.stop_rule.reason(failed, self.num_rows) or self.session.cancelled()
 
-    def _work(self) -> int:
-        return self.metrics.passes + self.session.journal.state.counts.rows + self._rows.num_waits
-
     def _summary(self) -> RunSummary:
-        source, chosen, engine = self._checked.source, self._planned.chosen, self._loaded.engine
         total = time.perf_counter() - self._checked.begun
         seconds = Seconds(self._loaded.load_seconds, self._seconds, total)
-        summary = summarise(source, chosen, engine, self.session.journal.state.counts, seconds, self.policy)
+        summary = self._loaded.summary(self.session.journal.state.counts, seconds)
         summary.model = {**summary.model, "generation_config": dict(self._checked.sampling.values)}
-        summary.bytes.written = self._loaded.nbytes_written
         summary.stalls.rows = self._rows.seconds_without_rows
-        took = self._loaded.load_seconds, self._seconds or 0
-        remember(chosen, source, self.metrics, took, engine.ledger)
         return summary
 
 

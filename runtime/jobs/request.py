@@ -51,6 +51,14 @@ class ResumeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterRequest:
+    """A Ray cluster: its address, or "local" for one on this machine; None workers are as many as it has space for."""
+
+    address: str
+    workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BatchRequest:
     """`model` is a folder, a store or a hub id; `input` may be "-" for standard input; `plan` is a plan's file.
 
@@ -72,6 +80,7 @@ class BatchRequest:
     plan: Path | None = None
     follow: bool = False
     unset: frozenset[str] = frozenset()
+    cluster: ClusterRequest | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The identity of the job; budgets, limits and expert streaming belong to a single run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
@@ -250,6 +250,14 @@ class OpenRow:
         self.num_open = len(self.first)
 
 
+class AnswerLog(Protocol):
+    """What records rows that begin, and answers: a journal, or whoever passes them on to one."""
+
+    def begin(self, rows: Iterable[int]) -> None: ...
+
+    def done(self, *rows: Done) -> None: ...
+
+
 class RowRunner:
     """Runs rows through an engine; between two passes the engine's metrics and the journal are current.
 
@@ -257,7 +265,7 @@ class RowRunner:
     """
 
     def __init__(
-        self, engine: Engine, encoder: RowEncoder, answers: Answers, journal: Journal, source: RowSource
+        self, engine: Engine, encoder: RowEncoder, answers: Answers, journal: AnswerLog, source: RowSource
     ) -> None:
         self._engine = engine
         self._encoder = encoder
@@ -265,6 +273,17 @@ class RowRunner:
         self._journal = journal
         self._source = source
         self._open: dict[Sequence, OpenRow] = {}
+
+    @property
+    def open_rows(self) -> set[int]:
+        """Rows that are being computed."""
+        return {opened.row.index for opened in self._open.values()}
+
+    def drop(self, rows: Collection[int]) -> None:
+        """Between two passes: these rows get no answer from here."""
+        dropped = {sequence for sequence, opened in self._open.items() if opened.row.index in rows}
+        self._engine.scheduler.abort(lambda sequence: sequence in dropped)
+        self._open = {sequence: opened for sequence, opened in self._open.items() if sequence not in dropped}
 
     def passes(self) -> Iterator[None]:
         """One pass per iteration, until every row of the source has its answer."""
@@ -336,8 +355,12 @@ class RowRunner:
         )
 
     def _failed(self, failure: RowFailure) -> Done:
-        line = self._answers.failure(failure)
-        return Done(failure.index, True, 0, 0, self._source.digest(failure.index), line, {str(failure.code): 1})
+        return failed_row(failure, self._answers, self._source.digest(failure.index))
+
+
+def failed_row(failure: RowFailure, answers: Answers, digest: str) -> Done:
+    """The record of a row that has an error; `digest` identifies its line."""
+    return Done(failure.index, True, 0, 0, digest, answers.failure(failure), {str(failure.code): 1})
 
 
 def _failure(broken: Sequence, row: Row) -> RowFailure:

@@ -201,6 +201,11 @@ class JobClaim:
         return None if self._journal is None else str(self._journal.state.opened["id"])
 
     @property
+    def facts(self) -> Mapping[str, Any]:
+        """What answers depend on, by name, as far as it is known before the plan."""
+        return self._identity.facts
+
+    @property
     def finished(self) -> bool:
         if self._journal is None or self._retry or self.cut.rows:
             return False

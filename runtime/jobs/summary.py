@@ -19,7 +19,7 @@ from ..plan.cost_model import Resource
 from ..plan.fallback import Fallback
 from .journal.state import Counts
 
-SCHEMA = "moedge.run/7"
+SCHEMA = "moedge.run/8"
 
 Count = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
@@ -216,6 +216,15 @@ class Weights:
 
 
 @dataclass(slots=True)
+class WorkerRun:
+    """What one worker of a cluster did for the job: rows whose answer counted, and tokens, counted or not."""
+
+    name: str
+    rows: Count = 0
+    generated_tokens: Count = 0
+
+
+@dataclass(slots=True)
 class RunSummary:
     version: str
     rows: Rows
@@ -236,6 +245,7 @@ class RunSummary:
     experts: Experts = field(default_factory=Experts)
     weights: Weights = field(default_factory=Weights)
     fallbacks: list[Fallback] = field(default_factory=list)
+    workers: list[WorkerRun] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self)

@@ -106,6 +106,12 @@ def _is_of(extra: str, marker: Any) -> bool:
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
+class ClusterFailed(MoedgeError):
+    """No worker of a cluster can compute the rows of a job, or the cluster cannot be reached."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
 class TokenizerError(MoedgeError, ValueError):
     """The model folder has no tokenizer that moedge can use faithfully: nothing can run."""
 

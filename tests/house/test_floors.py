@@ -25,7 +25,7 @@ RUNTIME = [
     {"loading"},
     {"calibration"},
     {"jobs", "doctor"},
-    {"documents"},
+    {"documents", "cluster"},
     {"api", "reports"},
     {"serve", "evaluation"},
 ]

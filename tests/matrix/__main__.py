@@ -27,6 +27,7 @@ RUNS = {
     "hostile": "spoiled checkpoints, fuzzed headers, files at the limits",
     "expert_modes": "every way to stream and hold experts gives the same tokens",
     "kills": "preparations and jobs that are killed end with the same bytes",
+    "ray": "jobs on a Ray cluster whose workers are killed end with the same bytes",
     "documents": "jobs over folders of documents that are killed end with the same bytes",
     "formats": "every layout of quantized checkpoints, in every group of families",
     "families": "every family whole, with the oldest and the newest transformers",
