@@ -157,6 +157,10 @@ def write_gpt_oss(folder: Path, **sizes: int) -> Path:
     generator = torch.Generator().manual_seed(20)
     for name in [name for name in tensors if ".experts." in name or ".router." in name]:
         tensors[name] = torch.randn(count, *tensors[name].shape[1:], generator=generator) * 0.1
+    # Scores of attention and of routers then are about 1: larger ones would multiply errors of rounding.
+    for name in [name for name in tensors if "proj.weight" in name or name.endswith("router.weight")]:
+        spread = sizes["hidden_size"] ** -0.5
+        tensors[name] = torch.randn(tensors[name].shape, generator=generator) * spread
     files = {"rest.safetensors": {name: each.bfloat16() for name, each in tensors.items()}}
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     for layer in range(layers):
