@@ -15,11 +15,10 @@ import typer
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.process import settle
-from .batch import batch
+from .batch import batch, demo
 from .bench import bench
 from .check import check
 from .config import app as config
-from .demo import demo
 from .docs import docs
 from .doctor import doctor
 from .evaluate import evaluate

@@ -237,9 +237,14 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
     generated = torch.tensor([list(each.output_ids) for each in sequences])
     plan = loaded.policy.plan
     return _Traced(
-        token_ids, recorder.computed, positions.unique(), positions, logits, generated, hidden,
+        token_ids, recorder.computed, _different(positions), positions, logits, generated, hidden,
         plan.quant, plan.dtype, _lossless(loaded.engine.shards), dict(loaded.engine.loss),
     )  # fmt: skip
+
+
+def _different(numbers: Tensor) -> Tensor:
+    """Each number once, in order."""
+    return torch.tensor(sorted(set(numbers.flatten().tolist())))
 
 
 def _lossless(shards: ModelShards) -> bool:
