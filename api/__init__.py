@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from .runtime.documents.document import Document, UnreadDocument
     from .runtime.documents.iterate import iter_documents
     from .runtime.documents.splitting import Chunk, split
+    from .runtime.evaluation.check import CheckReport, check
 
     __version__: str
 
 _MODULES = {
+    "CheckReport": ".runtime.evaluation.check",
     "Chunk": ".runtime.documents.splitting",
     "CompletionOutput": ".runtime.api.outputs",
     "Document": ".runtime.documents.document",
@@ -42,6 +44,7 @@ _MODULES = {
     "RequestOutput": ".runtime.api.outputs",
     "SamplingParams": ".runtime.api.sampling_params",
     "UnreadDocument": ".runtime.documents.document",
+    "check": ".runtime.evaluation.check",
     "iter_documents": ".runtime.documents.iterate",
     "plan": ".runtime.api.plan_report",
     "run_batch": ".runtime.api.batch",
@@ -50,6 +53,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "CheckReport",
     "Chunk",
     "CompletionOutput",
     "Document",
@@ -61,6 +65,7 @@ __all__ = [
     "SamplingParams",
     "UnreadDocument",
     "__version__",
+    "check",
     "iter_documents",
     "plan",
     "run_batch",

@@ -1,11 +1,14 @@
-"""`moedge batch`: a file of prompts in, a file of answers out."""
+"""`moedge batch`: a file of prompts in, a file of answers out; `moedge demo` does so with bundled ones."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,3 +144,27 @@ def _to_stdout(
     if code in (ExitCode.OK, ExitCode.SOME_ROWS_FAILED):
         remove_finished(request)
     return code
+
+
+def demo() -> None:
+    """Run a batch job on the bundled 5 M parameter mixture of experts."""
+    options.say_device()
+    from ..runtime.jobs.request import BatchRequest
+    from ..runtime.rows.row import Defaults
+    from .views.job_view import JobView
+
+    with as_file(files("moedge.demo")) as bundle, tempfile.TemporaryDirectory() as folder:
+        prompts, output = bundle / "prompts.jsonl", Path(folder, "answers.jsonl")
+        request = BatchRequest(str(bundle / "model"), prompts, output, defaults=Defaults(max_tokens=120))
+        code = JobView(options.Progress.AUTO, quiet=False).run(request, None)
+        if output.exists():
+            _print_answers(prompts, output)
+    raise typer.Exit(code)
+
+
+def _print_answers(prompts: Path, answers: Path) -> None:
+    from ..runtime.settings.formatting import escape_controls
+
+    for question, answer in zip(prompts.open(), answers.open(), strict=True):
+        print(f"\n> {json.loads(question)['messages'][-1]['content']}")
+        print(escape_controls(json.loads(answer)["text"].strip()))

@@ -15,10 +15,10 @@ import typer
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
 from ..runtime.settings.process import settle
-from .batch import batch
+from .batch import batch, demo
 from .bench import bench
+from .check import check
 from .config import app as config
-from .demo import demo
 from .docs import docs
 from .doctor import doctor
 from .evaluate import evaluate
@@ -49,6 +49,7 @@ app.command(cls=ConfiguredCommand)(prepare)
 app.command(cls=ConfiguredCommand)(plan)
 app.command(cls=ConfiguredCommand)(doctor)
 app.command(cls=ConfiguredCommand)(bench)
+app.command(cls=ConfiguredCommand)(check)
 app.command("eval", cls=ConfiguredCommand)(evaluate)
 app.command()(demo)
 app.command()(report)

@@ -6,7 +6,9 @@ Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
 2. a layer of 64 experts of qwen3_moe's shapes, computed by the pool, with the order of codes that kernels here read and
    with codes row after row;
-3. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
+3. products with codes that a checkpoint has, beside the own formats that they stand for: int4 in groups of 128 beside
+   int4, and, both widened, mxfp4 beside nf4;
+4. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
    on codes are faster than dequantizing first.
 """
 
@@ -21,9 +23,12 @@ from torch.nn.functional import linear, silu
 
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels
+from moedge.quant.formats.format import QUANT_FORMATS, get_format
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
+from moedge.quant.planes import from_planes
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
+from support.random_planes import random_planes
 
 ROWS = (1, 4, 8, 12, 16, 32, 64, 256)
 # A layer's experts, and the rows of each.
@@ -82,6 +87,12 @@ def print_products(weight: Tensor, repeats: int) -> None:
     print_table("products (us)", rows)
 
 
+def print_kept(repeats: int, threads: int) -> None:
+    """Milliseconds of a layer's experts; of `nf4 rows` and `mxfp4` strips are widened for any number of rows."""
+    chosen = ("int4", "int4-g128-bf16", "int4-g128-f16-zp", "nf4 rows", "mxfp4")
+    print_experts({name: "rows" if name.endswith(" rows") else None for name in chosen}, repeats, threads)
+
+
 def print_tiles(weight: Tensor, repeats: int) -> None:
     rows = {}
     for num_rows in (1, 64, 256):
@@ -96,7 +107,11 @@ def print_tiles(weight: Tensor, repeats: int) -> None:
 def print_layer(repeats: int, threads: int) -> None:
     """Milliseconds of a layer's experts by rows of each; the products of `nf4 rows` dequantize strips first."""
     own = kernel_order("nf4", torch.bfloat16, "cpu")
-    orders = {"none": None, "int8": None, "int4": None, "nf4": own, "nf4 rows": "rows"}
+    print_experts({"none": None, "int8": None, "int4": None, "nf4": own, "nf4 rows": "rows"}, repeats, threads)
+
+
+def print_experts(orders: dict[str, str | None], repeats: int, threads: int) -> None:
+    """`orders` has the order of codes by format, whose name may be followed by another word."""
     layers = {name: [_expert(name.split()[0], order) for _ in range(NUM_EXPERTS)] for name, order in orders.items()}
     rows = {}
     for num_rows in LAYER_ROWS:
@@ -114,6 +129,9 @@ def print_layer(repeats: int, threads: int) -> None:
 
 
 def _expert(format_name: str, order: str | None) -> list[PackedTensor]:
+    if format_name not in QUANT_FORMATS:
+        planes = [random_planes(get_format(format_name), shape) for shape in EXPERT_SHAPES]
+        return [from_planes(format_name, each, "bfloat16", order) for each in planes]
     return [pack(torch.randn(shape).bfloat16(), format_name, order) for shape in EXPERT_SHAPES]
 
 
@@ -154,6 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", type=int, nargs=2, default=(1024, 2048), metavar=("N", "K"))
     parser.add_argument("--strips", type=int, default=4096, help="rows and columns of the matrix cut into strips")
     parser.add_argument("--only-layer", action="store_true", help="only the layer of experts")
+    parser.add_argument("--only-kept", action="store_true", help="only codes that checkpoints have")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
 
 
@@ -163,8 +182,12 @@ def run(options: argparse.Namespace) -> None:
     bitsandbytes_kernels.load()
     matrix = torch.randn(*options.shape).to(getattr(torch, options.dtype))
     print(f"{options.dtype} {list(options.shape)}, {options.threads} threads")
-    print_layer(options.repeats, options.threads)
+    if not options.only_kept:
+        print_layer(options.repeats, options.threads)
     if options.only_layer:
+        return
+    print_kept(options.repeats, options.threads)
+    if options.only_kept:
         return
     print_products(matrix, options.repeats)
     print_tiles(matrix, options.repeats)

@@ -32,6 +32,7 @@ class OpenModel:
         with ExitStack() as resources:
             self.source = resources.enter_context(open_source(name))
             self.tokenizer = resources.enter_context(Tokenizer.load(self.source.folder))
+            self._engines = resources.enter_context(ExitStack())
             self._resources = resources.pop_all()
 
     def load(
@@ -49,7 +50,7 @@ class OpenModel:
         stored, policy = store_for(source, chosen.plan, budgets), FallbackPolicy(chosen.plan, chosen.request)
         store = stored and stored.folder
         engine = load_with_fallback(lambda plan: load_engine(source, plan, store, memory.device, experts), policy)
-        self._resources.callback(engine.close)
+        self._engines.callback(engine.close)
         return LoadedModel(source, self.tokenizer, memory, chosen, policy, engine)
 
     def rehearse(self, loaded: LoadedModel, workload: Workload) -> Heap:
@@ -65,6 +66,11 @@ class OpenModel:
     def close(self) -> None:
         """Frees every tier, as far as nobody else holds what was loaded."""
         self._resources.close()
+        self.close_engines()
+
+    def close_engines(self) -> None:
+        """The same, and leaves the files open."""
+        self._engines.close()
         return_memory()
         # An engine is a circle of modules.
         gc.collect()

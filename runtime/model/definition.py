@@ -13,7 +13,7 @@ from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 from . import llama4
 from .attention_seam import register_attention
-from .experts_seam import adapt_identity_experts, register_experts
+from .experts_seam import adapt_identity_experts, drop_identity_matrices, register_experts
 from .latent_seam import keep_latents
 
 SEAM = "moedge"
@@ -26,21 +26,37 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     register_attention(SEAM)
     register_experts(SEAM)
+    model = _build(config, dtype, SEAM)
+    llama4.adapt(model)
+    adapt_identity_experts(model)
+    keep_latents(model, config)
+    return model.eval()
+
+
+def define_stock(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same without a seam: attention and experts are transformers' own."""
+    model = _build(config, dtype, "eager")
+    llama4.adapt_decoder(model)
+    return model.eval()
+
+
+def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
     config_class = CONFIG_MAPPING[config.family.model_type]
     values = {name: value for name, value in config.values.items() if name not in _OWN_CHOICE}
     try:
         with init_empty_weights(include_buffers=False):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(
-                config_class(**values), dtype=dtype, attn_implementation=SEAM, experts_implementation=SEAM
+            model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(
+                config_class(**values),
+                dtype=dtype,
+                attn_implementation=implementation,
+                experts_implementation=implementation,
             )
     except (StrictDataclassError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # Each class checks its config in its own way, and some sizes only fail in its own code.
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModel(f"config.json: transformers cannot build a model from it ({reason})") from None
-    llama4.adapt(model)
-    adapt_identity_experts(model)
-    keep_latents(model, config)
-    return model.eval()
+    drop_identity_matrices(model)
+    return model
 
 
 # Fields of the file that moedge decides itself.

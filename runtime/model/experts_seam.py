@@ -58,19 +58,26 @@ def adapt_identity_experts(model: nn.Module) -> None:
     """Gives mixtures some of whose experts return their input, which are outside transformers' experts interface, the
     attributes that `expert_body` reads; names of parameters stay.
     """
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "zero_expert_num") and hasattr(module, "down_proj"):
-            _adapt(module)
+    for module in _with_identity_experts(model):
+        _adapt(module)
+
+
+def drop_identity_matrices(model: nn.Module) -> None:
+    """Leaves such mixtures the matrices that are computed: their class allocates first ones for all experts, second
+    ones for those that have any."""
+    for module in _with_identity_experts(model):
+        up = module.gate_up_proj
+        module.gate_up_proj = nn.Parameter(up.new_empty(len(module.down_proj), *up.shape[1:]), requires_grad=False)
+
+
+def _with_identity_experts(model: nn.Module) -> list[Any]:
+    return [each for each in model.modules() if hasattr(each, "zero_expert_num") and hasattr(each, "down_proj")]
 
 
 def _adapt(experts: Any) -> None:
     count = experts.num_experts = experts.num_routed_experts
     experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = False, True, False, False
     experts._apply_gate = partial(_activate, activation=experts.act_fn)
-    # The class allocates first matrices for all experts, second ones for those that have any.
-    up = experts.gate_up_proj
-    experts.gate_up_proj = nn.Parameter(up.new_empty(count, *up.shape[1:]), requires_grad=False)
     experts.forward = partial(_mix, experts, count)
 
 

@@ -15,9 +15,7 @@ RESCALE = "rescale_queries"
 
 def adapt(model: nn.Module) -> None:
     """Changes the methods of a llama4 model's modules; their parameters and names stay."""
-    if type(model).__name__ == "Llama4ForCausalLM":
-        # The class's own method expects the model that also reads pictures.
-        model.get_decoder = lambda: model.model  # type: ignore[assignment]
+    adapt_decoder(model)
     module: Any
     for module in model.modules():
         if type(module).__name__ == "Llama4TextMoe":
@@ -26,6 +24,12 @@ def adapt(model: nn.Module) -> None:
             # transformers counts positions from the pass's first token, not the sequence's.
             module.attn_temperature_tuning = False
             setattr(module, RESCALE, partial(_rescale, scale=module.attn_scale, floor=module.floor_scale))
+
+
+def adapt_decoder(model: nn.Module) -> None:
+    """Makes the model find its decoder: the class's own method expects the model that also reads pictures."""
+    if type(model).__name__ == "Llama4ForCausalLM":
+        model.get_decoder = lambda: model.model  # type: ignore[assignment]
 
 
 def _adapt_experts(moe: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...quant.kernels.upload import upload
@@ -26,6 +27,11 @@ class ModelRunner:
         self._compute = compute
         self.attention: AttentionBackend | None = None
         self.states = states
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, which a pass calls in this order."""
+        return list(self._model.get_decoder().layers.children())
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from moedge.cli import check as cli_check
 from moedge.cli.views import jobs_view, progress
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import PinLimit, save_machine
@@ -28,6 +29,7 @@ from moedge.runtime.doctor.finding import fail
 from moedge.runtime.doctor.host import HostMemoryFacts, check_hub_cache, check_memory, check_open_files
 from moedge.runtime.doctor.packages import TorchBuild, check_torch
 from moedge.runtime.doctor.speeds import check_age, speed_findings
+from moedge.runtime.evaluation.check import CheckReport
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs import session as sessions
@@ -404,3 +406,28 @@ def test_the_list_of_jobs_fits_terminals_of_every_width(
         code, screens[width] = shown(width, "jobs", "ls")
         assert code == 0
     golden("jobs", screens)
+
+
+def test_a_check_fits_terminals_of_every_width_and_exits_by_what_it_found(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Numbers that agree, numbers that part in a layer, and weights that were packed with a loss."""
+    why = "the whole model in float32 takes 113.74 GiB, and the budget is 20.00 GiB"
+    same = CheckReport(
+        model=NAME, against=NAME, reference="layers", why=why, quant="none", dtype="bf16", prompts=4, tokens=85,
+        max_abs=0.0312, max_relative=0.0021, kl=4.2e-5, greedy_same=32, greedy_total=32,
+        layers=(1.1e-3, 2.4e-3, 2.2e-3), parts_at=None, lossless=True,
+    )  # fmt: skip
+    wrong = {"kl": 0.31, "greedy_same": 3, "layers": (1e-3, 0.2, 0.4), "parts_at": 1}
+    parted = replace(same, reference="transformers", why="", **wrong)
+    packed = replace(same, quant="nf4", lossless=False, loss={"experts": 0.091, "attention": 0.088})
+    screens = {}
+    for width in WIDTHS:
+        screens[width] = ""
+        for found, wanted in ((same, 0), (parted, 3), (packed, 0)):
+            monkeypatch.setattr(cli_check, "_check", lambda *_, found=found: found)
+            code, screen = shown(width, "check", NAME, "--json", "found.json")
+            screens[width] += screen
+            assert code == wanted
+    golden("check", screens)
+    assert json.loads((tmp_path / "found.json").read_text())["loss"] == {"experts": 0.091, "attention": 0.088}

@@ -282,7 +282,7 @@ LIMITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "index of 100,000 tensors": (_index(lambda: json.dumps(_map(100_000)).encode()), "missing"),
     "index of 200,000 tensors": (_index(lambda: json.dumps(_map(200_000)).encode()), "100000"),
     "index of 100 MB": (_index(lambda: b" " * 100 * 10**6), "at most"),
-    "index of lists": (_index(lambda: b"[" + b"[]," * (10 << 20) + b"[]]"), "no index"),
+    "index of lists": (_index(lambda: b"[" + b"[]," * (10 << 20) + b"[]]"), "is not an index"),
     "config of 100 MB": (_config(lambda: b" " * 100 * 10**6), "at most"),
     "config of lists": (_config(lambda: b"[" + b"[]," * 340_000 + b"[]]"), "object was wanted"),
     "config of objects": (_config(lambda: b'{"x":[' + b'{"a":1},' * 120_000 + b"{}]}"), "not supported"),

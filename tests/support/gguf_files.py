@@ -33,14 +33,15 @@ def build(family: str, **sizes: Any) -> Any:
 
 def to_gguf(
     model: Any, path: Path, kind: str = "F16", tokenizer: Path | None = None, num_files: int = 1, *,
-    factors: bool = False, spoiled: bool = False,
+    factors: bool = False, spoiled: bool = False, copies: int = 1,
 ) -> Path:  # fmt: skip
     """Writes the model with its matrices in `kind` (a name of gguf's), the rest in F32; returns the first file.
 
     The model's weights become those that the file means, as gguf's own dequantizers see them.
 
-    `factors` adds those of Llama 3's rotary frequencies, `spoiled` ones of another kind. `tokenizer` is a folder whose
-    byte-level vocabulary and template go into the file.
+    The file has `copies` of every expert, which config.num_experts counts. `factors` adds those of Llama 3's rotary
+    frequencies, `spoiled` ones of another kind. `tokenizer` is a folder whose byte-level vocabulary and template go
+    into the file.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -58,13 +59,18 @@ def to_gguf(
         if not name.endswith(".weight") or data.ndim < 2 or "ffn_gate_inp" in name or data.shape[-1] % block:
             own = gguf.GGMLQuantizationType.F32
         blocks = blocks_of(data, own)
-        writer.add_tensor(name, blocks, raw_dtype=own)
+        many = np.tile(blocks, (copies, *[1] * (blocks.ndim - 1))) if _is_by_expert(name) else blocks
+        writer.add_tensor(name, many, raw_dtype=own)
         put(torch.from_numpy(gguf.quants.dequantize(blocks, own).reshape(data.shape).copy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if num_files == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
+
+
+def _is_by_expert(name: str) -> bool:
+    return "_exps." in name or "ffn_gate_inp." in name
 
 
 def _frequencies(model: Any) -> np.ndarray:

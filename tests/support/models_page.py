@@ -65,7 +65,8 @@ others are *widened* to floats, a matrix at a time in memory, and packed again. 
 written by the format's own library (compressed-tensors, bitsandbytes, transformers) or by its published layout (GPTQ,
 AWQ), and its weights were those of that library. After *packed in* is what `--quant auto` takes where everything fits;
 `nf4 loses` is the relative L2 error of packing the weights again in nf4. Other methods (AQLM, HQQ, TorchAO, Quark,
-ModelOpt, ...) are refused with their name.
+ModelOpt, ...) are refused with their name. `moedge check MODEL` compares the logits of any checkpoint with those of
+transformers ([quality.md](quality.md#against-transformers)).
 
 GGUF files (`pip install 'moedge[formats]'`) are given by their path, or as `owner/repository/FILE.gguf`; any part
 names a split one. Their architectures are llama (with experts: `mixtral`), qwen2, qwen2moe, qwen3, qwen3moe, gpt-oss,

@@ -172,7 +172,8 @@ def another_method(draft: Draft, rng: random.Random) -> str | None:
     config = draft.config["quantization_config"]
     others = {"fbgemm_fp8", "gptq", "awq", "mxfp4", "bitsandbytes"} - {config["quant_method"]}
     method = rng.choice(sorted(others))
-    if {method, config["quant_method"]} == {"fp8", "fbgemm_fp8"}:
+    if method == "fbgemm_fp8" and (config["quant_method"] == "fp8" or config.get("format") == "float-quantized"):
+        # The same tensors, and they mean the same.
         return None
     draft.config["quantization_config"] = {"bits": 4, "group_size": 64, "load_in_4bit": True, "quant_method": method}
     return REFUSE

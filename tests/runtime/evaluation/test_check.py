@@ -1,0 +1,156 @@
+"""What `moedge check` finds: nothing in checkpoints that are computed right, and the layer where an engine is wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moedge.cli.views.check_view import verdict
+from moedge.runtime.evaluation import reference
+from moedge.runtime.evaluation.check import PROMPTS, CheckReport, check
+from moedge.runtime.loading.prepare import prepare
+from moedge.runtime.settings.budgets import Budgets
+from moedge.runtime.settings.errors import DoesNotFit, SettingError
+from moedge.runtime.source.model_source import ModelSource, open_source
+from support.gguf_files import build, save_tokenizer, to_gguf
+from support.quantized_checkpoints import write_quantized
+
+pytestmark = pytest.mark.numerics
+
+BUDGETS = Budgets(ram="6GiB", gpu_mem="0")
+IDS = torch.tensor([[5, 80, 31, 200, 7, 9], [7, 7, 300, 4, 0, 0]])
+ROWS = torch.tensor([2, 3, 5])
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen3_moe")
+
+
+def compare(model: Path, **options: str) -> CheckReport:
+    return check(model, **{"budgets": BUDGETS, "dtype": "fp32", **options})  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_computed_as_transformers_computes_it(model: Path) -> None:
+    found = compare(model)
+    assert found.within
+    assert found.lossless
+    assert (found.reference, found.why, found.parts_at) == ("transformers", "", None)
+    assert (found.prompts, found.greedy_same, found.greedy_total) == (len(PROMPTS), 32, 32)
+    assert 0 < found.max_relative < 1e-5
+    assert len(found.layers) == 4
+    document = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert document["within"]
+    assert document["bound"] == {"of": "max_relative", "most": 1e-5}
+
+
+def test_one_altered_expert_is_found_in_its_layer(model: Path, tmp_path: Path) -> None:
+    """Prepared weights of a copy in which one expert has other bytes, against the checkpoint."""
+    store = prepared(altered(model, tmp_path / "altered", "layers.2.mlp.experts.3."), tmp_path / "store")
+    found = check(store, against=model, budgets=BUDGETS)
+    assert not found.within
+    assert found.parts_at == 2
+    assert found.layers[1] < 1e-5
+    assert found.layers[2] > 1e-3
+    assert "they part in layer 2 " in verdict(found)
+    sound = check(prepared(model, tmp_path / "sound"), against=model, budgets=BUDGETS)
+    assert sound.within
+    assert sound.parts_at is None
+
+
+def altered(model: Path, folder: Path, part: str) -> Path:
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    chosen = [name for name in tensors if part in name]
+    assert chosen
+    for name in chosen:
+        tensors[name] = tensors[name] * 1.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def prepared(model: Path, store: Path) -> Path:
+    with open_source(str(model)) as source:
+        prepare(source, store, "none", "fp32", Budgets())
+    return store
+
+
+# Of every way in which transformers' code has experts, biases, recurrent layers and latents.
+@pytest.mark.sample("gpt_oss", "longcat_flash", "llama4_text")
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "longcat_flash", "llama4_text", "qwen3_next", "deepseek_v3", "jamba", "granitemoe", "gemma3_text"],
+)
+def test_a_layer_at_a_time_gives_what_the_whole_model_gives(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With three experts in memory at a time, too."""
+    with open_source(str(checkpoint(family))) as source:
+        whole = reference._by_transformers(source, IDS, ROWS)
+        for count in (1000, 3):
+            monkeypatch.setattr(reference, "experts_at_once", lambda *_, count=count: count)
+            found = reference._by_layers(source, IDS, ROWS, 1 << 33)
+            assert (found.logits - whole.logits).abs().max() <= 1e-5 * whole.logits.abs().max()
+            assert (found.hidden - whole.hidden).abs().max() <= 1e-5 * whole.hidden.abs().max()
+
+
+def test_what_does_not_fit_the_budget_is_computed_by_layers_or_refused(model: Path) -> None:
+    with open_source(str(model)) as source:
+        smallest = next(mib for mib in range(500, 1000) if _fits(source, mib))
+        assert "takes" in reference.compute_reference(source, IDS, ROWS, smallest << 20).why
+        with pytest.raises(DoesNotFit, match=f"--ram {smallest}MiB"):
+            reference.compute_reference(source, IDS, ROWS, (smallest - 1) << 20)
+
+
+def _fits(source: ModelSource, mib: int) -> bool:
+    try:
+        return reference.experts_at_once(source.shape, mib << 20) > 0
+    except DoesNotFit:
+        return False
+
+
+@pytest.mark.sample("mxfp4", "fp8 blocks")
+@pytest.mark.parametrize("form", ["mxfp4", "fp8 blocks", "awq", "bnb nf4", "ct int4 g64 fp16 asym"])
+def test_kept_codes_are_the_same_and_packed_ones_state_their_loss(form: str, tmp_path: Path) -> None:
+    family = "gpt_oss" if form == "mxfp4" else "qwen3_moe"
+    write_quantized(form, tmp_path / "quantized", tmp_path / "wide", family)
+    found = compare(tmp_path / "quantized")
+    assert found.within
+    assert found.reference == ("transformers" if form == "mxfp4" else "layers")
+    if form == "fp8 blocks":
+        assert (found.quant, found.lossless, found.bound) == ("int8", False, None)
+        assert 0 < found.loss["experts"] < 0.02
+        exact = compare(tmp_path / "quantized", quant="none")
+        assert exact.within
+        assert exact.lossless
+        assert exact.max_relative <= 1e-5
+    else:
+        assert found.lossless
+        assert found.max_relative <= 1e-5
+        assert found.greedy_same == found.greedy_total
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_computed_as_transformers_computes_it(tmp_path: Path) -> None:
+    path = to_gguf(build("qwen3_moe"), tmp_path / "model.gguf", "Q8_0", save_tokenizer(tmp_path / "tokenizer", 384))
+    found = compare(path)
+    assert found.within
+    assert found.lossless
+
+
+def test_what_cannot_be_compared_is_refused(model: Path, tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    store = prepared(model, tmp_path / "store")
+    for options, match in (
+        ({"model": store}, "--against CHECKPOINT"),
+        ({"model": model, "against": str(model)}, "is for prepared weights"),
+        ({"model": store, "against": str(store)}, "is prepared, too"),
+        ({"model": store, "against": str(checkpoint("llama"))}, "made from another model"),
+    ):
+        with pytest.raises(SettingError, match=match):
+            compare(**options)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="a prompt has 0 tokens"):
+        check(model, [""], budgets=BUDGETS)
