@@ -94,7 +94,8 @@ class StateSpec:
     def layer_nbytes(self, group: StateGroup) -> int:
         """Bytes of one sequence's state in one layer of a group."""
         recurrent = math.prod(group.recurrent) * _RECURRENT_NBYTES if group.recurrent else 0
-        return math.prod(group.conv) * ITEM_NBYTES[self.dtype] + recurrent
+        conv = math.prod(group.conv) * ITEM_NBYTES[self.dtype] if group.conv else 0
+        return conv + recurrent
 
 
 @cache

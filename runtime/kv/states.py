@@ -25,8 +25,9 @@ class StatePool:
         self._recurrent: dict[int, torch.Tensor] = {}
         self._memory: list[torch.Tensor] = []
         for group in spec.groups:
-            conv = self._allocate(TORCH_DTYPES[spec.dtype], len(group.layers), group.conv, device)
-            self._conv |= dict(zip(group.layers, conv, strict=True))
+            if group.conv:
+                conv = self._allocate(TORCH_DTYPES[spec.dtype], len(group.layers), group.conv, device)
+                self._conv |= dict(zip(group.layers, conv, strict=True))
             if group.recurrent:
                 states = self._allocate(torch.float32, len(group.layers), group.recurrent, device)
                 self._recurrent |= dict(zip(group.layers, states, strict=True))

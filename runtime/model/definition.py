@@ -12,9 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 from . import llama4
-from .attention_seam import register_attention
+from .attention_seam import hand_on_passes, register_attention
 from .experts_seam import adapt_identity_experts, register_experts
 from .latent_seam import keep_latents
+from .recurrent.lightning import shed_decays
 
 SEAM = "moedge"
 
@@ -40,6 +41,8 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     llama4.adapt(model)
     adapt_identity_experts(model)
     keep_latents(model, config)
+    shed_decays(model)
+    hand_on_passes(model)
     return model.eval()
 
 

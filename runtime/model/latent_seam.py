@@ -1,6 +1,9 @@
 """Latent attention (MLA): hands latents to the attention function before transformers' modules expand them.
 
 transformers' own caches store the same: `expand_kv` is called after the cache was updated.
+
+Sparse attention (DeepSeek-AI, DeepSeek-V3.2, 2025) is latent attention with an indexer that chooses `index_topk` tokens
+for each token. No sequence is longer here (`ModelConfig.context`), so its choice is known without computing it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,15 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
         )
     for module in modules:
         module.expand_kv = _as_they_are
+        if hasattr(module, "indexer"):
+            module.indexer = EveryToken()
+
+
+class EveryToken(nn.Module):
+    """Replaces an indexer; modules give what it returns to the attention function as `indices`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> EveryToken:
+        return self
 
 
 def _as_they_are(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

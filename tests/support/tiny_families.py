@@ -22,10 +22,14 @@ GATED_DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
+# As many tokens as the longest sequence has, and some more.
+INDEXER = {"index_topk": 128, "index_head_dim": 32, "index_n_heads": 2}
 # What makes a family's features occur. None takes a size away, so that the family's own default holds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},
     "axk1": {"num_key_value_heads": 4},
+    "axk2": {"num_key_value_heads": 4, "gated_norm_rank": 8, **INDEXER},
+    "bailing_hybrid": {"num_key_value_heads": 4, "layer_group_size": 2, "n_group": 4, "topk_group": 2},
     "bamba": {"attn_layer_indices": [1, 3], "pad_token_id": 0, **MAMBA2},
     "bitnet": {"hidden_act": "relu2"},
     "cohere": {"use_qk_norm": True, "logit_scale": 2.0},
@@ -34,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 1},
     "deepseek_v2": {"num_key_value_heads": 4, "q_lora_rank": None},
     "deepseek_v3": {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+    "deepseek_v32": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, **INDEXER},
     "dots1": {"n_shared_experts": 1, "max_window_layers": 2},
     "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_end_index": 3, "use_bias": True},
     "exaone4": {"sliding_window_pattern": 2},
@@ -42,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 64, "mamba_n_groups": 2, "pad_token_id": 0, "mlp_multipliers": [0.5, 0.8], "key_multiplier": 0.7,
         "ssm_multipliers": [0.4, 0.5, 0.6, 0.7, 0.8], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, **MAMBA2,
     },
+    "glm_moe_dsa": {"num_key_value_heads": 4, "indexer_types": ["full", "shared"] * 2, **INDEXER},
     "gemma": {"pad_token_id": 0},
     "gemma2": {"query_pre_attn_scalar": 32, "pad_token_id": 0, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "pad_token_id": 0},
@@ -74,6 +80,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "jamba": {
         "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 8, "pad_token_id": 0,
     },
+    "kimi_linear": {
+        "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": None,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    },
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6],
         "num_attention_heads": 4,
@@ -81,6 +91,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "pad_token_id": 0, "tie_word_embeddings": False},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+    "lfm3": {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "pad_token_id": 0,
         "tie_word_embeddings": False,
     },
     "llama4_text": {
@@ -94,6 +108,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
     "minicpm3": {"num_key_value_heads": 4, "scale_depth": 1.4, "dim_model_base": 32},
+    "minimax": {
+        "layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 32, "full_attn_alpha_factor": 1.5,
+        "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2, "sliding_window": None,
+    },
+    "nemotron": {"head_dim": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
@@ -111,6 +130,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen3_next": GATED_DELTA,
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 2},
     "youtu": {"num_key_value_heads": 4},
 }  # fmt: skip
 
