@@ -29,6 +29,7 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     register_experts(SEAM)
     config_class = CONFIG_MAPPING[config.family.model_type]
     values = {name: value for name, value in config.values.items() if name not in _OWN_CHOICE}
+    values |= _SMALLEST_BUFFERS.get(config.family.model_type, {})
     try:
         with init_empty_weights(include_buffers=False):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(
@@ -48,3 +49,5 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 # Fields of the file that moedge decides itself.
 _OWN_CHOICE = {"dtype", "torch_dtype", "architectures", "use_cache", "_name_or_path"}
+# Of lightning attention: as many tokens squared for every head, which are shed at once.
+_SMALLEST_BUFFERS = {"minimax": {"block_size": 1}}

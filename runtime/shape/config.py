@@ -212,7 +212,7 @@ _KIMI = {
     "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }  # fmt: skip
-_RENAMED: Mapping[str, Mapping[str, str]] = {
+RENAMED: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": _KIMI,
     "kimi_linear": _KIMI,
     "lfm2": {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
@@ -222,12 +222,14 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
         "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size", "layer_types": "layers_block_type",
     },
 }  # fmt: skip
+# transformers ties nothing in these families, whatever their files say.
+_NEVER_TIED = {"kimi_linear", "nemotron_h"}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
 def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file under the names of today; the letters of Nemotron-H's layers as a list of kinds."""
-    renamed = _RENAMED.get(model_type, {})
+    renamed = RENAMED.get(model_type, {})
     found = {renamed.get(name, name): value for name, value in values.items()}
     # The default of all families, and as transformers writes it; dropped with the fields that are not known.
     limit = values.get("time_step_limit")
@@ -235,9 +237,9 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         raise out_of_range("time_step_limit", limit, "0 and infinity")
     if isinstance(inner := found.get("linear_attn_config"), dict):
         found = _kimi_layers(inner, found.get("num_hidden_layers")) | found
-    if model_type == "nemotron_h":
-        # transformers ties nothing in this family, whatever its files say.
+    if model_type in _NEVER_TIED:
         found["tie_word_embeddings"] = False
+    if model_type == "nemotron_h":
         letters = found.pop("hybrid_override_pattern", None)
         if found.get("layers_block_type") is None and isinstance(letters, str):
             if not set(letters) <= set(_LETTERS):

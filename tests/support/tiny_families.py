@@ -136,23 +136,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # One family for each thing that the seams meet; tests that cost more than a moment run these.
 FEATURES = (
+    "deepseek_v32",  # an indexer whose choice is every token
     "deepseek_v3",  # latents instead of keys and values, a matrix that is never quantized
     "gemma2",  # bounded scores
     "gemma3_text",  # windows in five of six layers, rotary settings by kind of layer
     "gemma4_text",  # heads of other sizes in some layers, an input of its own for every layer
     "gpt_oss",  # sinks, transposed experts with biases, activations by pairs
     "granitemoe",  # experts stacked in the file, a tied head, multipliers
+    "kimi_linear",  # recurrent layers beside latents, under the name of attention
     "laguna",  # another number of heads by layer, a gate on attention, renamed matrices
     "llama",  # nothing of all that
     "llama4_text",  # chunks, experts outside the interface, queries scaled by position
     "longcat_flash",  # two attentions in a layer, experts that return their input
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
+    "minimax",  # recurrent layers without a convolution
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
     "nemotron_h",  # layers of one part each: Mamba-2, attention, experts or a network; other names outside of layers
     "phimoe",  # a window that only the mask tells
     "qwen3_moe",  # experts apart in the file
     "qwen3_next",  # recurrent layers beside attention
+    "stablelm",  # layers that do not hand on what the model's call gives them
 )
 
 
@@ -169,13 +173,15 @@ def tiny_config(family: str, **sizes: Any) -> Any:
 def stored_numel(model: Any) -> int:
     """Elements of a model's checkpoint: parameters, tied ones once, and buffers that are kept.
 
-    Without first matrices of experts that return their input, which no pass multiplies with.
+    Without what no pass multiplies with: first matrices of experts that return their input, indexers whose choice is
+    every token, decays of lightning attention.
     """
     idle = [one for one in model.modules() if hasattr(one, "zero_expert_num") and hasattr(one, "down_proj")]
     unused = sum(one.gate_up_proj[one.num_routed_experts :].numel() for one in idle)
     kept = model.state_dict().keys()
-    tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name in kept)]
-    return sum(tensor.numel() for tensor in tensors) - unused
+    named = {**dict(model.named_parameters()), **{name: one for name, one in model.named_buffers() if name in kept}}
+    parts = (".indexer.", ".slope_rate", "_decay")
+    return sum(one.numel() for name, one in named.items() if not any(part in name for part in parts)) - unused
 
 
 def build_model(family: str, **sizes: Any) -> Any:
