@@ -106,7 +106,11 @@ def _attention(
     For latent attention key and value are latents [1, 1, T, R] and rotated keys [1, 1, T, P].
     Raises UnsupportedModel for a feature that moedge does not know.
     """
-    asked = {name for name, value in features.items() if value is not None and not isinstance(value, EveryToken)}
+    if isinstance(indices := features.pop("indices", None), EveryToken):
+        indices.check(packed.batch)
+    elif indices is not None:
+        raise UnsupportedModel(f"{type(module).__name__} chooses tokens itself, which moedge cannot do for it")
+    asked = {name for name, value in features.items() if value is not None}
     if unknown := asked - _HONOURED - _HARMLESS:
         raise UnsupportedModel(
             f"{type(module).__name__} asks attention for {sorted(unknown)}, which moedge does not know"

@@ -223,7 +223,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 # transformers ties nothing in these families, whatever their files say.
-_NEVER_TIED = {"kimi_linear", "nemotron_h"}
+_NEVER_TIED = {"bailing_hybrid", "kimi_linear", "nemotron_h"}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
@@ -237,6 +237,9 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         raise out_of_range("time_step_limit", limit, "0 and infinity")
     if isinstance(inner := found.get("linear_attn_config"), dict):
         found = _kimi_layers(inner, found.get("num_hidden_layers")) | found
+    if model_type in INDEXED:
+        # All of one kind, which releases of transformers call otherwise.
+        found.pop("layer_types", None)
     if model_type in _NEVER_TIED:
         found["tie_word_embeddings"] = False
     if model_type == "nemotron_h":

@@ -53,10 +53,14 @@ WANTING = {
         "dots3_note_text", "glm5_next_text", "hy_v4", "mistral_large4_text",
     ),
     "no class for text alone in transformers": ("mistral4",),
-    "recurrent layers: they need a state per sequence": (
-        "falcon_mamba", "inkling2_text", "inkling_text", "mamba", "mamba2", "recurrent_gemma", "zamba", "zamba2",
-        "zaya",
+    "recurrent layers and no attention: a job needs layers with keys and values": ("falcon_mamba", "mamba", "mamba2"),
+    "blocks that several layers share: weights are read layer by layer, each layer's from its own tensors": (
+        "zamba", "zamba2",
     ),
+    "convolutions inside its attention layers: they need a state beside keys and values": (
+        "inkling2_text", "inkling_text", "zaya",
+    ),
+    "a recurrence whose module keeps its own state (RG-LRU)": ("recurrent_gemma",),
     "compressed attention: its layers keep running summaries of the past, which the paged cache cannot store": (
         "deepseek_v4",
     ),
@@ -68,11 +72,14 @@ WANTING = {
 _RENAMED: dict[str, Mapping[str, str]] = {
     "axk2": {"self_attn.q_b_proj.": "self_attn.q_gate_proj.", "W_down.": "mlp.fc1.", "W_up.": "mlp.fc2."},
     "bailing_hybrid": {
-        "attention.f_proj.": "self_attn.forget_gate.f_proj.", "self_attn.f_proj.": "self_attn.forget_gate.f_proj.",
-        "attention.dense.": "self_attn.o_proj.", "attention.": "self_attn.",
+        "attention.f_proj.": "self_attn.forget_gate.f_proj.",
+        "self_attn.f_proj.": "self_attn.forget_gate.f_proj.",
+        "attention.dense.": "self_attn.o_proj.",
+        "attention.": "self_attn.",
     },
     "kimi_linear": {
-        "self_attn.f_a_proj.": "self_attn.forget_gate.f_a_proj.", "block_sparse_moe.": "mlp.",
+        "self_attn.f_a_proj.": "self_attn.forget_gate.f_a_proj.",
+        "block_sparse_moe.": "mlp.",
         "self_attn.f_b_proj.": "self_attn.forget_gate.f_b_proj.",
     },
     "lfm3": {"self_attn.gate_proj.": "self_attn.g_proj."},

@@ -101,7 +101,8 @@ def test_tokens_are_those_of_transformers(
         with closing(load(folder, way)) as loaded:
             found[name] = run(loaded.engine, sequences_of(TWICE))
             groups = loaded.model.states.pool.spec.groups  # type: ignore[union-attr]
-            check_happened(loaded, way, sum(len(each.layers) * (bool(each.conv) + bool(each.recurrent)) for each in groups))
+            functions = sum(len(each.layers) * (bool(each.conv) + bool(each.recurrent)) for each in groups)
+            check_happened(loaded, way, functions)
             arena = loaded.ledger.computing.arenas[STATES]
             assert arena.planned == arena.actual > 0
     model = stock(folder)
@@ -133,7 +134,9 @@ def logits_of(folder: Path, way: Way, monkeypatch: pytest.MonkeyPatch) -> dict[t
 
 @pytest.mark.numerics
 @pytest.mark.sample("lfm2")
-@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "jamba", "lfm2", "falcon_h1", "kimi_linear", "minimax"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "granitemoehybrid", "jamba", "lfm2", "falcon_h1", "kimi_linear", "minimax"]
+)
 def test_where_prompts_are_cut_shows_in_no_bit(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

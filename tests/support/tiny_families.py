@@ -22,8 +22,8 @@ GATED_DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
-# As many tokens as the longest sequence has, and some more.
-INDEXER = {"index_topk": 128, "index_head_dim": 32, "index_n_heads": 2}
+# As many tokens as the longest sequence has, and as the text that is read to measure keys.
+INDEXER = {"index_topk": 256, "index_head_dim": 32, "index_n_heads": 2}
 # What makes a family's features occur. None takes a size away, so that the family's own default holds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},

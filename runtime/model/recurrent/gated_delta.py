@@ -13,7 +13,6 @@ import torch
 from ...kv.spec import SCAN_CHUNK
 from .pass_states import PassStates
 
-
 # Tokens that the chunks of Kimi Delta Attention get at a time: transformers' torch code makes a matrix of pairs of a
 # chunk's tokens for every element of a key.
 KIMI_TOKENS = 64

@@ -87,7 +87,7 @@ def test_an_indexer_bounds_the_context_and_is_not_read(family: str, checkpoint: 
     with Checkpoint(checkpoint(family)) as files:
         assert any(".indexer." in name for name in files.entries)
     shape = read(checkpoint(family))
-    assert shape.context == 128 < tiny_config(family).max_position_embeddings
+    assert shape.context == 256 < tiny_config(family).max_position_embeddings
     assert not any("indexer" in matrix.name for layer in shape.layers for matrix in layer.dense)
 
 
