@@ -35,8 +35,8 @@ SUPPORTED = tuple(sorted(MOE + DENSE))
 # The first release of transformers that runs a family, where the oldest supported release does not: it lacks the family
 # or, of aria_text, the interface of experts.
 SINCE = {
-    "aria_text": "5.18", "kolibri1": "5.20", "beam": "5.21", "flint": "5.21", "internlm3": "5.23",
-    "iquestcoder": "5.23",
+    "aria_text": "5.18", "bailing_hybrid": "5.23", "beam": "5.21", "flint": "5.21", "internlm3": "5.23",
+    "iquestcoder": "5.23", "kolibri1": "5.20", "lfm3": "5.23",
 }  # fmt: skip
 # Those with an indexer that chooses `index_topk` tokens for each token to attend to: DeepSeek's sparse attention. In
 # sequences that are no longer it chooses all of them; longer ones do not run yet.
