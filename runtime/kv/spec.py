@@ -109,11 +109,12 @@ class StateSpec:
 
     def layer_nbytes(self, group: StateGroup) -> int:
         """Bytes of one sequence's state in one layer of a group."""
+        conv = math.prod(group.conv) * ITEM_NBYTES[self.dtype] if group.conv else 0
         recurrent = 0
         if group.recurrent:
             scales = 4 * math.prod(group.recurrent[:-1]) if self.format == "int8" else 0
             recurrent = math.prod(group.recurrent) * _STATE_NBYTES[self.format] + scales
-        return math.prod(group.conv) * ITEM_NBYTES[self.dtype] + recurrent
+        return conv + recurrent
 
     def pool_nbytes(self, live: int) -> int:
         """Bytes of the states of `live` sequences, and of one snapshot of a prefix for every eight of them.

@@ -100,9 +100,10 @@ class StatePool:
         self._memory: list[torch.Tensor] = []
         for group in spec.groups:
             layers, dtype = len(group.layers), TORCH_DTYPES[spec.dtype]
-            # The channels of one input lie together: a step over all of them then needs no strides.
-            conv = self._allocate(dtype, layers, group.conv[::-1], device).transpose(-1, -2)
-            self._conv |= {layer: LayerStates(conv[i], None, dtype) for i, layer in enumerate(group.layers)}
+            if group.conv:
+                # The channels of one input lie together: a step over all of them then needs no strides.
+                conv = self._allocate(dtype, layers, group.conv[::-1], device).transpose(-1, -2)
+                self._conv |= {layer: LayerStates(conv[i], None, dtype) for i, layer in enumerate(group.layers)}
             if group.recurrent:
                 codes = self._allocate(_CODES[spec.format], layers, group.recurrent, device)
                 scales = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..attention.protocol import AttentionBackend, AttentionCall
 from ..engine.batch import Batch
 from ..settings.errors import UnsupportedModel
-from .latent_seam import latent_weights
+from .latent_seam import EveryToken, latent_weights
 from .llama4 import RESCALE
 
 _HONOURED = {"sliding_window", "softcap", "s_aux"}
@@ -46,10 +49,39 @@ class Visibility:
 
     window: int | None
 
+    def __getitem__(self, part: Any) -> Visibility:
+        """Some modules take a head's mask for their indexer."""
+        return self
+
 
 def register_attention(name: str) -> None:
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _visibility)
+
+
+def hand_on_passes(model: torch.nn.Module) -> None:
+    """Makes decoder layers that drop unknown arguments give their attention the pass."""
+    layer: Any
+    for layer in model.get_decoder().layers:  # type: ignore[operator]
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None and _drops_arguments(layer):
+            layer.register_forward_pre_hook(partial(_keep_pass, attention), with_kwargs=True)
+            attention.register_forward_pre_hook(_give_pass, with_kwargs=True)
+
+
+def _drops_arguments(layer: Any) -> bool:
+    """Whether the code of a layer's `forward` takes `**kwargs` and never reads them."""
+    code = inspect.unwrap(type(layer).forward).__code__
+    loaded = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
+    return "kwargs" in code.co_varnames and not any("kwargs" in (x if isinstance(x, tuple) else (x,)) for x in loaded)
+
+
+def _keep_pass(attention: Any, layer: torch.nn.Module, args: Any, arguments: dict[str, Any]) -> None:
+    attention.handed_on = {"packed": arguments["packed"]}
+
+
+def _give_pass(attention: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, arguments | attention.handed_on
 
 
 def _visibility(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Visibility:
@@ -74,6 +106,10 @@ def _attention(
     For latent attention key and value are latents [1, 1, T, R] and rotated keys [1, 1, T, P].
     Raises UnsupportedModel for a feature that moedge does not know.
     """
+    if isinstance(indices := features.pop("indices", None), EveryToken):
+        indices.check(packed.batch)
+    elif indices is not None:
+        raise UnsupportedModel(f"{type(module).__name__} chooses tokens itself, which moedge cannot do for it")
     asked = {name for name, value in features.items() if value is not None}
     if unknown := asked - _HONOURED - _HARMLESS:
         raise UnsupportedModel(

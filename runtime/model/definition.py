@@ -12,9 +12,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 from . import llama4
-from .attention_seam import register_attention
+from .attention_seam import hand_on_passes, register_attention
 from .experts_seam import adapt_identity_experts, drop_identity_matrices, register_experts
 from .latent_seam import keep_latents
+from .recurrent.lightning import shed_decays
 
 SEAM = "moedge"
 
@@ -30,6 +31,8 @@ def define(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     llama4.adapt(model)
     adapt_identity_experts(model)
     keep_latents(model, config)
+    shed_decays(model)
+    hand_on_passes(model)
     return model.eval()
 
 
@@ -43,6 +46,8 @@ def define_stock(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
     config_class = CONFIG_MAPPING[config.family.model_type]
     values = {name: value for name, value in config.values.items() if name not in _OWN_CHOICE}
+    if implementation == SEAM:
+        values |= _SMALLEST_BUFFERS.get(config.family.model_type, {})
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(
@@ -61,3 +66,5 @@ def _build(config: ModelConfig, dtype: torch.dtype, implementation: str) -> PreT
 
 # Fields of the file that moedge decides itself.
 _OWN_CHOICE = {"dtype", "torch_dtype", "architectures", "use_cache", "_name_or_path"}
+# Of lightning attention: as many tokens squared for every head, which are shed at once.
+_SMALLEST_BUFFERS = {"minimax": {"block_size": 1}}

@@ -1,6 +1,9 @@
 """Latent attention (MLA): hands latents to the attention function before transformers' modules expand them.
 
 transformers' own caches store the same: `expand_kv` is called after the cache was updated.
+
+Sparse attention (DeepSeek-AI, DeepSeek-V3.2, 2025) is latent attention with an indexer that chooses `index_topk` tokens
+for each token. No sequence is longer here (`ModelConfig.context`), so its choice is known without computing it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 from ..attention.protocol import LatentWeights
+from ..engine.batch import Batch
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 
@@ -28,6 +32,28 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
         )
     for module in modules:
         module.expand_kv = _as_they_are
+        if hasattr(module, "indexer"):
+            module.indexer = EveryToken(int(module.config.index_topk))
+
+
+class EveryToken(nn.Module):
+    """Replaces an indexer; modules give what it returns to the attention function as `indices`."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def check(self, batch: Batch) -> None:
+        """Raises UnsupportedModel where an indexer would leave tokens out."""
+        longest = max(chunk.past + chunk.count for chunk in batch.chunks)
+        if longest > self._limit:
+            raise UnsupportedModel(
+                f"a sequence has {longest} tokens, of which this model's indexer chooses {self._limit} (index_topk); "
+                "moedge does not compute its choice: give it shorter rows"
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> EveryToken:
+        return self
 
 
 def _as_they_are(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from ...quant.formats.format import Layout
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..shape.families import family
 from ..shape.quantized import ModelTensors, QuantizedWeight
-from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, renamed_in
+from ..shape.read import LAYER, expert_index, is_down, is_expert, is_extra_expert, is_unused, renamed_in
 from ..shape.states import is_convolution
 from .dequantize import dequantize
 from .kept_codes import read_rows, row_nbytes
@@ -63,7 +63,7 @@ class CheckpointLoader:
         for name, entry in self._tensors.entries.items():
             match = LAYER.search(name)
             index = int(match[1]) if match else None
-            if index is not None and index >= num_layers:
+            if index is not None and (index >= num_layers or is_unused(name)):
                 continue
             if identities and is_extra_expert(name, identities, model.config.n_routed_experts):
                 continue

@@ -235,10 +235,10 @@ def scan_nbytes(shape: ModelShape, dtype: str, num_tokens: int, num_sequences: i
         scores = 4 * tokens * SCAN_TOKENS * heads
         # Mamba-1 has a head for every channel and goes token by token.
         repeated = tokens * heads * widths if len(group.recurrent) > 2 else 0
-        piece = max(piece, _SCAN_COPIES * (repeated + tokens * group.conv[0]) * 4 + (scores if repeated else 0) * 4)
+        piece = max(piece, _SCAN_COPIES * (repeated + tokens * group.width) * 4 + (scores if repeated else 0) * 4)
     states = _STATE_COPIES * min(max(1, num_sequences) * spec.largest_nbytes, max(STEP_NBYTES, spec.largest_nbytes))
     # Outputs of a pass stay while pieces are computed.
-    return piece + states + 2 * num_tokens * max(group.conv[0] for group in spec.groups) * 4
+    return piece + states + 2 * num_tokens * max(group.width for group in spec.groups) * 4
 
 
 class WeightFootprint:

@@ -76,7 +76,7 @@ def _outer(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> Iterator[
 
 def _today(name: str) -> str:
     """The name without its prefix that most families give to a tensor outside of layers."""
-    inner = name.removeprefix("model.").removeprefix("backbone.")
+    inner = name.removeprefix("model.").removeprefix("backbone.").removeprefix("word_")
     return inner.replace("embeddings.weight", "embed_tokens.weight")
 
 
@@ -87,7 +87,7 @@ def _attention(config: ModelConfig, layer: int, tensors: Mapping[str, TensorEntr
             width = head_dim(config, layer) + config.size("qk_rope_head_dim")
             yield from _compare(entry, (width, config.size("hidden_size")))
     key = tensors.get("self_attn.k_proj.weight")
-    if key is not None:
+    if key is not None and not config.is_latent:
         # Values may be longer than keys, and decide the cache then; the keys' own width is what the file shows.
         size = config.get("head_dim") if config.get("v_head_dim") else head_dim(config, layer)
         yield from _compare(key, (kv_heads(config, layer) * size, config.size("hidden_size")))

@@ -16,13 +16,14 @@ from ...offload.checkpoint.json_object import described, load_object
 from ...quant.formats.dtypes import WEIGHT_DTYPES
 from ..settings.errors import UnsupportedModel
 from .config_fields import FIELDS, LISTS, NESTED, ROPE_FIELDS, check_rope, checked_fields, out_of_range
-from .families import LATENT, Family, family
+from .families import INDEXED, LATENT, Family, family
 from .multimodal import is_wrapper, text_config
 from .quantization import parse_quantization
 
 CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
 MAX_DEPTH = 32
+MAX_LAYERS = 512
 _NAMES_CODE = ("auto_map", "custom_pipelines", "kernel", "trust_remote_code", "_implementation")
 _KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *NESTED}
 
@@ -83,6 +84,12 @@ class ModelConfig:
     def is_latent(self) -> bool:
         """Whether layers cache latents (MLA)."""
         return self.family.model_type in LATENT
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence: those that positions are made for or, with an indexer, that it chooses."""
+        positions = self.size("max_position_embeddings")
+        return min(positions, self.size("index_topk")) if self.family.model_type in INDEXED else positions
 
     @property
     def num_experts(self) -> int | None:
@@ -196,9 +203,18 @@ def _dtype(values: Mapping[str, Any]) -> str | None:
 
 
 # Kinds of layers that look back everywhere, keep a state or have no mixer of tokens at all.
-WITHOUT_WINDOW = {"full_attention", "linear_attention", "conv", "moe", "mlp", "attention", "mamba"}
+WITHOUT_WINDOW = {
+    "full_attention", "indexed_attention", "linear_attention", "conv", "moe", "mlp", "attention", "mamba",
+}  # fmt: skip
 # Names in older files, and what they became.
-_RENAMED: Mapping[str, Mapping[str, str]] = {
+_KIMI = {
+    "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
+    "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}  # fmt: skip
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "bailing_hybrid": _KIMI,
+    "kimi_linear": _KIMI,
     "lfm2": {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
     "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
     "nemotron_h": {
@@ -206,20 +222,27 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
         "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size", "layer_types": "layers_block_type",
     },
 }  # fmt: skip
+# transformers ties nothing in these families, whatever their files say.
+_NEVER_TIED = {"bailing_hybrid", "kimi_linear", "nemotron_h"}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
 def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file under the names of today; the letters of Nemotron-H's layers as a list of kinds."""
-    renamed = _RENAMED.get(model_type, {})
+    renamed = RENAMED.get(model_type, {})
     found = {renamed.get(name, name): value for name, value in values.items()}
     # The default of all families, and as transformers writes it; dropped with the fields that are not known.
     limit = values.get("time_step_limit")
     if limit is not None and limit not in ([0.0, {"__float__": "Infinity"}], [0.0, math.inf]):
         raise out_of_range("time_step_limit", limit, "0 and infinity")
-    if model_type == "nemotron_h":
-        # transformers ties nothing in this family, whatever its files say.
+    if isinstance(inner := found.get("linear_attn_config"), dict):
+        found = _kimi_layers(inner, found.get("num_hidden_layers")) | found
+    if model_type in INDEXED:
+        # All of one kind, which releases of transformers call otherwise.
+        found.pop("layer_types", None)
+    if model_type in _NEVER_TIED:
         found["tie_word_embeddings"] = False
+    if model_type == "nemotron_h":
         letters = found.pop("hybrid_override_pattern", None)
         if found.get("layers_block_type") is None and isinstance(letters, str):
             if not set(letters) <= set(_LETTERS):
@@ -227,6 +250,20 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
             found["layers_block_type"] = [_LETTERS[letter] for letter in letters]
         if isinstance(kinds := found.get("layers_block_type"), list):
             found["num_hidden_layers"] = len(kinds)
+    return found
+
+
+def _kimi_layers(inner: Mapping[str, Any], num_layers: object) -> dict[str, Any]:
+    """What Kimi Linear's files say of its recurrent layers in an object of their own; layers count from 1 there."""
+    names = {
+        "head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }  # fmt: skip
+    found = {name: inner[given] for given, name in names.items() if given in inner}
+    attending = inner.get("full_attn_layers")
+    if isinstance(attending, list) and isinstance(num_layers, int):
+        layers = range(1, min(num_layers, MAX_LAYERS) + 1)
+        found["layer_types"] = ["full_attention" if layer in attending else "linear_attention" for layer in layers]
     return found
 
 
@@ -289,6 +326,10 @@ def _mimo(config: ModelConfig, layer: int) -> bool:
     return layer != 0 and (layer + 1) % 6 != 0
 
 
+def _lfm3(config: ModelConfig, layer: int) -> bool:
+    return layer > 0 and layer % 4 == 0
+
+
 def _flint(config: ModelConfig, layer: int) -> bool:
     return layer >= 2 and layer % 4 != 1 and layer + 1 != config.size("num_hidden_layers")
 
@@ -313,7 +354,7 @@ def _where_not_rotary(config: ModelConfig, layer: int) -> bool:
 # Families in which no window given means that no layer slides.
 OPTIONAL = {
     "dots1", "exaone4", "exaone_moe", "ministral", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2", "cwm",
+    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2", "cwm", "minimax",
 }  # fmt: skip
 # Families whose sliding layers look back to the start of a chunk instead.
 CHUNKED = {"llama4_text"}
@@ -337,9 +378,11 @@ SLIDING: dict[str, Rule] = {
     "granitemoe_swa": _first_of(4),
     "kolibri1": _last_of(5),
     "laguna": _never,
+    "lfm3": _lfm3,
     "llama4_text": _where_rotary,
     "mellum": _never,
     "mimo_v2_flash": _mimo,
+    "minimax": _always,
     "ministral": _always,
     "ministral3": _always,
     "mistral": _always,

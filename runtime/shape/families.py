@@ -16,49 +16,73 @@ from typing import Any
 from ..settings.errors import UnsupportedModel, require_transformers
 
 MOE = (
-    "afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
-    "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe",
-    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kolibri1", "laguna",
-    "lfm2_moe", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h",
-    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text", "longcat_flash",
+    "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 )  # fmt: skip
 DENSE = (
     "apertus", "arcee", "bamba", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon_h1", "gemma",
     "gemma2", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium",
-    "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2", "llama", "minicpm3", "ministral",
-    "ministral3", "mistral", "nanochat", "olmo", "olmo2", "olmo3", "olmo_hybrid", "persimmon", "phi", "phi3", "qwen2",
-    "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+    "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2", "lfm3", "llama", "minicpm3",
+    "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "persimmon",
+    "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "youtu",
 )  # fmt: skip
 SUPPORTED = tuple(sorted(MOE + DENSE))
 # The first release of transformers that runs a family, where the oldest supported release does not: it lacks the family
 # or, of aria_text, the interface of experts.
 SINCE = {
-    "aria_text": "5.18", "kolibri1": "5.20", "beam": "5.21", "flint": "5.21", "internlm3": "5.23",
-    "iquestcoder": "5.23",
+    "aria_text": "5.18", "bailing_hybrid": "5.23", "beam": "5.21", "flint": "5.21", "internlm3": "5.23",
+    "iquestcoder": "5.23", "kolibri1": "5.20", "lfm3": "5.23",
 }  # fmt: skip
-# Those with latent attention (MLA): every layer caches a latent and a rotated key for all its heads.
-LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"}
+# Those with an indexer that chooses `index_topk` tokens for each token to attend to: DeepSeek's sparse attention. In
+# sequences that are no longer it chooses all of them; longer ones do not run yet.
+INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
+# Those with latent attention (MLA): layers that attend cache a latent and a rotated key for all their heads.
+LATENT = INDEXED | {
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3",
+    "youtu",
+}  # fmt: skip
 # Model types that checkpoints name and transformers does not, and the family whose model they are.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 WANTING = {
     "sparse attention: its indexer chooses tokens by keys of its own, which the paged cache does not store": (
-        "axk2", "deepseek_v32", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text",
+        "dots3_note_text", "glm5_next_text", "hy_v4", "mistral_large4_text",
     ),
     "no class for text alone in transformers": ("mistral4",),
-    "recurrent layers: they need a state per sequence": (
-        "bailing_hybrid", "falcon_mamba", "inkling2_text", "inkling_text", "kimi_linear", "lfm3", "mamba", "mamba2",
-        "minimax", "recurrent_gemma", "zamba", "zamba2", "zaya",
+    "recurrent layers and no attention: a job needs layers with keys and values": ("falcon_mamba", "mamba", "mamba2"),
+    "blocks that several layers share: weights are read layer by layer, each layer's from its own tensors": (
+        "zamba", "zamba2",
     ),
+    "convolutions inside its attention layers: they need a state beside keys and values": (
+        "inkling2_text", "inkling_text", "zaya",
+    ),
+    "a recurrence whose module keeps its own state (RG-LRU)": ("recurrent_gemma",),
     "compressed attention: its layers keep running summaries of the past, which the paged cache cannot store": (
         "deepseek_v4",
     ),
     "block-sparse attention: its indexer chooses blocks of a cache that it keeps itself": ("minimax_m3_vl_text",),
     "attention that is computed from more than queries, keys and values": ("diffllama", "doge", "hrm_text"),
-    "attention that hands on nothing of a pass": ("nemotron", "stablelm"),
     "experts inside its attention layers": ("jetmoe",),
 }  # fmt: skip
 # Where checkpoints name a dense matrix otherwise than transformers' module: part of the name, and what it becomes.
 _RENAMED: dict[str, Mapping[str, str]] = {
+    "axk2": {"self_attn.q_b_proj.": "self_attn.q_gate_proj.", "W_down.": "mlp.fc1.", "W_up.": "mlp.fc2."},
+    "bailing_hybrid": {
+        "attention.f_proj.": "self_attn.forget_gate.f_proj.",
+        "self_attn.f_proj.": "self_attn.forget_gate.f_proj.",
+        "attention.dense.": "self_attn.o_proj.",
+        "attention.": "self_attn.",
+    },
+    "kimi_linear": {
+        "self_attn.f_a_proj.": "self_attn.forget_gate.f_a_proj.",
+        "block_sparse_moe.": "mlp.",
+        "self_attn.f_b_proj.": "self_attn.forget_gate.f_b_proj.",
+    },
+    "lfm3": {"self_attn.gate_proj.": "self_attn.g_proj."},
     "hy_v3": {"mlp.shared_mlp.": "mlp.shared_experts.", "mlp.router.gate.": "mlp.gate."},
     "laguna": {"mlp.shared_expert.": "mlp.shared_experts."},
 }

@@ -90,13 +90,18 @@ class KVGroup:
 class StateGroup:
     """Recurrent layers whose states have the same shape; a sequence has one state in each, whatever its length.
 
-    `conv` [C, K - 1] are the last inputs of a causal convolution over K tokens, in the model's dtype. `recurrent` is
-    the shape of the state of a scan, in float32; empty for layers that only convolve.
+    `conv` [C, K - 1] are the last inputs of a causal convolution over K tokens, in the model's dtype; empty for layers
+    that only scan. `recurrent` is the shape of the state of a scan, in float32; empty for layers that only convolve.
     """
 
     layers: tuple[int, ...]
-    conv: tuple[int, int]
+    conv: tuple[int, ...]
     recurrent: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Elements of a token that are mixed: C or, without a convolution, those of queries, keys and values."""
+        return self.conv[0] if self.conv else 3 * self.recurrent[0] * self.recurrent[-1]
 
 
 @dataclass(frozen=True, slots=True)

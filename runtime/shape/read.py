@@ -18,6 +18,9 @@ from .states import RECURRENT, attends, is_convolution, state_groups
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
+# Tensors that no pass needs: indexers of sparse attention, whose choice is every token (families.py), and decays of
+# lightning attention, which a model computes itself.
+_UNUSED = re.compile(r"\.(indexer\.|(slope_rate|query_decay|key_decay|diagonal_decay)$)")
 _ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
 _DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|output_linear)(\.weight)?$")
 _OPTION_OF = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
@@ -44,6 +47,11 @@ def expert_index(name: str) -> int | None:
 def with_expert_index(name: str, expert: int) -> str:
     """The name of the same tensor of another expert, where a checkpoint keeps its experts apart."""
     return _EXPERT.sub(lambda match: f"experts.{expert}.{match[2]}", name)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of a layer belongs to a part that is replaced, and is not read."""
+    return _UNUSED.search(name) is not None
 
 
 def is_down(name: str) -> bool:
@@ -76,7 +84,7 @@ def by_layer(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> Tensors
             outside[name] = entry
             continue
         index = int(match[1])
-        kept = index < num_layers or not is_extra_layer(config, index)
+        kept = (index < num_layers or not is_extra_layer(config, index)) and not is_unused(name)
         if kept and not is_extra_expert(name, identities, config.num_experts or 0):
             layers[index][renamed_in(match[2], renamed) if renamed else match[2]] = entry
     return Tensors(layers, outside)
@@ -130,7 +138,7 @@ def model_shape(
         dtype=_dtype(entries.values()),
         hidden=hidden,
         vocab=vocab,
-        context=config.size("max_position_embeddings"),
+        context=config.context,
         layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
         kv_groups=kv_groups(config, _attending(config, layers)),
         head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),

@@ -12,8 +12,10 @@ from .config import ModelConfig
 from .model_shape import StateGroup
 
 _CONVOLUTION = re.compile(r"(^|[._])conv(1d)?\.weight$")
-_ATTENTION = re.compile(r"(^|\.)(self_attn\.|mixer\.k_proj\.)")
-# Channels of the convolution, tokens that it spans, and the shape of the scan's state.
+_ATTENTION = re.compile(r"(^|\.)(self_attn|attention|mixer)\.(k_proj|kv_a_proj_with_mqa)\.")
+# Modules under the name of attention that are recurrent.
+_RECURRENT_ATTENTION = re.compile(r"(^|\.)(self_attn|attention)\.\w*conv1d\.")
+# Channels of the convolution, tokens that it spans (0 of both without one), and the shape of the scan's state.
 _State = tuple[int, int, tuple[int, ...]]
 
 
@@ -24,7 +26,7 @@ def is_convolution(name: str) -> bool:
 
 def attends(tensors: Mapping[str, TensorEntry]) -> bool:
     """Whether a layer with recurrent ones beside it, by the names of its tensors, has keys and values."""
-    return any(_ATTENTION.search(name) for name in tensors)
+    return any(map(_ATTENTION.search, tensors)) and not any(map(_RECURRENT_ATTENTION.search, tensors))
 
 
 def state_groups(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntry]]) -> tuple[StateGroup, ...]:
@@ -39,6 +41,8 @@ def state_groups(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEn
     found: dict[StateGroup, list[int]] = defaultdict(list)
     for index, tensors in sorted(layers.items()):
         kernels = [entry.shape for name, entry in tensors.items() if is_convolution(name)]
+        if not width and not attends(tensors):
+            found[StateGroup((), (), recurrent)].append(index)
         if not kernels:
             continue
         # Some files have a kernel each for queries, keys and values.
@@ -59,6 +63,21 @@ def _gated_delta(config: ModelConfig) -> _State:
     value_dim = config.get("linear_value_head_dim") or 2 * key_dim
     channels = 2 * keys * key_dim + values * value_dim
     return channels, config.size("linear_conv_kernel_dim"), (values, key_dim, value_dim)
+
+
+def _kimi_delta(config: ModelConfig) -> _State:
+    """Kimi Delta Attention: one matrix [K, V] per head."""
+    heads = config.get("linear_num_heads") or config.size("num_attention_heads")
+    dim = config.get("linear_head_dim") or config.size("head_dim")
+    width = config.get("short_conv_kernel_size") or config.size("linear_conv_kernel_dim")
+    return 3 * heads * dim, width, (heads, dim, dim)
+
+
+def _lightning(config: ModelConfig) -> _State:
+    """Lightning attention: one matrix [K, V] per head, and no convolution."""
+    heads = config.size("num_attention_heads")
+    dim = config.get("head_dim") or config.size("hidden_size") // heads
+    return 0, 0, (heads, dim, dim)
 
 
 def _mamba2(config: ModelConfig) -> _State:
@@ -86,12 +105,16 @@ def _short_convolution(config: ModelConfig) -> _State:
 
 
 RECURRENT: Mapping[str, Callable[[ModelConfig], _State]] = {
+    "bailing_hybrid": _kimi_delta,
     "bamba": _mamba2,
     "falcon_h1": _mamba2,
     "granitemoehybrid": _mamba2,
     "jamba": _mamba,
+    "kimi_linear": _kimi_delta,
     "lfm2": _short_convolution,
     "lfm2_moe": _short_convolution,
+    "lfm3": _short_convolution,
+    "minimax": _lightning,
     "nemotron_h": _nemotron,
     "olmo_hybrid": _gated_delta,
     "qwen3_5_moe_text": _gated_delta,

@@ -37,6 +37,7 @@ def check(source: ModelSource, plan: Plan, store: Path | None) -> dict[str, int]
     return allocated
 
 
+@pytest.mark.sample("qwen3_moe-none-fp32", "gpt_oss-nf4-int8", "llama-int8-bf16", "glm4_moe_lite-int8-int4")
 @pytest.mark.parametrize(
     ("family", "quant", "kv"),
     [
@@ -44,6 +45,11 @@ def check(source: ModelSource, plan: Plan, store: Path | None) -> dict[str, int]
         ("gpt_oss", "nf4", "int8"),
         ("llama", "int8", "bf16"),
         ("glm4_moe_lite", "int8", "int4"),
+        ("deepseek_v32", "nf4", "int8"),
+        ("kimi_linear", "int8", "int4"),
+        ("bailing_hybrid", "none", "fp32"),
+        ("minimax", "nf4", "int8"),
+        ("lfm3", "int8", "bf16"),
     ],
 )
 def test_arenas_take_what_the_plan_says(

@@ -15,6 +15,7 @@ from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.families import LATENT
 from moedge.runtime.source.model_source import open_source
@@ -58,6 +59,18 @@ def test_tokens_are_those_of_transformers(
     for row, ids in enumerate(prompts()):
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
         assert [tokens[row] for tokens in found] == [wanted[0, len(ids) :].tolist()] * 2
+
+
+@pytest.mark.parametrize("count", [256, 257])
+def test_a_sequence_that_an_indexer_would_choose_from_is_refused(count: int, checkpoint: Callable[[str], Path]) -> None:
+    ids = torch.randint(5, 380, (count,), generator=torch.Generator().manual_seed(4)).tolist()
+    with closing(load(checkpoint("glm_moe_dsa"), tokens_per_pass=512, max_sequences=2)) as loaded:
+        loaded.engine.add(Sequence(ids, SamplingParams(1), frozenset({2})))
+        if count == 256:
+            list(loaded.engine.run())
+        else:
+            with pytest.raises(UnsupportedModel, match="a sequence has 257 tokens, of which this model's indexer"):
+                list(loaded.engine.run())
 
 
 def divergence(folder: Path, kv: str, **settings: Any) -> float:

@@ -104,7 +104,8 @@ def test_tokens_are_those_of_transformers(
         with closing(load(folder, way)) as loaded:
             found[name] = run(loaded.engine, sequences_of(TWICE))
             groups = loaded.model.states.pool.spec.groups  # type: ignore[union-attr]
-            check_happened(loaded, way, sum(len(group.layers) * (1 + bool(group.recurrent)) for group in groups))
+            functions = sum(len(each.layers) * (bool(each.conv) + bool(each.recurrent)) for each in groups)
+            check_happened(loaded, way, functions)
             arena = loaded.ledger.computing.arenas[STATES]
             assert arena.planned == arena.actual > 0
     model = stock(folder)
@@ -136,7 +137,9 @@ def logits_of(folder: Path, way: Way, monkeypatch: pytest.MonkeyPatch) -> dict[t
 
 @pytest.mark.numerics
 @pytest.mark.sample("lfm2")
-@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "jamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "granitemoehybrid", "jamba", "lfm2", "falcon_h1", "kimi_linear", "minimax"]
+)
 def test_where_prompts_are_cut_shows_in_no_bit(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,11 +173,13 @@ def test_fewer_tokens_a_pass_than_a_cut_are_refused(checkpoint: Callable[[str], 
     load(checkpoint("lfm2"), Way(8, 2, deterministic=False)).close()
 
 
-def test_samples_of_a_prompt_go_on_from_copies_of_its_state(checkpoint: Callable[[str], Path]) -> None:
-    rows = prompts()[1:3]
+@pytest.mark.sample("qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "bailing_hybrid", "minimax", "lfm3"])
+def test_samples_of_a_prompt_go_on_from_copies_of_its_state(family: str, checkpoint: Callable[[str], Path]) -> None:
+    rows = prompts()[1:4]
 
     def samples(forked: bool) -> list[list[int]]:
-        with closing(load(checkpoint("qwen3_next"), WHOLE)) as loaded:
+        with closing(load(checkpoint(family), WHOLE)) as loaded:
             params = [SamplingParams(NEW_TOKENS, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
             found = [[Sequence(ids, each) for each in params] for ids in rows]
             for first, *others in found:

@@ -19,6 +19,10 @@ its own type is `aria`, `gemma3`, `gemma4`, `gemma4_unified`, `llama4`, `llava`,
 `qwen3_5_moe`: tensors of its other parts are not read and not counted, and rows with images are refused. Rotary
 embeddings that depend on the longest sequence (`dynamic`, `longrope`) are refused in every family: a row's answer
 would depend on the other rows of its batch.
+
+Of the families with sparse attention by an indexer, `axk2`, `deepseek_v32` and `glm_moe_dsa`, sequences of up to
+`index_topk` tokens run (2,048 in published models), prompt and answer together: the indexer chooses every token then,
+and so it is not read. To moedge this is the context of the model, and longer rows fail with their reason.
 """
 
 

@@ -22,10 +22,14 @@ GATED_DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
+# As many tokens as the longest sequence has, and as the text that is read to measure keys.
+INDEXER = {"index_topk": 256, "index_head_dim": 32, "index_n_heads": 2}
 # What makes a family's features occur. None takes a size away, so that the family's own default holds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},
     "axk1": {"num_key_value_heads": 4},
+    "axk2": {"num_key_value_heads": 4, "gated_norm_rank": 8, **INDEXER},
+    "bailing_hybrid": {"num_key_value_heads": 4, "layer_group_size": 2, "n_group": 4, "topk_group": 2},
     "bamba": {"attn_layer_indices": [1, 3], "pad_token_id": 0, **MAMBA2},
     "bitnet": {"hidden_act": "relu2"},
     "cohere": {"use_qk_norm": True, "logit_scale": 2.0},
@@ -34,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 1},
     "deepseek_v2": {"num_key_value_heads": 4, "q_lora_rank": None},
     "deepseek_v3": {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+    "deepseek_v32": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, **INDEXER},
     "dots1": {"n_shared_experts": 1, "max_window_layers": 2},
     "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_end_index": 3, "use_bias": True},
     "exaone4": {"sliding_window_pattern": 2},
@@ -42,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 64, "mamba_n_groups": 2, "pad_token_id": 0, "mlp_multipliers": [0.5, 0.8], "key_multiplier": 0.7,
         "ssm_multipliers": [0.4, 0.5, 0.6, 0.7, 0.8], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, **MAMBA2,
     },
+    "glm_moe_dsa": {"num_key_value_heads": 4, "indexer_types": ["full", "shared"] * 2, **INDEXER},
     "gemma": {"pad_token_id": 0},
     "gemma2": {"query_pre_attn_scalar": 32, "pad_token_id": 0, "attn_logit_softcapping": 3.0},
     "gemma3_text": {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "pad_token_id": 0},
@@ -74,6 +80,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "jamba": {
         "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 8, "pad_token_id": 0,
     },
+    "kimi_linear": {
+        "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": None,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    },
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 2, "num_attention_heads_per_layer": [4, 6, 4, 6],
         "num_attention_heads": 4,
@@ -81,6 +91,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "pad_token_id": 0, "tie_word_embeddings": False},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+    "lfm3": {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "pad_token_id": 0,
         "tie_word_embeddings": False,
     },
     "llama4_text": {
@@ -94,6 +108,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 1, "v_head_dim": 16},
     "minicpm3": {"num_key_value_heads": 4, "scale_depth": 1.4, "dim_model_base": 32},
+    "minimax": {
+        "layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 32, "full_attn_alpha_factor": 1.5,
+        "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2, "sliding_window": None,
+    },
+    "nemotron": {"head_dim": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
@@ -111,28 +130,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen3_next": GATED_DELTA,
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 2},
     "youtu": {"num_key_value_heads": 4},
 }  # fmt: skip
 
 # One family for each thing that the seams meet; tests that cost more than a moment run these.
 FEATURES = (
+    "deepseek_v32",  # an indexer whose choice is every token
     "deepseek_v3",  # latents instead of keys and values, a matrix that is never quantized
     "gemma2",  # bounded scores
     "gemma3_text",  # windows in five of six layers, rotary settings by kind of layer
     "gemma4_text",  # heads of other sizes in some layers, an input of its own for every layer
     "gpt_oss",  # sinks, transposed experts with biases, activations by pairs
     "granitemoe",  # experts stacked in the file, a tied head, multipliers
+    "kimi_linear",  # recurrent layers beside latents, under the name of attention
     "laguna",  # another number of heads by layer, a gate on attention, renamed matrices
     "llama",  # nothing of all that
     "llama4_text",  # chunks, experts outside the interface, queries scaled by position
     "longcat_flash",  # two attentions in a layer, experts that return their input
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
+    "minimax",  # recurrent layers without a convolution
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
     "nemotron_h",  # layers of one part each: Mamba-2, attention, experts or a network; other names outside of layers
     "phimoe",  # a window that only the mask tells
     "qwen3_moe",  # experts apart in the file
     "qwen3_next",  # recurrent layers beside attention
+    "stablelm",  # layers that do not hand on what the model's call gives them
 )
 
 
@@ -149,13 +173,15 @@ def tiny_config(family: str, **sizes: Any) -> Any:
 def stored_numel(model: Any) -> int:
     """Elements of a model's checkpoint: parameters, tied ones once, and buffers that are kept.
 
-    Without first matrices of experts that return their input, which no pass multiplies with.
+    Without what no pass multiplies with: first matrices of experts that return their input, indexers whose choice is
+    every token, decays of lightning attention.
     """
     idle = [one for one in model.modules() if hasattr(one, "zero_expert_num") and hasattr(one, "down_proj")]
     unused = sum(one.gate_up_proj[one.num_routed_experts :].numel() for one in idle)
     kept = model.state_dict().keys()
-    tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name in kept)]
-    return sum(tensor.numel() for tensor in tensors) - unused
+    named = {**dict(model.named_parameters()), **{name: one for name, one in model.named_buffers() if name in kept}}
+    parts = (".indexer.", ".slope_rate", "_decay")
+    return sum(one.numel() for name, one in named.items() if not any(part in name for part in parts)) - unused
 
 
 def build_model(family: str, **sizes: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Gated delta nets (Yang et al., Gated Delta Networks, 2024): Qwen3-Next, Qwen3.5, OLMo Hybrid."""
+"""Gated delta nets (Yang et al., Gated Delta Networks, 2024): Qwen3-Next, Qwen3.5, OLMo Hybrid.
+
+Kimi Delta Attention (Kimi Team, Kimi Linear, 2025), of Kimi Linear and Ling, has a decay for each element of a key.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,36 @@ import torch
 from ...kv.spec import SCAN_CHUNK
 from .pass_states import PassStates
 
+# Tokens that the chunks of Kimi Delta Attention get at a time: transformers' torch code makes a matrix of pairs of a
+# chunk's tokens for every element of a key.
+KIMI_TOKENS = 64
+Function = Callable[..., Any]
 
-def gated_delta_rule(states: PassStates, layer: int, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+
+def gated_delta_rule(states: PassStates, layer: int, known: Mapping[str, Function]) -> Function:
     """Replaces `torch_chunk_gated_delta_rule`; a state is a matrix [K, V] for each of H value heads."""
-    chunks, recurrent = known["torch_chunk_gated_delta_rule"], known["torch_recurrent_gated_delta_rule"]
+    return _replaced(states, layer, known["torch_chunk_gated_delta_rule"], known["torch_recurrent_gated_delta_rule"])
+
+
+def kimi_delta_rule(states: PassStates, layer: int, known: Mapping[str, Function]) -> Function:
+    """Replaces `chunk_kimi_delta_attention`; the same states, and `g` [1, T, H, K]."""
+    chunks = known["chunk_kimi_delta_attention"]
+
+    def in_parts(
+        *whole: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, initial_state: torch.Tensor | None, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = []
+        for begin in range(0, g.shape[1], KIMI_TOKENS):
+            q, k, v, decay, strength = (each[:, begin : begin + KIMI_TOKENS] for each in (*whole, g, beta))
+            size = {"chunk_size": SCAN_CHUNK, **others}
+            out, initial_state = chunks(q, k, v, g=decay, beta=strength, initial_state=initial_state, **size)
+            parts.append(out)
+        return torch.cat(parts, 1), initial_state
+
+    return _replaced(states, layer, in_parts, known["recurrent_kimi_delta_attention"])
+
+
+def _replaced(states: PassStates, layer: int, chunks: Function, recurrent: Function) -> Function:
 
     def forward(
         query: torch.Tensor,

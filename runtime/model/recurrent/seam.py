@@ -22,7 +22,8 @@ from transformers.utils import logging
 from ...settings.errors import UnsupportedModel
 from ...shape.config import ModelConfig
 from ...shape.states import RECURRENT
-from .gated_delta import gated_delta_rule
+from .gated_delta import gated_delta_rule, kimi_delta_rule
+from .lightning import adapt_lightning
 from .mamba import selective_scan
 from .mamba2 import chunk_scan
 from .pass_states import PassStates
@@ -31,6 +32,7 @@ from .pass_states import PassStates
 Function = Callable[..., Any]
 _SCANS: Mapping[str, Callable[[PassStates, int, Mapping[str, Function]], Function]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": kimi_delta_rule,
     "mamba2_chunk_scan": chunk_scan,
     "mamba_selective_scan": selective_scan,
 }
@@ -51,6 +53,9 @@ def adapt_recurrences(model: nn.Module, config: ModelConfig) -> PassStates | Non
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             _adapt(module, states)
             adapted += 1
+        elif hasattr(module, "slope_rate"):
+            adapt_lightning(module, states)
+            adapted += 1
     if not adapted:
         raise UnsupportedModel(f"no layer of {type(model).__name__} is recurrent, which config.json says it is")
     return states
@@ -62,7 +67,8 @@ def _adapt(module: Any, states: PassStates) -> None:
     names = {name for name in (_CONVOLUTION, *_SCANS) if name in plain.__code__.co_names and name in known}
     # A mixer with a state of its own beside that of its convolution would lose it.
     scans = names - {_CONVOLUTION}
-    if _CONVOLUTION not in names or len(scans) != hasattr(module, "A_log"):
+    decays = any(name.endswith("A_log") for name, _ in module.named_parameters())
+    if _CONVOLUTION not in names or len(scans) != decays:
         raise UnsupportedModel(
             f"{type(module).__name__} of this release of transformers mixes tokens by {sorted(names) or 'other'} "
             f"functions; a newer one is wanted, with {_CONVOLUTION} and one of {', '.join(_SCANS)}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.quant.matmul.matmul import ParallelMatmul, Workspace
@@ -23,14 +24,14 @@ from moedge.runtime.settings import errors
 from moedge.runtime.settings.errors import OldTransformers, UnsupportedModel
 from moedge.runtime.shape import families
 from moedge.runtime.shape.config import ModelConfig
-from moedge.runtime.shape.families import MOE, SINCE, SUPPORTED
+from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import shape_of_config
 from moedge.runtime.shape.model_shape import ModelShape
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.shape.states import is_convolution
 from support.installed_transformers import NEWEST, installed, needs_transformers
-from support.tiny_families import build_model, stored_numel
+from support.tiny_families import build_model, stored_numel, tiny_config
 
 
 def read(folder: Path) -> ModelShape:
@@ -81,10 +82,23 @@ def test_a_checkpoint_that_calls_itself_kimi_k2_is_deepseek_v3(
     assert read(folder) == read(checkpoint("deepseek_v3"))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"])
-def test_sparse_indexers_are_refused_by_name(family: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"model type '{family}' has sparse attention: its indexer chooses"):
-        ModelConfig({"model_type": family})
+@pytest.mark.parametrize("family", sorted(INDEXED))
+def test_an_indexer_bounds_the_context_and_is_not_read(family: str, checkpoint: Callable[[str], Path]) -> None:
+    with Checkpoint(checkpoint(family)) as files:
+        assert any(".indexer." in name for name in files.entries)
+    shape = read(checkpoint(family))
+    assert shape.context == 256 < tiny_config(family).max_position_embeddings
+    assert not any("indexer" in matrix.name for layer in shape.layers for matrix in layer.dense)
+
+
+def test_layers_of_kimi_linear_count_from_1_in_its_files() -> None:
+    inner = {"full_attn_layers": [2, 4], "kda_layers": [1, 3, 5], "head_dim": 16, "num_heads": 6}
+    inner["short_conv_kernel_size"] = 3
+    config = ModelConfig({"model_type": "kimi_linear", "num_hidden_layers": 5, "linear_attn_config": inner})
+    wanted = CONFIG_MAPPING["kimi_linear"](num_hidden_layers=5, linear_attn_config=inner)
+    assert config.get("layer_types") == wanted.layer_types
+    found = [config.get(name) for name in ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")]
+    assert found == [wanted.linear_head_dim, wanted.linear_num_heads, wanted.linear_conv_kernel_dim] == [16, 6, 3]
 
 
 @pytest.mark.parametrize("name", SINCE)
@@ -125,8 +139,7 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
     modules = [one for layer in layers for one in layer.modules() if hasattr(one, "expand_kv")]
     for group in shape.kv_groups:
         if group.is_latent:
-            assert [modules[index].layer_idx for index in group.layers] == list(group.layers)
-            assert len(modules) == len(group.layers)
+            assert [one.layer_idx for one in modules] == list(group.layers)
             sizes = {(one.kv_lora_rank, one.qk_rope_head_dim, one.num_heads) for one in modules}
             assert sizes == {(group.head_dim, group.rope_dim, group.query_heads)}
             continue
@@ -144,9 +157,13 @@ def check_states(shape: ModelShape, layers: Any) -> None:
     for group in shape.state_groups:
         for index in group.layers:
             mixer = mixers[index]
-            kernel = next(child for child in mixer.children() if isinstance(child, nn.Conv1d))
-            assert group.conv == (kernel.in_channels, kernel.kernel_size[0] - 1)
-            if hasattr(mixer, "head_k_dim"):
+            kernels = [child for child in mixer.children() if isinstance(child, nn.Conv1d)]
+            assert group.conv == tuple(n for one in kernels for n in (one.in_channels, one.kernel_size[0] - 1))
+            if hasattr(mixer, "slope_rate"):
+                assert group.recurrent == (mixer.num_attention_heads, mixer.head_dim, mixer.head_dim)
+            elif hasattr(mixer, "forget_gate"):
+                assert group.recurrent == (mixer.num_heads, mixer.head_dim, mixer.head_dim)
+            elif hasattr(mixer, "head_k_dim"):
                 assert group.recurrent == (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
             elif hasattr(mixer, "num_heads"):
                 assert group.recurrent == (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
@@ -157,7 +174,7 @@ def check_states(shape: ModelShape, layers: Any) -> None:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Conv1d) for child in module.children())
+    return hasattr(module, "slope_rate") or any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def test_windows_of_configs_without_layer_types() -> None:
