@@ -13,6 +13,7 @@ import torch
 
 from ..quant.kernels.operands import Gate
 from ..quant.matmul.matmul import Matmul, ParallelMatmul
+from ..quant.matmul.tiled import ExpertRows
 from ..quant.scratch import whole_vectors
 from ..quant.tensor import PackedTensor
 from .groups import ExpertGroups, combine, group_by_expert
@@ -27,6 +28,11 @@ class ExpertWeights:
     down: PackedTensor
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[PackedTensor, torch.Tensor | None, PackedTensor, torch.Tensor | None]:
+        """Both matrices, each with its bias."""
+        return self.up, self.up_bias, self.down, self.down_bias
 
 
 class OneShotEvent:
@@ -103,6 +109,32 @@ class ExpertBody:
         compute.linear(rows, weights.up, weights.up_bias, out=inner[: len(rows)])
         return self.activate(inner)[: len(rows)]
 
+    def forward_by_kernel(
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        groups: ExpertGroups,
+        residents: list[ResidentExpert],
+        compute: Matmul,
+    ) -> bool:
+        """Computes the rows [P, D] of experts from hidden [T, D] by one kernel of the CPU.
+
+        Returns False, having done nothing, where none supports them or where other products are faster.
+        """
+        if self.gate is None:
+            return False
+        wanted = [
+            ExpertRows(groups.offsets[one.expert_id], groups.counts[one.expert_id], *one.weights.operands)
+            for one in residents
+        ]
+        if not compute.experts(hidden, groups.token_ids, wanted, self.gate, rows):
+            return False
+        if self.norm is not None:
+            for one in residents:
+                span = groups.rows(one.expert_id)
+                rows[span] = self.norm(rows[span])
+        return True
+
     def forward_together(
         self,
         hidden: torch.Tensor,
@@ -164,6 +196,8 @@ def mix_experts(
     def run_expert(expert: ResidentExpert, products: Matmul) -> None:
         mine = groups.rows(expert.expert_id)
         try:
+            if body.forward_by_kernel(hidden, rows, groups, [expert], products):
+                return
             # The thread that computes gathers its rows itself, so that they are in its cache.
             torch.index_select(hidden, 0, groups.token_ids[mine], out=rows[mine])
             body.forward(rows[mine], expert.weights, products)
@@ -179,7 +213,12 @@ def mix_experts(
         return []
 
     fetched = experts.fetch(groups, hidden)
-    compute.parallel_for(ungrouped(next(fetched, [])), run_expert)
+    remaining = ungrouped(next(fetched, []))
+    if body.forward_by_kernel(hidden, rows, groups, remaining, compute):
+        for one in remaining:
+            one.finish()
+    else:
+        compute.parallel_for(remaining, run_expert)
     # A thread that is free takes the next expert that arrives; it does not wait for the others.
     compute.parallel_for(chain.from_iterable(map(ungrouped, fetched)), run_expert)
     return combine(rows, groups, weights)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import int4, mxfp4, nf4
+from .formats import int4, mxfp4, nf4, tiles
 from .formats.chunks import row_chunks
-from .formats.format import CODE_BITS, NF4PACK, ROWS, FormatError, Layout, get_format
+from .formats.format import CODE_BITS, NF4PACK, ROWS, TILES, FormatError, Layout, get_format
 from .tensor import PackedTensor, bind_cleared, dtype_name
 
 
@@ -67,6 +67,12 @@ def fill(planes: Planes, layout: Layout, buffer: Tensor) -> PackedTensor:
             plane.copy_(given)
         return packed
     num_rows, (codes, *others) = layout.shape[0], packed.planes
+    if layout.order == TILES:
+        for rows in row_chunks(layout.shape, layout.row_block):
+            tiles.interleave_codes(planes.codes[rows].contiguous(), codes[rows], layout.codes == "nf4")
+        for plane, given in zip(others, _paired(planes), strict=True):
+            plane.copy_(given) if plane.dim() == 1 else tiles.interleave_groups(given, plane)
+        return packed
     for rows in row_chunks(layout.shape, layout.row_block):
         if layout.order == NF4PACK:
             nf4.interleave(planes.codes[rows], codes[rows])
@@ -87,6 +93,9 @@ def planes_of(packed: PackedTensor) -> Planes:
         raise FormatError(f"A matrix in {layout.format} was found; only quantized ones have codes and scales.")
     if layout.order == ROWS:
         return Planes(*packed.planes)
+    if layout.order == TILES:
+        made, *others = tiles.by_rows(packed.planes, layout.codes == "nf4")
+        return Planes(made, *(others[0].unbind(2) if others[0].dim() == 3 else others))
     num_rows, (codes, *others) = layout.shape[0], packed.planes
     chunks = list(row_chunks(layout.shape, layout.row_block))
     if layout.order == NF4PACK:
@@ -133,7 +142,7 @@ def _given(planes: Planes) -> list[Tensor]:
 
 
 def _paired(planes: Planes) -> list[Tensor]:
-    """The planes after the codes as INT4PACK has them: scales and zeros of a float dtype are one plane."""
+    """The planes after the codes as INT4PACK and TILES have them: scales and zeros of a float dtype are one plane."""
     _, scales, zeros, factors = planes
     if zeros is not None and zeros.is_floating_point():
         return [torch.stack((scales, zeros), 2)]

@@ -12,10 +12,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import chunks, int4, int8, mxfp4, nf4, plain
+from .formats import chunks, int4, int8, mxfp4, nf4, plain, tiles
 from .formats.chunks import row_chunks
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
-from .formats.format import ALIGNMENT, CODE_BITS, INT4PACK, NF4PACK, ROWS, FormatError, Layout, Plane, get_format
+from .formats.format import ALIGNMENT, CODE_BITS, INT4PACK, NF4PACK, ROWS, TILES, FormatError, Layout, Plane, get_format
 from .scratch import wide_columns
 
 
@@ -50,6 +50,10 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("nf4", ROWS): nf4,
         ("nf4", NF4PACK): nf4.FusedCodec(),
         ("e2m1", ROWS): mxfp4,
+        ("int8", TILES): tiles.TilesCodec(int8),
+        ("int4", TILES): tiles.TilesCodec(tiles.Int4Rows()),
+        ("nf4", TILES): tiles.TilesCodec(nf4, high_first=True),
+        ("e2m1", TILES): tiles.TilesCodec(mxfp4),
     }
 )
 

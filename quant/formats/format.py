@@ -45,8 +45,11 @@ class Plane:
 # The orders in which codes lie in their plane; the manifest of a store calls them its layout. `rows`: row after row.
 # `int4pack`: as torch's `_weight_int4pack_mm_for_cpu` reads 4-bit integers on AVX-512, 64 rows interleaved (int4.py).
 # `nf4pack`: as bitsandbytes' fused product reads nf4 with AVX512-BF16, 32 rows interleaved (nf4.py).
-ROWS, INT4PACK, NF4PACK = "rows", "int4pack", "nf4pack"
-_BLOCK_ROWS = {ROWS: 1, INT4PACK: 64, NF4PACK: 32}
+# `tiles`: as the kernels of quant/native read all of them, 32 rows interleaved (tiles.py).
+ROWS, INT4PACK, NF4PACK, TILES = "rows", "int4pack", "nf4pack", "tiles"
+_BLOCK_ROWS = {ROWS: 1, INT4PACK: 64, NF4PACK: 32, TILES: 32}
+# In order `tiles`, columns are read in chunks of this many.
+TILE_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,12 @@ class WeightFormat:
         """The layout of a matrix of this shape and dtype. Raises FormatError if the format cannot hold it."""
         self._check(shape, dtype)
         lines = _BLOCK_ROWS[self.order]
-        if self.order == NF4PACK and shape[0] % lines:
+        own = FORMATS[self.name].order
+        if self.order in (NF4PACK, TILES) and (
+            shape[0] % max(lines, _BLOCK_ROWS[own]) or (self.order == TILES and shape[1] % TILE_COLUMNS)
+        ):
             # Whole blocks of padding would make the bytes of a model depend on the order of its codes.
-            return self.in_order(ROWS).layout(shape, dtype)
+            return self.in_order(own).layout(shape, dtype)
         tensors = list(self._tensors(-(-shape[0] // lines) * lines, shape[1], dtype))
         planes = lay_out((each[:3] for each in tensors), [each[3] for each in tensors])
         return Layout(self.name, shape, dtype, planes, end_of(planes), self.codes, self.order)
@@ -143,8 +149,11 @@ class WeightFormat:
     @property
     def orders(self) -> tuple[str, ...]:
         """The orders in which a model of this format may be held and stored, its own first; all take the same bytes."""
+        own = FORMATS[self.name].order
+        if not CODE_BITS[self.codes] or self.block or (self.group and self.group % TILE_COLUMNS):
+            return (own,)
         fused = self.codes == "nf4" and self.scales == "bfloat16"
-        return (ROWS, NF4PACK) if fused else (self.order,)
+        return (own, NF4PACK, TILES) if fused else (own, TILES)
 
     def _tensors(self, rows: int, columns: int, dtype: str) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The name, dtype, shape and axis of rows of each plane."""
@@ -163,6 +172,9 @@ class WeightFormat:
             # torch's kernel reads them in pairs.
             yield "scales", self.scales, (columns // self.group, rows, 2), 1
             return
+        if self.order == TILES and DTYPES.get(self.zeros, DTYPES["uint8"]).option:
+            yield "scales", self.scales, (rows, columns // self.group, 2), 0
+            return
         yield self._per_group("scales", _PLANE_DTYPES.get(self.scales, self.scales), rows, columns // self.group)
         if self.zeros:
             yield self._per_group("zeros", self.zeros, rows, columns // self.group)
@@ -172,7 +184,7 @@ class WeightFormat:
     def _per_group(
         self, name: str, dtype: str, rows: int, groups: int, *parts: int
     ) -> tuple[str, str, tuple[int, ...], int]:
-        axis = 0 if self.order == ROWS else 1
+        axis = 0 if self.order in (ROWS, TILES) else 1
         return name, dtype, ((groups, rows, *parts) if axis else (rows, groups, *parts)), axis
 
     def _check(self, shape: tuple[int, int], dtype: str) -> None:

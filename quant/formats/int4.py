@@ -32,21 +32,30 @@ def pack(weight: Tensor, planes: tuple[Tensor, ...]) -> None:
     Raises FormatError unless zeros are floats: other formats only keep what checkpoints have.
     """
     codes, scales = planes[:2]
+    check_zeros(scales)
+    nibbles = torch.zeros(len(codes), weight.shape[1])
+    scale, zero = scales[:, : len(weight)].transpose(0, 1).unbind(2)
+    nibbles[: len(weight)] = quantize(weight, scale, zero)
+    scales[:, len(weight) :].zero_()
+    interleave(nibbles, codes)
+
+
+def check_zeros(scales: Tensor) -> None:
+    """Raises FormatError unless scales have float zeros beside them."""
     if scales.dim() < 3:
         raise FormatError("Matrices are not quantized to 4-bit integers with zero points; use int4.")
-    groups = weight.float().view(len(weight), len(scales), -1)
+
+
+def quantize(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Fills scale and zero [n, G]; returns the codes of `weight` [n, K] as float32 [n, K]."""
+    groups = weight.float().view(len(weight), scale.shape[1], -1)
     low, high = groups.amin(2), groups.amax(2)
-    scale, zero = scales[:, : len(weight)].transpose(0, 1).unbind(2)
     exact = high / (NUM_CODES - 1) - low / (NUM_CODES - 1)
     scale.copy_(exact.clamp(min=SMALLEST_SCALE))
     # The middle of the codes, 7.5, represents the middle of the weights, half a step below code 8.
     zero.copy_((low / 2 + high / 2 + exact / 2).clamp_(-LARGEST_ZERO, LARGEST_ZERO))
-    nibbles = torch.zeros(len(codes), weight.shape[1])
-    rounded = nibbles[: len(weight)].view_as(groups)
-    torch.div(groups - zero.float()[..., None], scale.float()[..., None], out=rounded)
-    rounded.add_(ROUNDER + 8).sub_(ROUNDER).clamp_(0, NUM_CODES - 1)
-    scales[:, len(weight) :].zero_()
-    interleave(nibbles, codes)
+    rounded = torch.div(groups - zero.float()[..., None], scale.float()[..., None])
+    return rounded.add_(ROUNDER + 8).sub_(ROUNDER).clamp_(0, NUM_CODES - 1).view(weight.shape)
 
 
 def interleave(nibbles: Tensor, codes: Tensor) -> None:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..formats import bitsandbytes_kernels, int4, int8, nf4
-from ..formats.format import ALIGNMENT, INT4PACK, NF4PACK, FormatError, Layout, end_of, get_format
+from ..formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, TILES, FormatError, Layout, end_of, get_format
 from ..scratch import TILE, is_direct, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
+from . import tiled
 from .thread_pool import WorkerPool, torch_threads
 
 if TYPE_CHECKING:
+    from ..kernels.operands import Gate
     from ..kernels.product import GroupedProduct
 
 
@@ -80,7 +82,7 @@ class Workspace:
 # More rows than any pass has.
 ALL_ROWS = 1 << 40
 # The number of rows up to which kernels on codes are used if nothing was measured.
-GEMV_MAX_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24, "nf4": ALL_ROWS})
+GEMV_MAX_ROWS: Mapping[str, int] = MappingProxyType({"int8": 12, "int4": 24, "nf4": ALL_ROWS, TILES: ALL_ROWS})
 
 
 class Matmul:
@@ -95,7 +97,7 @@ class Matmul:
     `integer`: int8 matrices are multiplied by activations that are rounded to int8, with a scale per row (W8A8).
     Integer sums are exact, so such products are always deterministic.
 
-    `gemv_max_rows`: by type of codes, the number of rows up to which kernels on codes are used.
+    `gemv_max_rows`: by type of codes, and for order `tiles`, the number of rows up to which kernels on codes are used.
     """
 
     def __init__(
@@ -117,8 +119,11 @@ class Matmul:
         too small for the product (scratch.scratch_nbytes).
         """
         y = x.new_empty(x.shape[0], packed.shape[0]) if out is None else out
-        if self.integer and packed.layout.codes == "int8" and len(packed.planes[1].shape) == 1:
+        if self.integer and packed.layout.codes == "int8" and packed.layout.order == ROWS and not packed.layout.grouped:
             int8.multiply_integers(x, packed.planes, y)
+        elif self._is_tiled(x, packed):
+            tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._on_threads(x, packed))
+            return y
         elif self._is_fused(x, packed):
             nf4.multiply(x, packed.planes, y)
         elif not self.deterministic and is_direct(packed.layout, dtype_name(x.dtype)):
@@ -128,6 +133,36 @@ class Matmul:
         else:
             self._multiply_strips(x, packed, y)
         return y if bias is None else y.add_(bias)
+
+    def experts(
+        self, hidden: Tensor, token_ids: Tensor, experts: Sequence[tiled.ExpertRows], gate: Gate | None, out: Tensor
+    ) -> bool:
+        """Computes the rows `out` [P, D] of experts in one call (tiled.multiply_experts).
+
+        Returns False, having done nothing, where no kernel does that, or where dequantizing first is faster.
+        """
+        if not experts or self.integer or not tiled.takes_experts(hidden, experts, gate, self.workspace.nbytes):
+            return False
+        if max(one.count for one in experts) > self._tiled_rows():
+            return False
+        assert gate is not None
+        tiled.multiply_experts(hidden, token_ids, experts, gate, out, self.workspace.buffer, self._all_threads)
+        return True
+
+    def _tiled_rows(self) -> int:
+        """The most rows for which widening codes in registers is used."""
+        return ALL_ROWS if self.deterministic else self.gemv_max_rows.get(TILES, 0)
+
+    def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
+        enough = self.workspace.nbytes >= tiled.row_nbytes(packed.shape[1])
+        return enough and tiled.takes(x, packed) and x.shape[0] <= self._tiled_rows()
+
+    def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
+        """How a product calls its kernel: on the calling thread alone if it is small."""
+        return self._all_threads
+
+    def _all_threads(self, call: Callable[[], None]) -> None:
+        call()
 
     # Here and below `shape[0]`, since len() of a tensor takes as long as a small operation.
     def _is_fused(self, x: Tensor, packed: PackedTensor) -> bool:
@@ -145,7 +180,7 @@ class Matmul:
         if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.shape[0] > self.gemv_max_rows.get(name, 0):
             return None
         if name == "int8":
-            return int8.multiply if int8.has_kernel(packed.planes) else None
+            return int8.multiply if packed.layout.order == ROWS and int8.has_kernel(packed.planes) else None
         return int4.multiply if packed.layout.order == INT4PACK and int4.has_kernel() else None
 
     def _multiply_strips(self, x: Tensor, packed: PackedTensor, y: Tensor) -> None:
@@ -195,6 +230,8 @@ FEW_NUMBERS = 1 << 20
 # The same limit for products, in bytes of a matrix that are read once for every ROWS_A_SWEEP rows.
 SMALL_NBYTES = 2 << 20
 ROWS_A_SWEEP = 16
+# The same limit for products of matrices in order `tiles`, in bytes of the matrix times rows.
+SMALL_TILED = 1 << 20
 
 
 class ParallelMatmul(Matmul):
@@ -269,6 +306,15 @@ class ParallelMatmul(Matmul):
         """Calls work(rows) for every slice, in parallel, as tensor.pack_into wants it."""
         self.parallel_for(list(slices), lambda rows, _: work(rows))
 
+    def _all_threads(self, call: Callable[[], None]) -> None:
+        if self._pool.size == 1:
+            call()
+        else:
+            self._pool.run(range(self._pool.size), lambda _, worker: call(), deterministic=True)
+
+    def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
+        return _alone if packed.nbytes * x.shape[0] < SMALL_TILED else self._all_threads
+
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if _is_small(x, packed):
             return super().linear(x, packed, bias, out)
@@ -287,6 +333,10 @@ class ParallelMatmul(Matmul):
         )
 
 
+def _alone(call: Callable[[], None]) -> None:
+    call()
+
+
 def _is_small(x: Tensor, packed: PackedTensor) -> bool:
     """Whether a product is done before several threads would have synchronized."""
     return packed.nbytes * max(1, x.shape[0] // ROWS_A_SWEEP) < SMALL_NBYTES
@@ -298,8 +348,11 @@ def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
     A store in another order serves as well: its matrices are dequantized for products.
     """
     found = get_format(format_name)
-    fused = NF4PACK in found.orders and dtype == torch.bfloat16 and device_type == "cpu"
-    return NF4PACK if fused and bitsandbytes_kernels.has_fused() else found.order
+    if dtype != torch.bfloat16 or device_type != "cpu":
+        return found.order
+    if TILES in found.orders and found.codes != "int8" and tiled.has_kernel():
+        return TILES
+    return NF4PACK if NF4PACK in found.orders and bitsandbytes_kernels.has_fused() else found.order
 
 
 # The matrix with which kernels on codes are compared with dequantizing first.
@@ -321,14 +374,23 @@ def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
     matrix shows where they are equal. That depends on the processor: matrix units speed up only one of the two.
     """
     found = get_format(format_name)
-    fused = NF4PACK in found.orders and bitsandbytes_kernels.has_fused()
+    orders = [order for order, usable in _FUSED.items() if order in found.orders and usable()]
     rows = found.codes == "int8" and found.group is None
-    if not rows and not fused and (found.codes != "int4" or not int4.has_kernel()):
-        return {}
+    limits: dict[str, int] = {}
     with torch_threads(1):
-        if fused:
-            return {found.codes: _fused_max_rows(found.name)}
-        return {found.codes: _break_even_rows(found.rates or found.name)}
+        if NF4PACK in orders:
+            limits[found.codes] = _fused_max_rows(found.name, NF4PACK)
+        elif rows or (found.codes == "int4" and int4.has_kernel()):
+            limits[found.codes] = _break_even_rows(found.rates or found.name)
+        if TILES in orders:
+            limits[TILES] = _fused_max_rows(found.rates or found.name, TILES)
+    return limits
+
+
+# Orders whose kernels take any number of rows, and whether they can be used here.
+_FUSED: Mapping[str, Callable[[], bool]] = MappingProxyType(
+    {NF4PACK: bitsandbytes_kernels.has_fused, TILES: tiled.has_kernel}
+)
 
 
 @torch.inference_mode()
@@ -340,12 +402,12 @@ def _break_even_rows(format_name: str) -> int:
 
 
 @torch.inference_mode()
-def _fused_max_rows(format_name: str) -> int:
+def _fused_max_rows(format_name: str, order: str) -> int:
     """The number of rows for which the fused product of nf4 takes as long as dequantizing first; perhaps any.
 
     Both are compared for few and for many rows, between which their times are straight lines.
     """
-    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name, NF4PACK)
+    packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name, order)
     few, many = (_kernel_and_dequantizing(packed, rows) for rows in (GEMV_ROWS, FUSED_ROWS))
     saved, lost = few[1] - few[0], many[0] - many[1]
     if lost <= 0:
@@ -357,7 +419,7 @@ def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int) -> tuple[float
     """Seconds of a product of `num_rows` rows by the kernel on codes, and by dequantizing first."""
     x = torch.randn(num_rows, packed.shape[1], dtype=torch.bfloat16)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
-    kernel = Matmul(workspace, gemv_max_rows={packed.layout.codes: num_rows})
+    kernel = Matmul(workspace, gemv_max_rows={packed.layout.codes: num_rows, packed.layout.order: num_rows})
     dequantizing = Matmul(workspace, gemv_max_rows={})
     kernel_s, dequantizing_s = (_best_seconds(partial(each.linear, x, packed)) for each in (kernel, dequantizing))
     return kernel_s, dequantizing_s

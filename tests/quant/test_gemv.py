@@ -4,17 +4,26 @@ import pytest
 import torch
 
 from moedge.quant.formats import bitsandbytes_kernels, int4
+from moedge.quant.formats.format import TILES
 from moedge.quant.matmul import matmul as gemv_max_rows
+from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, FUSED_ROWS, GEMV_ROWS, MOST_GEMV_ROWS, measure_gemv_max_rows
 
 pytestmark = pytest.mark.numerics
 
 
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("name", ["none", "nf4-f32", "mxfp4"])
 def test_formats_without_such_a_kernel_have_nothing_to_choose(name: str) -> None:
     assert measure_gemv_max_rows(name) == {}
 
 
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_the_meeting_point_follows_the_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "int4" and not int4.has_kernel():
@@ -28,10 +37,13 @@ def test_the_meeting_point_follows_the_times(name: str, monkeypatch: pytest.Monk
     assert torch.get_num_threads() == threads
 
 
-def test_the_fused_product_of_nf4_is_taken_as_far_as_times_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "order"), [("nf4", "nf4"), ("mxfp4", TILES)])
+def test_a_fused_product_is_taken_as_far_as_times_say(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of the kernel and of dequantizing for few rows, then for many."""
-    if not bitsandbytes_kernels.has_fused():
-        assert measure_gemv_max_rows("nf4") == {}
+    if name == "nf4":
+        monkeypatch.setattr(tiled, "available", lambda: False)
+    if not (bitsandbytes_kernels.has_fused() if name == "nf4" else tiled.has_kernel()):
+        assert measure_gemv_max_rows(name) == {}
         return
     for seconds, rows in (
         ((1.0, 4.0, 10.0, 10.0), ALL_ROWS),
@@ -40,4 +52,4 @@ def test_the_fused_product_of_nf4_is_taken_as_far_as_times_say(monkeypatch: pyte
     ):
         times = iter(seconds)
         monkeypatch.setattr(gemv_max_rows, "_best_seconds", lambda run, times=times: (run(), next(times))[1])
-        assert measure_gemv_max_rows("nf4") == {"nf4": rows}
+        assert measure_gemv_max_rows(name) == {order: rows}

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels, int8
-from moedge.quant.formats.format import ALIGNMENT, NF4PACK, QUANT_FORMATS, FormatError
+from moedge.quant.formats.format import ALIGNMENT, NF4PACK, QUANT_FORMATS, TILES, FormatError
+from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import FEW_NUMBERS, GEMV_MAX_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
 from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.planes import relayout
@@ -16,8 +17,8 @@ from moedge.quant.tensor import PackedTensor, dtype_name, pack
 
 pytestmark = pytest.mark.numerics
 
-# The formats, and the order of codes that has a kernel of its own.
-NAMES = [*sorted(QUANT_FORMATS), NF4PACK]
+# The formats, and the orders of codes that have kernels of their own.
+NAMES = [*sorted(QUANT_FORMATS), NF4PACK, TILES]
 # Relative L2 error of a product against float64 over the same packed matrix: a few roundings of the dtype.
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCES)
@@ -28,7 +29,9 @@ def gaussian(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int = 0)
 
 
 def packed_as(weight: Tensor, name: str) -> PackedTensor:
-    """`weight` in a format, or in nf4 in order `nf4pack`, which takes whole blocks of rows."""
+    """`weight` in a format, or in an order of nf4 or int4 that takes whole blocks of rows."""
+    if name == TILES:
+        return pack(weight[: len(weight) // 64 * 64 or None], "int4", TILES)
     if name == NF4PACK:
         return pack(weight[: len(weight) // 32 * 32 or None], "nf4", NF4PACK)
     return pack(weight, name)
@@ -250,6 +253,7 @@ def test_without_the_kernel_the_same_codes_are_dequantized(monkeypatch: pytest.M
     """A store may come from another machine."""
     packed, x = pack(gaussian(96, 192, torch.bfloat16), "nf4", NF4PACK), gaussian(40, 192, torch.bfloat16, seed=1)
     monkeypatch.setattr(bitsandbytes_kernels, "has_fused", lambda: False)
+    monkeypatch.setattr(tiled, "available", lambda: False)
     assert kernel_order("nf4", torch.bfloat16, "cpu") == "rows"
     for deterministic in (False, True):
         y = compute_for(packed, torch.bfloat16, deterministic).linear(x, packed)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from moedge.quant.formats import int4
-from moedge.quant.formats.format import FORMATS, INT4PACK, NF4PACK, ROWS, FormatError, get_format
+from moedge.quant.formats.format import FORMATS, INT4PACK, NF4PACK, ROWS, TILES, FormatError, get_format
+from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import Matmul, Workspace, measure_gemv_max_rows
 from moedge.quant.planes import Planes, from_planes, pack_nibbles, planes_of, relayout, unpack_nibbles
 from moedge.quant.scratch import scratch_nbytes
@@ -89,7 +90,8 @@ def test_an_order_by_blocks_of_rows_falls_back_where_blocks_are_not_whole() -> N
 @pytest.mark.parametrize("name", ["int4-g128-f16-zp", "int8-g32-f16"])
 def test_formats_of_checkpoints_have_the_rates_of_those_of_the_option(name: str) -> None:
     measured = measure_gemv_max_rows(name)
-    assert set(measured) == ({"int4"} if name.startswith("int4") and int4.has_kernel() else set())
+    by_torch = {"int4"} if name.startswith("int4") and int4.has_kernel() else set()
+    assert set(measured) == by_torch | ({TILES} if tiled.has_kernel() else set())
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])

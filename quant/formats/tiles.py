@@ -1,0 +1,118 @@
+"""Order `tiles`: blocks of 32 rows whose codes, scales and zeros lie as the kernels of quant/native read them.
+
+Every plane has the shape that it has row after row, and a float zero is beside its scale: [N, K/group, 2]. The bytes of
+a block are ordered as [K/group, 32, ...] in planes of scales, zeros and factors; as [K/2, 32, 2] in codes of eight bits;
+and as [K/2, 16, 2] in codes of four bits, where the byte of row i and column p of a pair has row i in the low bits and
+row 16 + i in the high bits (so do the codes of order `nf4pack`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import int4
+from .chunks import row_chunks
+
+if TYPE_CHECKING:
+    from ..tensor import Codec
+
+BLOCK_ROWS = 32
+
+
+def interleave_codes(codes: Tensor, out: Tensor, high_first: bool = False) -> None:
+    """Writes codes [n, K/2] or int8 [n, K], row after row, into `out` in order `tiles`; n is a multiple of BLOCK_ROWS.
+
+    `high_first`: the first of two codes is in the high bits of its byte.
+    """
+    if codes.dtype == torch.int8:
+        _bytes(out).copy_(codes.view(-1, BLOCK_ROWS, codes.shape[1] // 2, 2).transpose(1, 2))
+        return
+    upper, lower = codes.view(-1, 2, BLOCK_ROWS // 2, codes.shape[1]).unbind(1)
+    low, high = lower << 4 | upper & 15, lower & 0xF0 | upper >> 4
+    pair = torch.stack((high, low) if high_first else (low, high), -1)
+    _nibbles(out).copy_(pair.transpose(1, 2))
+
+
+def deinterleave_codes(codes: Tensor, high_first: bool = False) -> Tensor:
+    """The inverse of `interleave_codes`: row after row, in the shape of `codes`."""
+    if codes.dtype == torch.int8:
+        return _bytes(codes).transpose(1, 2).reshape(codes.shape)
+    first, second = _nibbles(codes).transpose(1, 2).unbind(-1)
+    if high_first:
+        first, second = second, first
+    upper, lower = second << 4 | first & 15, second & 0xF0 | first >> 4
+    return torch.stack((upper, lower), 1).reshape(codes.shape)
+
+
+def interleave_groups(plane: Tensor, out: Tensor) -> None:
+    """Writes scales, zeros or factors [n, G, ...], row after row, into `out` in order `tiles`."""
+    _groups(out).copy_(plane.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2))
+
+
+def deinterleave_groups(plane: Tensor) -> Tensor:
+    """The inverse of `interleave_groups`."""
+    return _groups(plane).transpose(1, 2).reshape(plane.shape)
+
+
+def by_rows(planes: tuple[Tensor, ...], high_first: bool = False) -> tuple[Tensor, ...]:
+    """The planes of whole blocks, row after row; scales of whole rows are in no other order."""
+    codes, *others = planes
+    grouped = (each if each.dim() == 1 else deinterleave_groups(each) for each in others)
+    return (deinterleave_codes(codes, high_first), *grouped)
+
+
+class TilesCodec:
+    """The codec (tensor.Codec) of the codes that `rows` packs and unpacks row after row."""
+
+    def __init__(self, rows: Codec, high_first: bool = False) -> None:
+        self._rows = rows
+        self._high_first = high_first
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+        made = tuple(torch.empty_like(plane) for plane in planes)
+        self._rows.pack(weight, made)
+        interleave_codes(made[0], planes[0], self._high_first)
+        for plane, out in zip(made[1:], planes[1:], strict=True):
+            if plane.dim() == 1:
+                out.copy_(plane)
+            else:
+                interleave_groups(plane, out)
+
+    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+        for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
+            part = by_rows(tuple(plane[rows] for plane in planes), self._high_first)
+            self._rows.unpack(part, out[rows], wide[rows])
+
+    def unpack_unscaled(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight = out[: len(planes[0])]
+        self.unpack(planes, weight, wide)
+        return weight, None
+
+
+class Int4Rows(int4.RowCodec):
+    """Codes row after row, with each zero beside its scale."""
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None:
+        """As int4.pack. Raises FormatError unless zeros are floats."""
+        codes, scales = planes[:2]
+        int4.check_zeros(scales)
+        first, second = int4.quantize(weight, *scales.unbind(2)).view(*codes.shape, 2).unbind(2)
+        codes.copy_(second.mul(16).add_(first).to(torch.int32))
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """The bytes of codes [n, K/2] in memory order: [n/32, K/2, 16, 2]."""
+    return codes.view(-1).view(-1, codes.shape[1], BLOCK_ROWS // 2, 2)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """The codes int8 [n, K] in memory order: [n/32, K/2, 32, 2]."""
+    return codes.view(-1).view(-1, codes.shape[1] // 2, BLOCK_ROWS, 2)
+
+
+def _groups(plane: Tensor) -> Tensor:
+    """The numbers of a plane [n, G, ...] in memory order: [n/32, G, 32, ...]."""
+    return plane.view(-1).view(-1, plane.shape[1], BLOCK_ROWS, *plane.shape[2:])

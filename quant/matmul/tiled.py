@@ -1,0 +1,193 @@
+"""Products with matrices in order `tiles`, by the kernels of quant/native: one matrix, or all experts of a pass.
+
+Every thread of a pool calls the same C function with the same arguments, and each takes the next item (a tile of a
+matrix and the rows that it is multiplied by) from a counter that they share. A row's bits depend on neither the other
+rows nor the threads (native/tiles.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats.format import TILE_COLUMNS, TILES
+from ..kernels.operands import Gate
+from ..native.library import available, function
+from ..tensor import PackedTensor
+
+# Calls a function on every thread of a pool, and returns when all calls have ended.
+OnThreads = Callable[[Callable[[], None]], None]
+# The rows that a kernel multiplies together; tiles.h has the same number.
+MOST_ROWS = 128
+# Enums of tiles.h and products.cpp.
+_VALUES = {"int4": 0, "nf4": 1, "e2m1": 2, "int8": 3}
+_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
+_PAIRS = 4
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+# Two counters, each in a cache line of its own.
+_COUNTERS = 16
+
+
+def has_kernel() -> bool:
+    """Whether matrices in order `tiles` can be multiplied without dequantizing them first."""
+    return available()
+
+
+def takes(x: Tensor, packed: PackedTensor) -> bool:
+    """Whether `multiply` can be used for such rows and such a matrix."""
+    return packed.layout.order == TILES and x.dtype == torch.bfloat16 and x.device.type == "cpu" and available()
+
+
+def row_nbytes(num_columns: int) -> int:
+    """The scratch that one row of an input takes: itself, and a float32 sum for every chunk of its columns."""
+    return 2 * num_columns + 4 * (num_columns // TILE_COLUMNS)
+
+
+def multiply(
+    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, on_threads: OnThreads
+) -> None:
+    """Writes x [T, K] times packed [N, K] transposed plus bias [N] into `out` [T, N], all bfloat16.
+
+    `out` has adjacent columns. `scratch` is uint8, row_nbytes(K) bytes for each of at least one row.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    kernel, described = _functions()[0], _describe(packed, bias)
+    at_once = min(MOST_ROWS, scratch.numel() // row_nbytes(x.shape[1]))
+    for first in range(0, x.shape[0], at_once):
+        rows = min(at_once, x.shape[0] - first)
+        given = (c_int64 * (7 + len(described) + _COUNTERS))(
+            x.data_ptr() + 2 * first * x.stride(0),
+            x.stride(0),
+            out.data_ptr() + 2 * first * out.stride(0),
+            out.stride(0),
+            rows,
+            scratch.data_ptr(),
+            0,
+            *described,
+        )
+        _run(kernel, given, 6, on_threads)
+
+
+class ExpertRows(NamedTuple):
+    """An expert's matrices and biases, and which rows of the groups are its own."""
+
+    first: int
+    count: int
+    up: PackedTensor
+    up_bias: Tensor | None
+    down: PackedTensor
+    down_bias: Tensor | None
+
+
+def takes_experts(hidden: Tensor, experts: Sequence[ExpertRows], gate: Gate | None, scratch_nbytes: int) -> bool:
+    """Whether `multiply_experts` can be used with such scratch; all experts have matrices of the same layouts."""
+    if gate is None or gate.activation not in _ACTIVATIONS or hidden.stride(1) != 1:
+        return False
+    up, down = experts[0].up, experts[0].down
+    enough = scratch_nbytes >= row_nbytes(up.shape[1]) + row_nbytes(down.shape[1])
+    return enough and takes(hidden, up) and takes(hidden, down) and up.shape[0] == 2 * down.shape[1]
+
+
+def multiply_experts(
+    hidden: Tensor,
+    token_ids: Tensor,
+    experts: Sequence[ExpertRows],
+    gate: Gate,
+    out: Tensor,
+    scratch: Tensor,
+    on_threads: OnThreads,
+) -> None:
+    """Writes the outputs of experts for their rows into those rows of `out` [P, D].
+
+    Row r of the groups is hidden[token_ids[r]], hidden [T, D]; see multiply.
+    """
+    up, down = experts[0].up, experts[0].down
+    of_row = row_nbytes(up.shape[1]) + row_nbytes(down.shape[1])
+    most = scratch.numel() // of_row
+    for jobs in _calls(experts, most):
+        given = _experts_arguments(hidden, token_ids, jobs, gate, out, scratch, of_row)
+        _run(_functions()[1], given, 10, on_threads)
+
+
+def _calls(experts: Sequence[ExpertRows], most: int) -> list[list[ExpertRows]]:
+    """Runs of at most MOST_ROWS rows of one expert, in lists of at most `most` rows."""
+    calls: list[list[ExpertRows]] = [[]]
+    taken, at_once = 0, min(MOST_ROWS, most)
+    for one in experts:
+        for first in range(0, one.count, at_once):
+            rows = min(at_once, one.count - first)
+            if taken + rows > most:
+                calls.append([])
+                taken = 0
+            calls[-1].append(one._replace(first=one.first + first, count=rows))
+            taken += rows
+    return calls
+
+
+def _experts_arguments(
+    hidden: Tensor,
+    token_ids: Tensor,
+    jobs: Sequence[ExpertRows],
+    gate: Gate,
+    out: Tensor,
+    scratch: Tensor,
+    of_row: int,
+) -> object:
+    described: list[int] = []
+    offset = 0
+    for job in jobs:
+        described += (job.first, job.count, offset)
+        described += _describe(job.up, job.up_bias)
+        described += _describe(job.down, job.down_bias)
+        offset += job.count * of_row
+    given = (c_int64 * (11 + len(described) + _COUNTERS))(
+        hidden.data_ptr(),
+        hidden.stride(0),
+        token_ids.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        scratch.data_ptr(),
+        _ACTIVATIONS[gate.activation],
+        gate.alternating,
+        len(jobs),
+        0,
+        0,
+        *described,
+    )
+    given[9] = addressof(given) + 8 * 11
+    return given
+
+
+def _run(kernel: Callable[[int], None], given: object, counters: int, on_threads: OnThreads) -> None:
+    """Calls a kernel whose argument `counters` is the address of its counters, which are the last numbers of `given`."""
+    address = addressof(given)  # type: ignore[arg-type]
+    given[counters] = address + 8 * (len(given) - _COUNTERS)  # type: ignore[index, arg-type]
+    on_threads(lambda: kernel(address))
+
+
+def _describe(packed: PackedTensor, bias: Tensor | None) -> tuple[int, ...]:
+    """A matrix as `Matrix` in tiles.h has it."""
+    codes, scales, *zeros = packed.planes
+    layout = packed.layout
+    return (
+        codes.data_ptr(),
+        scales.data_ptr(),
+        zeros[0].data_ptr() if zeros else 0,
+        0 if bias is None else bias.data_ptr(),
+        layout.shape[0],
+        layout.shape[1],
+        layout.group,
+        _VALUES[layout.codes],
+        _PAIRS if scales.dim() == 3 else _SCALES[scales.dtype],
+    )
+
+
+@cache
+def _functions() -> tuple[Callable[[int], None], Callable[[int], None]]:
+    return function("moedge_multiply", [c_void_p]), function("moedge_experts", [c_void_p])

@@ -1,0 +1,205 @@
+// Products of rows with matrices in order `tiles`: one matrix, or all experts of a layer. native/tiles.py calls them.
+//
+// Several threads call a function with the same arguments, and each takes the next item from a shared counter until
+// none is left. A phase begins when every item of the one before has ended; the few microseconds until then are waited
+// for by giving the processor away.
+#include <sched.h>
+
+#include "tiles.h"
+
+namespace {
+
+// A counter of items taken and of items done, in memory that the threads share; both begin at 0.
+struct Work {
+    int64_t* counters;
+
+    explicit Work(int64_t address) : counters((int64_t*)address) {}
+
+    int64_t take() const { return __atomic_fetch_add(counters, 1, __ATOMIC_RELAXED); }
+    void finish() const { __atomic_fetch_add(counters + 8, 1, __ATOMIC_RELEASE); }
+    void wait(int64_t items) const {
+        while (__atomic_load_n(counters + 8, __ATOMIC_ACQUIRE) < items) sched_yield();
+    }
+};
+
+int64_t ceil_of(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
+
+// Tiles that one item computes: about 64 KiB of codes.
+int64_t tiles_at_once(const Matrix& matrix) {
+    const int64_t nbytes = matrix.columns * OUTPUTS / (matrix.values == INT8 ? 1 : 2);
+    return nbytes < 65536 ? 65536 / nbytes : 1;
+}
+
+// The memory of `rows` Inputs of `columns`: their numbers, then the sums of their chunks.
+struct Memory {
+    uint16_t* x;
+    float* sums;
+
+    Memory(char* at, int64_t rows, int64_t columns) : x((uint16_t*)at), sums((float*)(x + rows * columns)) {}
+    static int64_t nbytes(int64_t rows, int64_t columns) { return rows * columns / CHUNK * (CHUNK * 2 + 4); }
+};
+
+// Writes products with the tile to the rows of y, rounded to bfloat16.
+void write_tile(const Matrix& matrix, int64_t tile, const Inputs& in, uint16_t* y, int64_t stride) {
+    alignas(64) float results[MOST_ROWS * OUTPUTS];
+    multiply_tile(matrix, tile, in, results);
+    for (int64_t r = 0; r < in.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
+}
+
+// e^x to about one unit in the last place, by Cephes' polynomial; no branch, so that it is vectorised.
+inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    const float shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const float power = from_bits((to_bits(shifted) - 0x4b400000u + 127u) << 23);
+    return p * power;
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
+
+inline float gated(int64_t kind, float gate, float up) {
+    if (kind == SILU) return gate * sigmoid(gate) * up;
+    if (kind == GELU_TANH)  // 0.5 (1 + tanh z) is the logistic function of 2 z.
+        return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
+    gate = gate > 7.0f ? 7.0f : gate;
+    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+    return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+}
+
+// Writes the activations of rows of two tiles over the first of them: [gate] and [up], or pairs that alternate.
+template <int KIND>
+void gate_rows(float* gate, const float* up, bool alternating, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++, gate += OUTPUTS, up += OUTPUTS) {
+        if (!alternating) {
+            for (int i = 0; i < OUTPUTS; i++) gate[i] = gated(KIND, gate[i], up[i]);
+            continue;
+        }
+        float made[OUTPUTS];
+        for (int i = 0; i < OUTPUTS / 2; i++) {
+            made[i] = gated(KIND, gate[2 * i], gate[2 * i + 1]);
+            made[OUTPUTS / 2 + i] = gated(KIND, up[2 * i], up[2 * i + 1]);
+        }
+        memcpy(gate, made, sizeof(made));
+    }
+}
+
+// One expert and at most MOST_ROWS of its rows.
+struct Job {
+    int64_t first, rows, offset;
+    Matrix up, down;
+
+    static constexpr int64_t FIELDS = 3 + 2 * 9;
+    explicit Job(const int64_t* given) : first(given[0]), rows(given[1]), offset(given[2]), up(given + 3), down(given + 12) {}
+
+    Memory input(char* scratch) const { return Memory(scratch + offset, rows, up.columns); }
+    Memory inner(char* scratch) const {
+        return Memory(scratch + offset + Memory::nbytes(rows, up.columns), rows, down.columns);
+    }
+};
+
+struct Experts {
+    const uint16_t* hidden;
+    int64_t stride;
+    const int64_t* tokens;
+    uint16_t* out;
+    int64_t out_stride;
+    char* scratch;
+    int64_t activation, alternating, jobs;
+    const int64_t* described;
+
+    explicit Experts(const int64_t* given)
+        : hidden((const uint16_t*)given[0]), stride(given[1]), tokens((const int64_t*)given[2]), out((uint16_t*)given[3]),
+          out_stride(given[4]), scratch((char*)given[5]), activation(given[6]), alternating(given[7]), jobs(given[8]),
+          described((const int64_t*)given[9]) {}
+
+    Job job(int64_t index) const { return Job(described + index * Job::FIELDS); }
+
+    void gather(const Job& job) const {
+        const Memory memory = job.input(scratch);
+        for (int64_t r = 0; r < job.rows; r++)
+            put_row(hidden + tokens[job.first + r] * stride, job.up.columns, r, job.rows, memory.x, memory.sums);
+    }
+
+    // The 32 inner numbers of all rows that two tiles of the first matrix give: a chunk of the second matrix's inputs.
+    void activate(const Job& job, int64_t chunk) const {
+        alignas(64) float gate[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
+        const Memory from = job.input(scratch), to = job.inner(scratch);
+        const Inputs in{from.x, from.sums, job.rows};
+        multiply_tile(job.up, alternating ? 2 * chunk : chunk, in, gate);
+        multiply_tile(job.up, alternating ? 2 * chunk + 1 : job.up.tiles() / 2 + chunk, in, up);
+        if (activation == SILU) gate_rows<SILU>(gate, up, alternating, job.rows);
+        if (activation == GELU_TANH) gate_rows<GELU_TANH>(gate, up, alternating, job.rows);
+        if (activation == CLAMPED_SWIGLU) gate_rows<CLAMPED_SWIGLU>(gate, up, alternating, job.rows);
+        for (int64_t r = 0; r < job.rows; r++) {
+            const int64_t at = chunk * job.rows + r;
+            round_all(gate + r * OUTPUTS, to.x + at * CHUNK);
+            to.sums[at] = sum_of(to.x + at * CHUNK);
+        }
+    }
+
+    void multiply(const Job& job, int64_t tile) const {
+        const Memory from = job.inner(scratch);
+        write_tile(job.down, tile, {from.x, from.sums, job.rows}, out + job.first * out_stride, out_stride);
+    }
+};
+
+}  // namespace
+
+// y [rows, N] = x [rows, K] times a matrix [N, K] transposed, plus its bias. `given`: x, its stride, y, its stride,
+// rows (MOST_ROWS at most), scratch of Memory::nbytes(rows, K), counters; then the matrix.
+extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
+    const uint16_t* x = (const uint16_t*)given[0];
+    uint16_t* y = (uint16_t*)given[2];
+    const int64_t rows = given[4];
+    const Work work(given[6]);
+    const Matrix matrix(given + 7);
+    const Memory memory((char*)given[5], rows, matrix.columns);
+    const int64_t step = tiles_at_once(matrix), packing = ceil_of(rows, 8), items = ceil_of(matrix.tiles(), step);
+    for (int64_t item; (item = work.take()) < packing + items;) {
+        if (item < packing) {
+            for (int64_t r = item * 8; r < rows && r < item * 8 + 8; r++)
+                put_row(x + r * given[1], matrix.columns, r, rows, memory.x, memory.sums);
+            work.finish();
+            continue;
+        }
+        work.wait(packing);
+        const int64_t first = (item - packing) * step;
+        for (int64_t tile = first; tile < first + step && tile < matrix.tiles(); tile++)
+            write_tile(matrix, tile, {memory.x, memory.sums, rows}, y, given[3]);
+    }
+}
+
+// The rows of experts: out[r] = down (activation (up hidden[tokens[r]])). `given`: Experts, then counters.
+extern "C" void MOEDGE_NAMED(moedge_experts)(const int64_t* given) {
+    const Experts experts(given);
+    const Work work(given[10]);
+    if (experts.jobs == 0) return;
+    // All jobs have matrices of the same shapes.
+    const Job any = experts.job(0);
+    const int64_t chunks = any.down.columns / CHUNK, step = tiles_at_once(any.down);
+    const int64_t pieces = ceil_of(any.down.tiles(), step);
+    const int64_t gathered = experts.jobs, activated = gathered + experts.jobs * chunks;
+    for (int64_t item; (item = work.take()) < activated + experts.jobs * pieces;) {
+        if (item < gathered) {
+            experts.gather(experts.job(item));
+        } else if (item < activated) {
+            work.wait(gathered);
+            experts.activate(experts.job((item - gathered) / chunks), (item - gathered) % chunks);
+        } else {
+            work.wait(activated);
+            const Job job = experts.job((item - activated) / pieces);
+            const int64_t first = (item - activated) % pieces * step;
+            for (int64_t tile = first; tile < first + step && tile < job.down.tiles(); tile++) experts.multiply(job, tile);
+        }
+        work.finish();
+    }
+}

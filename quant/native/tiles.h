@@ -1,0 +1,469 @@
+// Products with matrices in order `tiles` (formats/format.py), whose codes are widened in registers.
+//
+// A tile has OUTPUTS rows of the matrix, all columns, and is contiguous in every plane. Columns come in chunks of CHUNK.
+// A result is, in float32 and in this order whatever the other rows, tiles and threads are,
+//
+//     sum over groups of (scale * (sum over the group's columns of value(code) * x) + zero * (sum of the group's x)),
+//
+// so a row's bits depend on the row and the matrix alone.
+#ifndef MOEDGE_TILES_H
+#define MOEDGE_TILES_H
+
+// GCC 12 warns of its own undefined registers.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "moedge_cpu.h"
+
+namespace {
+
+constexpr int OUTPUTS = 32, CHUNK = 32;
+// Rows that one sweep over a tile's codes serves: their inputs and sums stay in a core's second and first cache.
+constexpr int64_t MOST_ROWS = 128;
+// Bytes of codes that are requested before they are multiplied.
+constexpr int64_t AHEAD = 4096;
+// Longer groups are summed in parts of this many columns, each of which is scaled.
+constexpr int64_t MOST_PART = 128;
+// The columns that are widened at a time where several blocks of rows are multiplied by them: half of a first cache.
+constexpr int64_t MOST_WIDENED = 256;
+
+enum values { INT4 = 0, NF4 = 1, E2M1 = 2, INT8 = 3 };
+enum scales { BF16 = 0, F16 = 1, F32 = 2, E8M0 = 3, BF16_PAIRS = 4, ANY = 5 };
+
+inline float from_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+inline uint32_t to_bits(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
+
+inline float from_bf16(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
+
+// Rounds to nearest even; NaN stays NaN.
+inline uint16_t to_bf16(float number) {
+    const uint32_t bits = to_bits(number);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+}
+
+constexpr float TABLES[3][16] = {
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+    // nf4.LEVELS; bfloat16 where products are of bfloat16.
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
+    {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
+};
+
+#if MOEDGE_LEVEL >= 2
+using Numbers = __m512;
+constexpr int LANES = 16;
+inline Numbers zeros() { return _mm512_setzero_ps(); }
+inline Numbers load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Numbers numbers) { _mm512_storeu_ps(to, numbers); }
+inline Numbers all(float number) { return _mm512_set1_ps(number); }
+inline Numbers multiply_add(Numbers a, Numbers b, Numbers c) { return _mm512_fmadd_ps(a, b, c); }
+inline Numbers multiply(Numbers a, Numbers b) { return _mm512_mul_ps(a, b); }
+inline Numbers subtract(Numbers a, Numbers b) { return _mm512_sub_ps(a, b); }
+inline Numbers as_numbers(__m512i bits) { return _mm512_castsi512_ps(bits); }
+inline Numbers wide_bf16(const uint16_t* from) {
+    return as_numbers(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+inline Numbers wide_f16(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+inline Numbers powers_of_two(const uint8_t* from) {
+    return as_numbers(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)), 23));
+}
+inline Numbers small_integers(const uint8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+inline void pairs_of_bf16(const uint16_t* from, Numbers& first, Numbers& second) {
+    const __m512i both = _mm512_loadu_si512(from);
+    first = as_numbers(_mm512_slli_epi32(both, 16));
+    second = as_numbers(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+#else
+using Numbers = __m256;
+constexpr int LANES = 8;
+inline Numbers zeros() { return _mm256_setzero_ps(); }
+inline Numbers load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Numbers numbers) { _mm256_storeu_ps(to, numbers); }
+inline Numbers all(float number) { return _mm256_set1_ps(number); }
+inline Numbers multiply_add(Numbers a, Numbers b, Numbers c) { return _mm256_fmadd_ps(a, b, c); }
+inline Numbers multiply(Numbers a, Numbers b) { return _mm256_mul_ps(a, b); }
+inline Numbers subtract(Numbers a, Numbers b) { return _mm256_sub_ps(a, b); }
+inline Numbers as_numbers(__m256i bits) { return _mm256_castsi256_ps(bits); }
+inline Numbers wide_bf16(const uint16_t* from) {
+    return as_numbers(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+}
+inline Numbers wide_f16(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+inline Numbers powers_of_two(const uint8_t* from) {
+    return as_numbers(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), 23));
+}
+inline Numbers small_integers(const uint8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
+inline void pairs_of_bf16(const uint16_t* from, Numbers& first, Numbers& second) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)from);
+    first = as_numbers(_mm256_slli_epi32(both, 16));
+    second = as_numbers(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+#endif
+
+constexpr int VECTORS = OUTPUTS / LANES;
+
+// Two columns of a tile's values, ready to be multiplied by two numbers of every row.
+#if MOEDGE_LEVEL >= 3
+struct Pair {
+    __m512i of[VECTORS];
+};
+// Rows whose sums fit the registers beside a pair and their results.
+constexpr int ROWS_AT_ONCE = 6;
+// Rows that are multiplied by codes as they are widened. From the third block of rows on, keeping widened ones is faster.
+constexpr int64_t MOST_DIRECT = 12;
+
+inline void add_products(Numbers (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
+    int both;
+    memcpy(&both, x, 4);
+    const __m512i numbers = _mm512_set1_epi32(both);
+    sums[0] = _mm512_dpbf16_ps(sums[0], (__m512bh)pair.of[0], (__m512bh)numbers);
+    sums[1] = _mm512_dpbf16_ps(sums[1], (__m512bh)pair.of[1], (__m512bh)numbers);
+}
+#else
+struct Pair {
+    Numbers of[2][VECTORS];
+};
+constexpr int ROWS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 1;
+constexpr int64_t MOST_DIRECT = ROWS_AT_ONCE;
+
+inline void add_products(Numbers (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
+    const Numbers first = all(from_bf16(x[0])), second = all(from_bf16(x[1]));
+    for (int v = 0; v < VECTORS; v++) {
+        sums[v] = multiply_add(pair.of[0][v], first, sums[v]);
+        sums[v] = multiply_add(pair.of[1][v], second, sums[v]);
+    }
+}
+#endif
+
+// Widens pairs of columns from codes. The bytes of a pair of four-bit codes: byte 2 i + p has column p of row i in the
+// low bits and of row 16 + i in the high bits; of eight-bit codes, byte 2 i + p has column p of row i.
+template <int VALUES>
+struct Codes {
+    static constexpr int64_t NBYTES = VALUES == INT8 ? 2 * OUTPUTS : OUTPUTS;
+    const uint8_t* at;
+
+    // Processors do not read far enough ahead on their own. What is behind the last tile is read in vain.
+    void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
+#if MOEDGE_LEVEL >= 3
+    __m512i table;
+
+    explicit Codes(const uint8_t* from) : at(from) {
+        if (VALUES == INT8) return;
+        alignas(64) uint16_t entries[32];
+        // Twice: the fifth bit of an index is a bit of another code.
+        for (int i = 0; i < 32; i++) entries[i] = to_bf16(TABLES[VALUES % 3][i & 15]);
+        table = _mm512_load_si512(entries);
+    }
+
+    static __m512i integers(const uint8_t* from) {
+        const __m512i both = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+        const __m512i first = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 16), 16)));
+        const __m512i second = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(both, 16)));
+        return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
+    }
+
+    void pair(int64_t index, Pair& made) const {
+        const uint8_t* from = at + index * NBYTES;
+        if (VALUES == INT8) {
+            made.of[0] = integers(from);
+            made.of[1] = integers(from + OUTPUTS);
+            return;
+        }
+        const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+        made.of[0] = _mm512_permutexvar_epi16(codes, table);
+        made.of[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+    }
+#elif MOEDGE_LEVEL >= 2
+    __m512 table;
+
+    explicit Codes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[VALUES % 3])) {}
+
+    void pair(int64_t index, Pair& made) const {
+        const uint8_t* from = at + index * NBYTES;
+        if (VALUES == INT8) {
+            for (int v = 0; v < VECTORS; v++) {
+                const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + OUTPUTS * v)));
+                made.of[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
+                made.of[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
+            }
+            return;
+        }
+        const __m512i codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+        made.of[0][0] = _mm512_permutexvar_ps(codes, table);
+        made.of[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
+        made.of[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
+        made.of[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
+    }
+#else
+    __m256 low, high;
+
+    explicit Codes(const uint8_t* from)
+        : at(from), low(_mm256_loadu_ps(TABLES[VALUES % 3])), high(_mm256_loadu_ps(TABLES[VALUES % 3] + 8)) {}
+
+    // The entries of the low four bits.
+    Numbers looked_up(__m256i codes) const {
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
+    }
+
+    void pair(int64_t index, Pair& made) const {
+        const uint8_t* from = at + index * NBYTES;
+        if (VALUES == INT8) {
+            for (int v = 0; v < VECTORS; v++) {
+                const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * LANES * v)));
+                made.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
+                made.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
+            }
+            return;
+        }
+        for (int half = 0; half < 2; half++) {
+            const __m256i codes = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16 * half)));
+            made.of[0][half] = looked_up(codes);
+            made.of[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
+            made.of[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
+            made.of[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
+        }
+    }
+#endif
+};
+
+// Pairs that were widened before, for the rows after the first.
+struct Widened {
+    const Pair* at;
+
+    void prefetch(int64_t) const {}
+
+    void pair(int64_t index, Pair& found) const {
+#if MOEDGE_LEVEL >= 3
+        found.of[0] = _mm512_load_si512(&at[index].of[0]);
+        found.of[1] = _mm512_load_si512(&at[index].of[1]);
+#else
+        found = at[index];
+#endif
+    }
+};
+
+// The scale and the zero of a group for each output: a weight is value(code) * scale + zero.
+struct Factors {
+    Numbers scale[VECTORS], zero[VECTORS];
+};
+
+// A matrix [rows, columns], as Python describes it (native/tiles.py).
+struct Matrix {
+    const uint8_t *codes, *scales, *zeros;
+    const uint16_t* bias;
+    int64_t rows, columns, group, values, scales_kind;
+
+    explicit Matrix(const int64_t* given)
+        : codes((const uint8_t*)given[0]), scales((const uint8_t*)given[1]), zeros((const uint8_t*)given[2]),
+          bias((const uint16_t*)given[3]), rows(given[4]), columns(given[5]), group(given[6]), values(given[7]),
+          scales_kind(given[8]) {}
+
+    int64_t tiles() const { return rows / OUTPUTS; }
+    // The columns that are summed before they are scaled.
+    int64_t part() const { return group < MOST_PART ? group : MOST_PART; }
+
+    // Of group `at` of a tile. KIND is the matrix's scales_kind; ANY, with or without zero points, is slower.
+    template <int KIND>
+    void factors(int64_t tile, int64_t at, Factors& found) const {
+        // All scales of a tile are adjacent: those of its first group, of its second, and so on.
+        const int64_t item = (tile * (columns / group) + at) * OUTPUTS;
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t first = item + v * LANES;
+            if (KIND == BF16_PAIRS) {
+                pairs_of_bf16((const uint16_t*)scales + 2 * first, found.scale[v], found.zero[v]);
+            } else if (KIND == BF16) {
+                found.scale[v] = wide_bf16((const uint16_t*)scales + first);
+            } else if (KIND == E8M0) {
+                found.scale[v] = powers_of_two(scales + first);
+            } else {
+                any_factors(first, found.scale[v], found.zero[v]);
+            }
+        }
+    }
+
+    void any_factors(int64_t first, Numbers& scale, Numbers& zero) const {
+        if (scales_kind == BF16) scale = wide_bf16((const uint16_t*)scales + first);
+        if (scales_kind == F16) scale = wide_f16((const uint16_t*)scales + first);
+        if (scales_kind == F32) scale = load((const float*)scales + first);
+        if (zeros != nullptr) zero = multiply(subtract(all(8), small_integers(zeros + first)), scale);
+    }
+};
+
+// Rows of x in the order in which products read them: [columns / CHUNK, rows, CHUNK], and the sum of each chunk
+// [columns / CHUNK, rows].
+struct Inputs {
+    const uint16_t* x;
+    const float* sums;
+    int64_t rows;
+};
+
+// Adds the products of ROWS rows from `first` with the columns of the groups `begin` to `end` to `results`
+// [rows, OUTPUTS]. `source` begins with the first group. Results stay in registers where there are enough.
+template <int KIND, int ROWS, class Source>
+void add_rows(float* results, const Source& source, const Matrix& matrix, int64_t tile, const Inputs& in, int64_t first,
+              int64_t begin, int64_t end) {
+    constexpr bool KEPT = ROWS <= ROWS_AT_ONCE;
+    constexpr int KEPT_ROWS = KEPT ? ROWS : 1;
+    const int64_t chunks = matrix.part() / CHUNK;
+    const bool has_zeros = KIND == BF16_PAIRS || (KIND == ANY && matrix.zeros != nullptr);
+    // Parts of a group have its scale.
+    const int64_t parts = matrix.group / matrix.part();
+    int64_t group = begin / parts, part = begin % parts;
+    results += first * OUTPUTS;
+    Numbers kept[KEPT_ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < KEPT_ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * LANES);
+    for (int64_t at = begin; at < end; at++) {
+        Numbers sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = zeros();
+        for (int64_t c = 0; c < chunks; c++) {
+            const uint16_t* x = in.x + ((at * chunks + c) * in.rows + first) * CHUNK;
+            const int64_t from = ((at - begin) * chunks + c) * (CHUNK / 2);
+            for (int p = 0; p < CHUNK / 2; p++) {
+                Pair pair;
+                source.prefetch(from + p);
+                source.pair(from + p, pair);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) add_products(sums[r], pair, x + r * CHUNK + 2 * p);
+            }
+        }
+        Factors factors;
+        matrix.factors<KIND>(tile, group, factors);
+        if (++part == parts) group++, part = 0;
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            float total = 0;
+            if (has_zeros) {
+                const float* totals = in.sums + at * chunks * in.rows + first + r;
+                total = totals[0];
+                for (int64_t c = 1; c < chunks; c++) total += totals[c * in.rows];
+            }
+            for (int v = 0; v < VECTORS; v++) {
+                Numbers result = KEPT ? kept[r % KEPT_ROWS][v] : load(results + r * OUTPUTS + v * LANES);
+                result = multiply_add(factors.scale[v], sums[r][v], result);
+                if (has_zeros) result = multiply_add(factors.zero[v], all(total), result);
+                if (KEPT) kept[r % KEPT_ROWS][v] = result;
+                else store(results + r * OUTPUTS + v * LANES, result);
+            }
+        }
+    }
+    if (!KEPT) return;
+#pragma GCC unroll 16
+    for (int r = 0; r < KEPT_ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(results + r * OUTPUTS + v * LANES, kept[r][v]);
+}
+
+template <int KIND, class Source>
+void add_rows(int64_t rows, float* results, const Source& source, const Matrix& matrix, int64_t tile, const Inputs& in,
+              int64_t first, int64_t begin, int64_t end) {
+#define MOEDGE_ROWS(n) \
+    case n:            \
+        return add_rows<KIND, n>(results, source, matrix, tile, in, first, begin, end);
+    switch (rows) {
+        MOEDGE_ROWS(1)
+#if MOEDGE_LEVEL >= 2
+        MOEDGE_ROWS(2) MOEDGE_ROWS(3) MOEDGE_ROWS(4) MOEDGE_ROWS(5) MOEDGE_ROWS(6)
+#endif
+#if MOEDGE_LEVEL >= 3
+        MOEDGE_ROWS(7) MOEDGE_ROWS(8) MOEDGE_ROWS(9) MOEDGE_ROWS(10) MOEDGE_ROWS(11) MOEDGE_ROWS(12)
+#endif
+    }
+#undef MOEDGE_ROWS
+}
+
+template <int VALUES, int KIND>
+void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
+    memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
+    const int64_t groups = matrix.columns / matrix.part();
+    const Codes<VALUES> source(matrix.codes + tile * (matrix.columns / 2) * Codes<VALUES>::NBYTES);
+    if (in.rows <= 2 * MOST_DIRECT) {
+        const int64_t at_once = in.rows <= MOST_DIRECT ? in.rows : (in.rows + 1) / 2;
+        for (int64_t first = 0; first < in.rows; first += at_once) {
+            const int64_t rest = in.rows - first;
+            add_rows<KIND>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, groups);
+        }
+    } else {
+        Pair widened[MOST_WIDENED / 2];
+        const int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
+        const int64_t several = MOST_WIDENED / matrix.part();
+        for (int64_t begin = 0; begin < groups; begin += several) {
+            const int64_t end = begin + several < groups ? begin + several : groups;
+            const int64_t pair = begin * matrix.part() / 2, pairs = (end - begin) * matrix.part() / 2;
+            for (int64_t p = 0; p < pairs; p++) source.pair(pair + p, widened[p]);
+            for (int64_t first = 0; first < in.rows; first += at_once) {
+                const int64_t rest = in.rows - first;
+                add_rows<KIND>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);
+            }
+        }
+    }
+    if (matrix.bias == nullptr) return;
+    const uint16_t* bias = matrix.bias + tile * OUTPUTS;
+    for (int64_t r = 0; r < in.rows; r++)
+        for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += from_bf16(bias[i]);
+}
+
+// Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].
+void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
+    const int kind = (int)matrix.scales_kind;
+    switch (matrix.values) {
+        case INT4:
+            if (kind == BF16_PAIRS) return multiply_tile<INT4, BF16_PAIRS>(matrix, tile, in, results);
+            return multiply_tile<INT4, ANY>(matrix, tile, in, results);
+        case NF4:
+            if (kind == BF16) return multiply_tile<NF4, BF16>(matrix, tile, in, results);
+            return multiply_tile<NF4, ANY>(matrix, tile, in, results);
+        case E2M1: return multiply_tile<E2M1, E8M0>(matrix, tile, in, results);
+        default: return multiply_tile<INT8, ANY>(matrix, tile, in, results);
+    }
+}
+
+// The sum of a chunk, in one order.
+inline float sum_of(const uint16_t* chunk) {
+    float total[8] = {0};
+    for (int i = 0; i < CHUNK; i += 8)
+        for (int j = 0; j < 8; j++) total[j] += from_bf16(chunk[i + j]);
+    return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]));
+}
+
+// Puts one row of x [columns] at index `row` of Inputs.
+inline void put_row(const uint16_t* from, int64_t columns, int64_t row, int64_t rows, uint16_t* x, float* sums) {
+    for (int64_t chunk = 0; chunk < columns / CHUNK; chunk++) {
+        uint16_t* to = x + (chunk * rows + row) * CHUNK;
+        memcpy(to, from + chunk * CHUNK, CHUNK * sizeof(uint16_t));
+        sums[chunk * rows + row] = sum_of(to);
+    }
+}
+
+inline void round_all(const float* from, uint16_t* to) {
+#if MOEDGE_LEVEL >= 3
+    for (int v = 0; v < VECTORS; v++)
+        _mm256_storeu_si256((__m256i*)(to + v * LANES), (__m256i)_mm512_cvtneps_pbh(load(from + v * LANES)));
+#else
+    for (int i = 0; i < OUTPUTS; i++) to[i] = to_bf16(from[i]);
+#endif
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,201 @@
+"""Matrices in order `tiles`, and the kernels that multiply by them without dequantizing them first."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, mix_experts
+from moedge.moe.groups import group_by_expert
+from moedge.moe.routing_stats import RoutingStats
+from moedge.quant.formats.format import FORMATS, ROWS, TILES, get_format
+from moedge.quant.kernels.operands import ACTIVATIONS, Gate
+from moedge.quant.matmul import tiled
+from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
+from moedge.quant.native import library
+from moedge.quant.native.build import SETS
+from moedge.quant.planes import from_planes, planes_of, relayout
+from moedge.quant.tensor import PackedTensor, pack
+from support.random_planes import defined, random_planes
+
+pytestmark = pytest.mark.numerics
+
+NAMES = sorted(name for name, each in FORMATS.items() if TILES in each.orders)
+# Rounding of a bfloat16 result, and of nf4's levels to bfloat16.
+TOLERANCE = 5e-3
+needs_library = pytest.mark.skipif(not tiled.has_kernel(), reason="the library of CPU kernels is not usable here")
+
+
+@pytest.fixture(params=list(SETS))
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this processor has."""
+    found = library.loaded()
+    if found.library is None:
+        pytest.skip(found.lack)
+    chosen = library.choose(found.library, request.param)
+    yield chosen
+    library.choose(found.library, found.isa)
+    if chosen != request.param:
+        pytest.skip(f"this processor has no more than {chosen}")
+
+
+def matmul(threads: int = 2, deterministic: bool = True, **options: object) -> ParallelMatmul:
+    helpers = [Workspace(1 << 20) for _ in range(threads - 1)]
+    return ParallelMatmul(Workspace(1 << 20), deterministic, helpers=helpers, **options)  # type: ignore[arg-type]
+
+
+def rows_of(num_rows: int, num_columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def error_of(y: Tensor, exact: Tensor) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_hold_the_same_planes_in_as_many_bytes(name: str) -> None:
+    planes = random_planes(get_format(name), (128, 512))
+    packed = from_planes(name, planes, "bfloat16", TILES)
+    assert packed.layout.order == TILES
+    assert packed.nbytes == get_format(name).nbytes((128, 512), "bfloat16")
+    assert torch.equal(packed.dequantize(), from_planes(name, planes, "bfloat16").dequantize())
+    for mine, back in zip(planes, planes_of(packed), strict=True):
+        assert mine is back or torch.equal(mine, back)
+    whole, part = packed.dequantize(), PackedTensor(packed.layout, packed.rows(slice(32, 96)))
+    assert torch.equal(relayout(packed, ROWS).dequantize(), whole)
+    assert torch.equal(PackedTensor(get_format(name).in_order(TILES).layout((64, 512), "bfloat16"), part.planes)
+                       .dequantize(), whole[32:96])  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "order"), [("int8", ROWS), ("nf4", ROWS), ("int4", "int4pack"), ("mxfp4", ROWS)])
+def test_matrices_without_whole_tiles_keep_the_order_of_their_format(name: str, order: str) -> None:
+    assert pack(rows_of(40, 128), name, TILES).layout == pack(rows_of(40, 128), name).layout
+    assert get_format("int8").in_order(TILES).layout((64, 48), "bfloat16").order == ROWS
+    assert get_format(name).order == order
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "nf4", "mxfp4"])
+def test_quantizing_into_tiles_gives_the_codes_of_the_format_s_own_order(name: str) -> None:
+    weight = rows_of(192, 256)
+    assert torch.equal(pack(weight, name, TILES).dequantize(), pack(weight, name).dequantize())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_agree_with_float64_and_rows_with_themselves(name: str, isa: str) -> None:
+    planes = random_planes(get_format(name), (64, 512), seed=len(name))
+    packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
+    x, compute = rows_of(150, 512), matmul()
+    whole = compute.linear(x, packed)
+    assert error_of(whole, x.double() @ exact.t()) < TOLERANCE
+    for first, count in ((0, 1), (3, 2), (1, 7), (20, 13), (0, 25), (5, 129)):
+        part = slice(first, first + count)
+        assert torch.equal(compute.linear(x[part], packed), whole[part]), (isa, count)
+
+
+@needs_library
+@given(
+    st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 4), st.integers(0, 140), st.booleans(), st.integers(0, 99)
+)
+@settings(max_examples=40, deadline=None)
+def test_products_of_any_size(name: str, tiles: int, groups: int, num_rows: int, biased: bool, seed: int) -> None:
+    shape = (64 * tiles, groups * (get_format(name).group or 32))
+    planes = random_planes(get_format(name), shape, seed)
+    packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
+    memory = rows_of(num_rows, shape[1] + 5, seed)
+    x, bias = memory[:, 2:-3], rows_of(1, shape[0], seed)[0] if biased else None
+    out = torch.full((num_rows, shape[0] + 2), 7.0, dtype=torch.bfloat16)
+    compute = matmul()
+    compute.linear(x, packed, bias, out=out[:, 1:-1])
+    wanted = x.double() @ exact.t() + (0 if bias is None else bias.double())
+    assert num_rows == 0 or error_of(out[:, 1:-1], wanted) < 2 * TOLERANCE
+    assert (out[:, [0, -1]] == 7).all(), "nothing is written beside the result"
+    for threads in (1, 3):
+        assert torch.equal(matmul(threads).linear(x, packed, bias), out[:, 1:-1])
+
+
+def experts_of(name: str, count: int, width: int, inner: int, biased: bool) -> list[ExpertWeights]:
+    return [
+        ExpertWeights(
+            pack(rows_of(2 * inner, width, seed) / 8, name, TILES),
+            pack(rows_of(width, inner, seed + 50) / 8, name, TILES),
+            rows_of(1, 2 * inner, seed)[0] if biased else None,
+            rows_of(1, width, seed)[0] if biased else None,
+        )
+        for seed in range(count)
+    ]
+
+
+def definition(hidden: Tensor, expert: ExpertWeights, gate: Gate) -> Tensor:
+    def product(x: Tensor, matrix: PackedTensor, bias: Tensor | None) -> Tensor:
+        y = x @ matrix.dequantize(torch.empty(matrix.shape)).double().t()
+        return y if bias is None else y + bias.double()
+
+    inner = product(hidden.double(), expert.up, expert.up_bias)
+    pairs = (inner[:, ::2], inner[:, 1::2]) if gate.alternating else inner.chunk(2, 1)
+    return product(ACTIVATIONS[gate.activation](*pairs), expert.down, expert.down_bias)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_experts_agree_with_float64_one_by_one_and_together(activation: str, alternating: bool, isa: str) -> None:
+    gate, experts = Gate(activation, alternating), experts_of("int4", 3, 128, 64, biased=True)
+    hidden, token_ids = 3 * rows_of(40, 128), torch.arange(200) % 40
+    # Rows 141 to 159 belong to nobody.
+    spans = [(0, 141), (160, 1), (161, 39)]
+    wanted = [tiled.ExpertRows(*span, *each.operands) for span, each in zip(spans, experts, strict=True)]
+    out = torch.zeros(200, 128, dtype=torch.bfloat16)
+    assert matmul().experts(hidden, token_ids, wanted, gate, out)
+    assert not out[141:160].any()
+    for (first, count), expert in zip(spans, experts, strict=True):
+        exact = definition(hidden[token_ids[first : first + count]], expert, gate)
+        assert error_of(out[first : first + count], exact) < 2 * TOLERANCE, isa
+    again = torch.zeros_like(out)
+    for one in wanted:
+        assert Matmul(Workspace(40 * tiled.row_nbytes(192)), True).experts(hidden, token_ids, [one], gate, again)
+    assert torch.equal(again, out), "neither neighbours, threads nor scratch show"
+
+
+@needs_library
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_mixing_does_not_depend_on_threads_nor_on_other_tokens(tokens: int, per_token: int, seed: int) -> None:
+    """Some experts get one row, some many, some none."""
+    experts = experts_of("nf4", 9, 64, 64, biased=False)
+    hidden = rows_of(tokens, 64, seed)
+    weights, ids = torch.randn(tokens, 9, generator=torch.Generator().manual_seed(seed)).softmax(1).topk(per_token)
+    body = ExpertBody(lambda x: ACTIVATIONS["silu"](*x.chunk(2, 1)), gate=Gate("silu"))
+
+    def mixed(compute: ParallelMatmul, count: int) -> Tensor:
+        source = HeldExperts(0, experts, RoutingStats({0: 9}, "cpu"))
+        return mix_experts(hidden[:count], ids[:count], weights[:count].bfloat16(), source, body, compute)
+
+    together = mixed(matmul(3), tokens)
+    assert torch.equal(mixed(matmul(1), tokens), together)
+    assert torch.equal(mixed(matmul(2), 1), together[:1])
+    assert group_by_expert(ids, 9).num_rows >= tokens * per_token
+
+
+@needs_library
+def test_many_rows_are_multiplied_by_dequantized_matrices_where_that_was_measured_to_be_faster() -> None:
+    packed, expert = pack(rows_of(128, 64), "int4", TILES), experts_of("int4", 1, 64, 32, biased=False)[0]
+    few = matmul(deterministic=False, gemv_max_rows={TILES: 4})
+    every = matmul(deterministic=False, gemv_max_rows={TILES: ALL_ROWS})
+    x, out = rows_of(5, 64), torch.empty(5, 64, dtype=torch.bfloat16)
+    assert torch.equal(few.linear(x[:4], packed), every.linear(x[:4], packed))
+    assert error_of(few.linear(x, packed), every.linear(x, packed).double()) < TOLERANCE
+    for count in (4, 5):
+        job = tiled.ExpertRows(0, count, *expert.operands)
+        assert few.experts(x, torch.arange(5), [job], Gate("silu"), out) == (count == 4)
+    assert not every.experts(x, torch.arange(5), [job], None, out), "what it does not know it leaves to torch"
+
+
+def test_without_the_library_the_same_codes_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, x = pack(rows_of(128, 64), "int4", TILES), rows_of(40, 64)
+    exact = x.double() @ packed.dequantize(torch.empty(packed.shape)).double().t()
+    monkeypatch.setattr(tiled, "available", lambda: False)
+    assert kernel_order("int4", torch.bfloat16, "cpu") != TILES
+    for deterministic in (False, True):
+        assert error_of(matmul(deterministic=deterministic).linear(x, packed), exact) < 2 * TOLERANCE
