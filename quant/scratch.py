@@ -16,6 +16,9 @@ DETERMINISTIC_STRIP_WEIGHTS = 1 << 19
 # takes 1.2 times as long as without padding in bfloat16, 64 rows take 1.1 times as long (`bench.micro linear`).
 TILE = 32
 
+# The rows of a block of the order of codes that has the largest blocks.
+ORDERED_ROWS = 64
+
 # If bits must not depend on the number of rows, elementwise operations get a multiple of this number of rows. Torch
 # computes functions such as exp for two registers at a time, up to 64 numbers, and uses another implementation for the
 # remainder at the end of a tensor. With a multiple of 64 rows there is no remainder, whatever their width.
@@ -32,7 +35,9 @@ def strip_rows(layout: Layout, deterministic: bool) -> int:
     num_rows, num_columns = layout.shape
     block = layout.row_block
     weights = DETERMINISTIC_STRIP_WEIGHTS if deterministic else STRIP_WEIGHTS
-    return min(-(-num_rows // block) * block, max(1, weights // num_columns // block) * block)
+    # Planned scratch is that of a format's own order: another order must not take more.
+    several = max(block, ORDERED_ROWS) if block > 1 else 1
+    return min(-(-num_rows // block) * block, max(1, weights // num_columns // several) * several)
 
 
 def wide_columns(layout: Layout) -> int:

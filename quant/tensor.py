@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from types import MappingProxyType
@@ -72,6 +72,8 @@ class PackedTensor:
 
     layout: Layout
     planes: tuple[Tensor, ...]
+    # What kernels are told about the planes (matmul/tiled.py), from the first call on: asking takes longer than a call.
+    described: list[int] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def bind(cls, layout: Layout, buffer: Tensor) -> Self:

@@ -106,8 +106,8 @@ def print_tiles(weight: Tensor, repeats: int) -> None:
 
 def print_layer(repeats: int, threads: int) -> None:
     """Milliseconds of a layer's experts by rows of each; the products of `nf4 rows` dequantize strips first."""
-    own = kernel_order("nf4", torch.bfloat16, "cpu")
-    print_experts({"none": None, "int8": None, "int4": None, "nf4": own, "nf4 rows": "rows"}, repeats, threads)
+    int4, nf4 = (kernel_order(name, torch.bfloat16, "cpu") for name in ("int4", "nf4"))
+    print_experts({"none": None, "int8": None, "int4": int4, "nf4": nf4, "nf4 rows": "rows"}, repeats, threads)
 
 
 def print_experts(orders: dict[str, str | None], repeats: int, threads: int) -> None:

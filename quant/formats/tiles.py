@@ -1,9 +1,9 @@
 """Order `tiles`: blocks of 32 rows whose codes, scales and zeros lie as the kernels of quant/native read them.
 
 Every plane has the shape that it has row after row, and a float zero is beside its scale: [N, K/group, 2]. The bytes of
-a block are ordered as [K/group, 32, ...] in planes of scales, zeros and factors; as [K/2, 32, 2] in codes of eight bits;
-and as [K/2, 16, 2] in codes of four bits, where the byte of row i and column p of a pair has row i in the low bits and
-row 16 + i in the high bits (so do the codes of order `nf4pack`).
+a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2, 32, 2] in codes of eight bits; and as
+[K/2, 16, 2] in codes of four bits, where the byte of row i and column p of a pair has row i in the low bits and row
+16 + i in the high bits (so do the codes of order `nf4pack`).
 """
 
 from __future__ import annotations

@@ -230,8 +230,9 @@ FEW_NUMBERS = 1 << 20
 # The same limit for products, in bytes of a matrix that are read once for every ROWS_A_SWEEP rows.
 SMALL_NBYTES = 2 << 20
 ROWS_A_SWEEP = 16
-# The same limit for products of matrices in order `tiles`, in bytes of the matrix times rows.
-SMALL_TILED = 1 << 20
+# The same limit for products of matrices in order `tiles`, in bytes of the matrix times rows: one thread reads memory
+# almost as fast as two, and waking another takes as long as a product of 8 rows with 1024 x 2048.
+SMALL_TILED = 16 << 20
 
 
 class ParallelMatmul(Matmul):

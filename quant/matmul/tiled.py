@@ -8,7 +8,7 @@ rows nor the threads (native/tiles.h).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import Array, addressof, c_int64, c_void_p
 from functools import cache
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from ..tensor import PackedTensor
 
 # Calls a function on every thread of a pool, and returns when all calls have ended.
 OnThreads = Callable[[Callable[[], None]], None]
+# A C function of the address of its arguments.
+Kernel = Callable[[int], None]
 # The rows that a kernel multiplies together; tiles.h has the same number.
 MOST_ROWS = 128
 # Enums of tiles.h and products.cpp.
@@ -138,7 +140,7 @@ def _experts_arguments(
     out: Tensor,
     scratch: Tensor,
     of_row: int,
-) -> object:
+) -> Array[c_int64]:
     described: list[int] = []
     offset = 0
     for job in jobs:
@@ -164,30 +166,30 @@ def _experts_arguments(
     return given
 
 
-def _run(kernel: Callable[[int], None], given: object, counters: int, on_threads: OnThreads) -> None:
-    """Calls a kernel whose argument `counters` is the address of its counters, which are the last numbers of `given`."""
-    address = addressof(given)  # type: ignore[arg-type]
-    given[counters] = address + 8 * (len(given) - _COUNTERS)  # type: ignore[index, arg-type]
+def _run(kernel: Kernel, given: Array[c_int64], counters: int, on_threads: OnThreads) -> None:
+    """Calls a kernel whose argument `counters` is the address of its counters, the last numbers of `given`."""
+    address = addressof(given)
+    given[counters] = address + 8 * (len(given) - _COUNTERS)
     on_threads(lambda: kernel(address))
 
 
 def _describe(packed: PackedTensor, bias: Tensor | None) -> tuple[int, ...]:
-    """A matrix as `Matrix` in tiles.h has it."""
-    codes, scales, *zeros = packed.planes
-    layout = packed.layout
-    return (
-        codes.data_ptr(),
-        scales.data_ptr(),
-        zeros[0].data_ptr() if zeros else 0,
-        0 if bias is None else bias.data_ptr(),
-        layout.shape[0],
-        layout.shape[1],
-        layout.group,
-        _VALUES[layout.codes],
-        _PAIRS if scales.dim() == 3 else _SCALES[scales.dtype],
-    )
+    """A bias and a matrix as `Matrix` in tiles.h has them."""
+    if not packed.described:
+        codes, scales, *zeros = packed.planes
+        layout = packed.layout
+        packed.described[:] = (
+            codes.data_ptr(),
+            scales.data_ptr(),
+            zeros[0].data_ptr() if zeros else 0,
+            *layout.shape,
+            layout.group,
+            _VALUES[layout.codes],
+            _PAIRS if scales.dim() == 3 else _SCALES[scales.dtype],
+        )
+    return (0 if bias is None else bias.data_ptr(), *packed.described)
 
 
 @cache
-def _functions() -> tuple[Callable[[int], None], Callable[[int], None]]:
+def _functions() -> tuple[Kernel, Kernel]:
     return function("moedge_multiply", [c_void_p]), function("moedge_experts", [c_void_p])

@@ -272,8 +272,8 @@ struct Matrix {
     int64_t rows, columns, group, values, scales_kind;
 
     explicit Matrix(const int64_t* given)
-        : codes((const uint8_t*)given[0]), scales((const uint8_t*)given[1]), zeros((const uint8_t*)given[2]),
-          bias((const uint16_t*)given[3]), rows(given[4]), columns(given[5]), group(given[6]), values(given[7]),
+        : codes((const uint8_t*)given[1]), scales((const uint8_t*)given[2]), zeros((const uint8_t*)given[3]),
+          bias((const uint16_t*)given[0]), rows(given[4]), columns(given[5]), group(given[6]), values(given[7]),
           scales_kind(given[8]) {}
 
     int64_t tiles() const { return rows / OUTPUTS; }

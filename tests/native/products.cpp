@@ -1,0 +1,181 @@
+// Calls the products with matrices in order `tiles` without Python and torch, for sanitizers: random shapes against sums
+// in double, in memory of exactly the size that the interface asks for, and one thread against three.
+//
+//     products CASES [SEED]     exits with 1 and names the first case that is wrong
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "moedge_cpu.h"
+
+namespace {
+
+using Random = std::mt19937;
+using Numbers = std::vector<uint16_t>;
+
+float from_bf16(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+Numbers random_numbers(Random &random, size_t count, float scale) {
+    Numbers made(count);
+    for (auto &each : made) {
+        const float value = scale * std::normal_distribution<float>()(random);
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        each = uint16_t(bits >> 16);
+    }
+    return made;
+}
+
+// A matrix of 4-bit integers with pairs of scale and zero, and the 9 numbers that describe it.
+struct Matrix {
+    int64_t rows, columns, group;
+    std::vector<uint8_t> codes;
+    Numbers scales, bias;
+
+    Matrix(Random &random, int64_t rows_, int64_t columns_, int64_t group_)
+        : rows(rows_), columns(columns_), group(group_), codes(size_t(rows_ * columns_ / 2)),
+          scales(random_numbers(random, size_t(2 * rows_ * columns_ / group_), 0.1f)),
+          bias(random() % 2 ? random_numbers(random, size_t(rows_), 1) : Numbers()) {
+        for (auto &each : codes) each = uint8_t(random());
+    }
+
+    void describe(std::vector<int64_t> &given) const {
+        for (const void *each : {(const void *)(bias.empty() ? nullptr : bias.data()), (const void *)codes.data(),
+                                 (const void *)scales.data(), (const void *)nullptr})
+            given.push_back(int64_t(each));
+        for (int64_t each : {rows, columns, group, int64_t(0), int64_t(4)}) given.push_back(each);
+    }
+
+    double weight(int64_t row, int64_t column) const {
+        const int64_t tile = row / 32, i = row % 32;
+        const uint8_t both = codes[size_t(tile * 16 * columns + column / 2 * 32 + 2 * (i % 16) + column % 2)];
+        const size_t at = size_t((tile * (columns / group) + column / group) * 32 + i);
+        const int code = i < 16 ? both & 15 : both >> 4;
+        return (code - 8) * double(from_bf16(scales[2 * at])) + from_bf16(scales[2 * at + 1]);
+    }
+
+    std::vector<double> product(const std::vector<double> &x) const {
+        std::vector<double> y(size_t(rows), 0);
+        for (int64_t n = 0; n < rows; n++) {
+            for (int64_t k = 0; k < columns; k++) y[size_t(n)] += x[size_t(k)] * weight(n, k);
+            if (!bias.empty()) y[size_t(n)] += from_bf16(bias[size_t(n)]);
+        }
+        return y;
+    }
+};
+
+size_t row_nbytes(int64_t columns) { return size_t(2 * columns + columns / 8); }
+
+// Calls `kernel` on threads; its counters are the last 16 numbers, and number `at` of `given` is their address.
+void run(void (*kernel)(const int64_t *), std::vector<int64_t> given, size_t at, int threads) {
+    given.resize(given.size() + 16, 0);
+    given[at] = int64_t(given.data() + given.size() - 16);
+    std::vector<std::thread> others;
+    for (int i = 1; i < threads; i++) others.emplace_back(kernel, given.data());
+    kernel(given.data());
+    for (auto &each : others) each.join();
+}
+
+std::vector<double> row_of(const Numbers &x, int64_t row, int64_t columns) {
+    std::vector<double> made;
+    for (int64_t k = 0; k < columns; k++) made.push_back(from_bf16(x[size_t(row * columns + k)]));
+    return made;
+}
+
+struct Error {
+    double difference = 0, whole = 0;
+
+    void add(const std::vector<double> &exact, const uint16_t *found) {
+        for (size_t i = 0; i < exact.size(); i++) {
+            difference += (exact[i] - from_bf16(found[i])) * (exact[i] - from_bf16(found[i]));
+            whole += exact[i] * exact[i];
+        }
+    }
+
+    bool small() const { return difference <= 1e-4 * whole; }
+};
+
+bool one_matrix(Random &random) {
+    const int64_t group = 32 << random() % 3, rows = 1 + random() % 130;
+    const Matrix matrix(random, 32 * (1 + random() % 4), group * (1 + random() % 4), group);
+    const Numbers x = random_numbers(random, size_t(rows * matrix.columns), 1);
+    Numbers found[2];
+    for (int turn = 0; turn < 2; turn++) {
+        found[turn].resize(size_t(rows * matrix.rows));
+        std::vector<char> scratch(size_t(rows) * row_nbytes(matrix.columns));
+        std::vector<int64_t> given = {int64_t(x.data()), matrix.columns, int64_t(found[turn].data()), matrix.rows, rows,
+                                      int64_t(scratch.data()), 0};
+        matrix.describe(given);
+        run(moedge_multiply, given, 6, turn ? 3 : 1);
+    }
+    Error error;
+    for (int64_t r = 0; r < rows; r += 7)
+        error.add(matrix.product(row_of(x, r, matrix.columns)), found[0].data() + r * matrix.rows);
+    return error.small() && found[0] == found[1];
+}
+
+bool experts(Random &random) {
+    const int64_t width = 32 * (1 + random() % 4), inner = 32 * (1 + random() % 3), count = 1 + random() % 4, tokens = 9;
+    std::vector<Matrix> ups, downs;
+    std::vector<int64_t> rows, jobs, token_ids;
+    for (int64_t e = 0; e < count; e++) {
+        ups.emplace_back(random, 2 * inner, width, 32);
+        downs.emplace_back(random, width, inner, 32);
+        rows.push_back(1 + random() % 40);
+    }
+    int64_t first = 0;
+    const size_t nbytes = row_nbytes(width) + row_nbytes(inner);
+    for (int64_t e = 0; e < count; e++) {
+        for (int64_t each : {first, rows[size_t(e)], int64_t(size_t(first) * nbytes)}) jobs.push_back(each);
+        ups[size_t(e)].describe(jobs);
+        downs[size_t(e)].describe(jobs);
+        first += rows[size_t(e)];
+    }
+    for (int64_t r = 0; r < first; r++) token_ids.push_back(random() % tokens);
+    const Numbers hidden = random_numbers(random, size_t(tokens * width), 1);
+    Numbers found[2];
+    for (int turn = 0; turn < 2; turn++) {
+        found[turn].resize(size_t(first * width));
+        std::vector<char> scratch(size_t(first) * nbytes);
+        run(moedge_experts,
+            {int64_t(hidden.data()), width, int64_t(token_ids.data()), int64_t(found[turn].data()), width,
+             int64_t(scratch.data()), 0, 0, count, int64_t(jobs.data()), 0},
+            10, turn ? 3 : 1);
+    }
+    Error error;
+    for (int64_t e = 0, r = 0; e < count; r += rows[size_t(e)], e++) {
+        const std::vector<double> both = ups[size_t(e)].product(row_of(hidden, token_ids[size_t(r)], width));
+        std::vector<double> activated;
+        for (size_t i = 0; i < size_t(inner); i++)
+            activated.push_back(both[i] / (1 + exp(-both[i])) * both[i + size_t(inner)]);
+        error.add(downs[size_t(e)].product(activated), found[0].data() + r * width);
+    }
+    return error.small() && found[0] == found[1];
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+    const int cases = count > 1 ? atoi(arguments[1]) : 20, seed = count > 2 ? atoi(arguments[2]) : 0;
+    for (int set = MOEDGE_AVX2; set <= moedge_supported(); set++) {
+        moedge_choose(set);
+        for (int number = 0; number < cases; number++) {
+            Random random(uint32_t(seed + number));
+            if (number % 2 ? experts(random) : one_matrix(random)) continue;
+            printf("set %d, seed %d is wrong\n", set, seed + number);
+            return 1;
+        }
+    }
+    printf("%d cases of %d instruction sets\n", cases, moedge_supported());
+    return 0;
+}
