@@ -72,7 +72,7 @@ class PackedTensor:
 
     layout: Layout
     planes: tuple[Tensor, ...]
-    # What kernels are told about the planes (matmul/tiled.py), from the first call on: asking takes longer than a call.
+    # The planes as kernels want them (matmul/tiled.py), from the first call on: asking for addresses takes longer.
     described: list[int] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod

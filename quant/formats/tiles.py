@@ -8,16 +8,13 @@ a block are ordered as [K/group, 32, ...] in planes of scales and zeros; as [K/2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import int4
 from .chunks import row_chunks
-
-if TYPE_CHECKING:
-    from ..tensor import Codec
 
 BLOCK_ROWS = 32
 
@@ -64,10 +61,18 @@ def by_rows(planes: tuple[Tensor, ...], high_first: bool = False) -> tuple[Tenso
     return (deinterleave_codes(codes, high_first), *grouped)
 
 
+class RowsCodec(Protocol):
+    """The part of a codec (tensor.Codec) of planes row after row that TilesCodec needs."""
+
+    def pack(self, weight: Tensor, planes: tuple[Tensor, ...]) -> None: ...
+
+    def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None: ...
+
+
 class TilesCodec:
     """The codec (tensor.Codec) of the codes that `rows` packs and unpacks row after row."""
 
-    def __init__(self, rows: Codec, high_first: bool = False) -> None:
+    def __init__(self, rows: RowsCodec, high_first: bool = False) -> None:
         self._rows = rows
         self._high_first = high_first
 
