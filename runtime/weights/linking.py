@@ -204,7 +204,7 @@ class LinkingLayerSink:
         yield shard
         if len(shard):
             runs = self._linker.find(self._shards.dense, shard, self._linker.dense(self._index))
-            found = runs and self._linker.link(runs, shard)
+            found = None if runs is None else self._linker.link(runs, shard)
             self._dense = shard if found is None else found
 
     @contextmanager
@@ -216,7 +216,7 @@ class LinkingLayerSink:
         runs, found = None, None
         if not copied:
             runs = self._linker.find(layout, self._expert, self._linker.expert(self._index, index, count))
-            found = runs and self._linker.link(runs, self._expert)
+            found = None if runs is None else self._linker.link(runs, self._expert)
         if self._inferred and runs != self._linker.of_expert(self._first, index):
             raise CannotLink(f"layer {self._index} expert {index} lies in the files otherwise than those before it")
         if index == 0:
@@ -242,10 +242,10 @@ class LinkingLayerSink:
 
         if len(runs) == len(experts):
             compute.parallel_for(experts, name)
-        found = [shard for index in experts if (shard := named.get(index)) is not None]
-        if len(found) < len(experts):
+        shards = [shard for index in experts if (shard := named.get(index)) is not None]
+        if len(shards) < len(experts):
             return False
-        self._experts += found
+        self._experts += shards
         self._inferred = True
         return True
 
@@ -303,8 +303,8 @@ class LinkingSink:
             return
         assert self._shards.head is not None
         runs = self._linker.find(self._shards.head, shard, self._linker.dense(None))
-        found = runs and self._linker.link(runs, shard)
-        if not found:
+        found = None if runs is None else self._linker.link(runs, shard)
+        if found is None:
             self._limit(self._writer.nbytes_written + nbytes)
             self._writer.write_head(shard.numpy().data)
         else:
