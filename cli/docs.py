@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -174,20 +175,26 @@ def docs(
     The same command resumes a job that was stopped or killed, and answers only files that are new or changed. Files
     that cannot be read, and rows that fail, go to OUTPUT's name with .errors.jsonl.
     """
-    shown = output_format is options.Format.HUMAN and not quiet and not print_prompt
-    options.say_device(gpu_mem, shown)
+    raise typer.Exit(_answer(model, folder, output, locals()))
+
+
+def _answer(model: str, folder: Path, output: Path, given: Mapping[str, Any]) -> ExitCode:
+    """Does what the options `given` ask for, by their names in the command."""
+    output_format, quiet, sample = given["output_format"], given["quiet"], given["sample"]
+    shown = output_format is options.Format.HUMAN and not quiet and not given["print_prompt"]
+    options.say_device(given["gpu_mem"], shown)
     from ..runtime.api.documents import documents_request
     from .views.documents_view import DocumentsView
 
-    request = documents_request(model, folder, output, locals())
-    if print_prompt:
+    request = documents_request(model, folder, output, given)
+    if given["print_prompt"]:
         _print(request.question)
-        raise typer.Exit(ExitCode.OK)
-    view = partial(DocumentsView, progress, quiet, output_format, verbose=verbose)
-    code = view().run_documents(request, summary)
-    if sample is not None and code in _WHOLE and _wanted(yes, shown):
-        code = view().run_documents(replace(request, sample=None), summary)
-    raise typer.Exit(code)
+        return ExitCode.OK
+    view = partial(DocumentsView, given["progress"], quiet, output_format, verbose=given["verbose"])
+    code = view().run_documents(request, given["summary"])
+    if sample is not None and code in _WHOLE and _wanted(given["yes"], shown):
+        code = view().run_documents(replace(request, sample=None), given["summary"])
+    return code
 
 
 _WHOLE = (ExitCode.OK, ExitCode.SOME_ROWS_FAILED)

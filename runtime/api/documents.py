@@ -74,7 +74,7 @@ class DocumentsEnded:
     whole: WholeFolder | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What docs/run-summary.md says of documents, without the rounds."""
+        """What docs/documents.md says of the summary, without the rounds."""
         return {"reason": self.reason, "totals": _plain(self.totals), "report": _plain(self.report)}
 
     def write(self, path: Path) -> None:
