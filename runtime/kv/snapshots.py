@@ -16,14 +16,14 @@ class StateSlots:
     """Gives tables their slots of a pool. A sequence that begins with a prefix reads the snapshot's slot in its first
     pass and writes its own, so that no state is copied, and the snapshot may be of the same pass.
 
-    Snapshots are kept at ends of blocks of `block` tokens: where sequences that were announced part, in the place of
+    Snapshots are kept at ends of blocks of `block` tokens: where sequences that were announced part, which evicts
     the least recently used ones; and at ends of chunks of prompts that go on, where a slot is free.
     """
 
     def __init__(self, pool: StatePool, block: int) -> None:
         self.pool = pool
         self._allocator = pool.allocator
-        # A state can be kept after so many tokens, which are so many blocks.
+        # States can be kept at multiples of this number of tokens, and of blocks.
         self._step = math.lcm(block, pool.cut)
         self._blocks = self._step // block
         self._num_planned = 0
