@@ -22,8 +22,12 @@ class BuildWithLibrary(build_py):
 
     def run(self) -> None:
         super().run()
+        target = native_library(self)
+        if not self.editable_mode:
+            # What an earlier build left here may be of other sources.
+            target.unlink(missing_ok=True)
         try:
-            native.build(native_library(self))
+            native.build(target)
         except native.CannotBuild as error:
             # Without it everything works, slower.
             self.announce(f"notice: the library of CPU kernels was not built: {error}", level=3)
@@ -35,7 +39,7 @@ class TaggedWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         library = native_library(self.get_finalized_command("build_py"))
         if self.distribution.get_command_obj("build_py").editable_mode or not library.is_file():
-            return super().get_tag()
+            return "py3", "none", "any"
         return "py3", "none", native.wheel_platform(library)
 
 

@@ -151,8 +151,8 @@ def run(options: argparse.Namespace) -> None:
     print(f"{backend}; {torch.get_num_threads()} threads, memory read at {rate / 1e9:.1f} GB/s, products of bf16 at "
           f"{products / 1e9:.0f} GFLOP/s; {len(lengths)} sequences of {min(lengths):,} to {max(lengths):,} tokens; "
           "ms per layer\n")  # fmt: skip
-    print("| heads | format | ms with storing | ms | MB | GB/s | GFLOP/s | share of the smaller roof | obvious code, ms | "
-          "against bf16 |")  # fmt: skip
+    print("| heads | format | ms with storing | ms | MB | GB/s | GFLOP/s | share of the smaller roof | "
+          "obvious code, ms | against bf16 |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name in options.shape or SHAPES:
         in_bf16 = obvious = 0.0

@@ -55,10 +55,10 @@ def native_distance(kv_format: str, dtype: torch.dtype) -> float:
         sequence.table.blocks, sequence.table.num_tokens = [[free.pop() for _ in range(count)]], length - 1
         chosen.append((sequence, 1))
     q = torch.randn(len(_LENGTHS), _KV_HEADS * _GROUP, _DIM, generator=generator).to(dtype)
-    rows = [side[: len(_LENGTHS)] for side in (k, v)]
+    new_k, new_v = (side[: len(_LENGTHS)] for side in (k, v))
     mine, meant = (
         TorchAttention(KVCache([pool]), dtype, tiled=False, native=native)
-        .attend(AttentionCall(0, _DIM**-0.5), q, *rows, pack(chosen))
+        .attend(AttentionCall(0, _DIM**-0.5), q, new_k, new_v, pack(chosen))
         .float()
         for native in (True, False)
     )

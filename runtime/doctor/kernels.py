@@ -62,7 +62,7 @@ def check_native() -> Finding:
     if wrong:
         return fail("CPU kernels", f"give wrong numbers here: {wrong}", "MOEDGE_ISA=none leaves them out; report it")
     if lack := library.lack():
-        costs = "torch computes attention instead, which takes 4 to 15 times as long with many sequences"
+        costs = "torch computes attention instead, which takes 3 to 4 times as long with many sequences"
         if "g++" in lack or "sources" in lack:
             return warn("CPU kernels", f"not used: {lack.partition(' (')[0]}; {costs}", library.BUILD)
         return ok("CPU kernels", f"not used: {lack}; {costs}")
