@@ -77,9 +77,9 @@ def _added(values: Sequence[Any]) -> Any:
     if not found:
         return None
     first = found[0]
-    if is_dataclass(first):
+    if is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in fields(first)]
-        return type(first)(**{name: _added([getattr(each, name) for each in found]) for name in names})
+        return replace(first, **{name: _added([getattr(each, name) for each in found]) for name in names})
     if isinstance(first, int | float) and not isinstance(first, bool):
         return sum(found)
     if isinstance(first, Mapping) and all(type(each) in (int, float) for each in first.values()):

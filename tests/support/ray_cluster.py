@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -75,17 +76,17 @@ class Chaos(threading.Thread):
         self._folder = JobFolder(output.with_suffix(".job"))
         self._num_rows = num_rows
         self._deeds = deeds
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
         for number, deed in enumerate(self._deeds, 1):
             while self._rows() < number * self._num_rows // (len(self._deeds) + 2) or not deed():
-                if self._stop.wait(0.05):
+                if self._ended.wait(0.05):
                     return
             self.done += 1
 
     def end(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join()
 
     def _rows(self) -> int:
@@ -118,7 +119,9 @@ def leave_and_return(found: Any, seconds: float) -> list[Callable[[], bool]]:
     def join() -> bool:
         if time.monotonic() - left[0] < seconds:
             return False
-        found.add_node(**_NODE)
+        # Ray sets a handler of signals, which only the main thread may.
+        with patch("signal.signal"):
+            found.add_node(**_NODE)
         return True
 
     return [leave, join]
