@@ -46,7 +46,7 @@ def deinterleave_codes(codes: Tensor, high_first: bool = False) -> Tensor:
 
 def interleave_groups(plane: Tensor, out: Tensor) -> None:
     """Writes scales, zeros or factors [n, G, ...], row after row, into `out` in order `tiles`."""
-    _groups(out).copy_(plane.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2))
+    _groups(out).copy_(plane.reshape(-1, BLOCK_ROWS, *plane.shape[1:]).transpose(1, 2))
 
 
 def deinterleave_groups(plane: Tensor) -> Tensor:

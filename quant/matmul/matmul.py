@@ -143,7 +143,7 @@ class Matmul:
         """
         if not experts or self.integer or not tiled.takes_experts(hidden, experts, gate, self.workspace.nbytes):
             return False
-        if max(one.count for one in experts) > self._tiled_rows():
+        if max(one.num_rows for one in experts) > self._tiled_rows():
             return False
         assert gate is not None
         tiled.multiply_experts(hidden, token_ids, experts, gate, out, self.workspace.buffer, self._all_threads)

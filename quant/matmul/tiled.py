@@ -80,7 +80,7 @@ class ExpertRows(NamedTuple):
     """An expert's matrices and biases, and which rows of the groups are its own."""
 
     first: int
-    count: int
+    num_rows: int
     up: PackedTensor
     up_bias: Tensor | None
     down: PackedTensor
@@ -122,12 +122,12 @@ def _calls(experts: Sequence[ExpertRows], most: int) -> list[list[ExpertRows]]:
     calls: list[list[ExpertRows]] = [[]]
     taken, at_once = 0, min(MOST_ROWS, most)
     for one in experts:
-        for first in range(0, one.count, at_once):
-            rows = min(at_once, one.count - first)
+        for first in range(0, one.num_rows, at_once):
+            rows = min(at_once, one.num_rows - first)
             if taken + rows > most:
                 calls.append([])
                 taken = 0
-            calls[-1].append(one._replace(first=one.first + first, count=rows))
+            calls[-1].append(one._replace(first=one.first + first, num_rows=rows))
             taken += rows
     return calls
 
@@ -144,10 +144,10 @@ def _experts_arguments(
     described: list[int] = []
     offset = 0
     for job in jobs:
-        described += (job.first, job.count, offset)
+        described += (job.first, job.num_rows, offset)
         described += _describe(job.up, job.up_bias)
         described += _describe(job.down, job.down_bias)
-        offset += job.count * of_row
+        offset += job.num_rows * of_row
     given = (c_int64 * (11 + len(described) + _COUNTERS))(
         hidden.data_ptr(),
         hidden.stride(0),
