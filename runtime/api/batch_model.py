@@ -83,8 +83,8 @@ class BatchModel:
         """The arguments of `map_batches` by the plan of one engine, made here, on a machine like those of the actors.
 
         Ray reserves for each of `concurrency` actors what the engine may use: memory, a GPU if it computes on one, and
-        this machine's CPUs divided by `concurrency`. `options` are those of LLM; say `ram` where several actors share a
-        machine. Raises DoesNotFit, BadArgument.
+        this machine's CPUs divided by `concurrency`, less one for reading and writing. `options` are those of LLM; say
+        `ram` where several actors share a machine. Raises DoesNotFit, BadArgument.
         """
         from .plan_report import plan
 
@@ -100,7 +100,8 @@ class BatchModel:
             "fn_constructor_kwargs": given,
             "concurrency": concurrency,
             "batch_size": _FULL_PASSES * chosen.max_sequences,
-            "num_cpus": max(1, len(os.sched_getaffinity(0)) // (1 if on_gpu else concurrency)),
+            # Reading and writing need a CPU, or the actors would wait for rows that nobody reads.
+            "num_cpus": max(0.5, len(os.sched_getaffinity(0)) // concurrency - 1),
             "num_gpus": int(on_gpu),
             "memory": chosen.budget.host_nbytes,
         }
