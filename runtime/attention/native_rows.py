@@ -123,7 +123,7 @@ class RowAttention:
         return self._plans[key]
 
     def attend(self, query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor) -> None:
-        """Fills the plan's rows of out [T, Hq, D] with the attention of the query's rows over the cache.
+        """Fills the plan's rows of out [T, Hq, D], contiguous, with the attention of the query's rows over the cache.
 
         `keys` may be stored in several parts; queries have the elements of the parts one after the other.
         """

@@ -90,7 +90,8 @@ class TorchAttention:
             pool.write(layer_index.index, slots.block_ids, slots.offsets, k, v)
         else:
             self._store(pool, layer_index.index, slots.slots, k, v)
-        out = torch.empty_like(q)
+        # Contiguous, as the kernels write it, which `q` need not be.
+        out = q.new_empty(q.shape)
         if self._native is None or not self.tiled:
             self._prompts(call, layer_index, batch, (q, k, v), out)
         if self._native is not None:

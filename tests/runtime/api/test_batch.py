@@ -42,7 +42,7 @@ def test_the_arguments_are_the_options_of_the_commands() -> None:
     assert set(PlanOptions.__annotations__) == parameters(plan) | {"attention"}
     assert set(LLMOptions.__annotations__) >= parameters(batch) & set(BatchOptions.__annotations__) - {
         "max_tokens", "temperature", "plan", "lenient", "until", "max_rows", "max_failures", "accept_drift",
-        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs", "overwrite", "partial",
+        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs", "overwrite", "partial", "ray", "ray_workers",
         *RowOptions.__annotations__,
     }  # fmt: skip
     assert parameters(jobs.resume) - {"job", "failed", "cut"} <= set(BatchOptions.__annotations__)

@@ -1,7 +1,7 @@
 """The CPU kernels of attention agree with float64 over the same codes, and a row's bits depend on that row alone."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -127,6 +127,21 @@ def test_every_instruction_set_agrees_with_float64(isa: str, dtype: torch.dtype,
     for shape in SHAPES:
         rows = Rows.make(shape, kv_format, [1, 40, 257, 700], 16, dtype)
         assert error(rows.run(), rows.wanted()) < most, shape
+
+
+def test_queries_need_not_be_contiguous() -> None:
+    """Partial rotary embeddings end in a concatenation, after which heads come before tokens in memory."""
+
+    wanted, turned = (NativeSetup((8, 2, 64), "fp32") for _ in range(2))
+    attend = turned.attention.attend
+
+    def attend_turned(call: AttentionCall, q: torch.Tensor, *others: Any) -> torch.Tensor:
+        return attend(call, q.transpose(0, 1).contiguous().transpose(0, 1), *others)
+
+    turned.attention.attend = attend_turned  # type: ignore[method-assign]
+    # Generated tokens after a prompt.
+    pairs = zip(turned.run(1000, last=2), wanted.run(1000, last=2), strict=True)
+    assert all(torch.allclose(found, right, atol=1e-5) for found, right in pairs)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -221,7 +221,7 @@ def test_reading_a_shape_imports_no_torch(checkpoint: Callable[[str], Path]) -> 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "deepseek_v32"}, "sparse attention"),
+        ({"model_type": "minimax_m3_vl_text"}, "sparse attention"),
         ({"model_type": "mamba2"}, "recurrent"),
         ({"model_type": "no_such_model"}, "not supported"),
         ({"model_type": 7}, "not supported"),
