@@ -415,7 +415,7 @@ class _Search:
         shape, settings = weights.shape, self._request.settings
         latent = any(group.is_latent for group in shape.kv_groups)
         heads = frozenset(group.head_dim for group in shape.kv_groups)
-        # The kernels' bits are a row's own; that whole jobs keep theirs is not shown yet.
+        # Deterministic prompts would take the kernels, too, a few rows at a time: not timed against torch yet.
         lack = "--deterministic takes torch's attention" if settings.deterministic else library.lack()
         needs = AttentionNeeds(heads, weights.gpu, interpreted(), latent, lack)
         attention = choose_attention(settings.attention, needs)
