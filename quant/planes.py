@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .formats import int4, mxfp4, nf4, tiles
-from .formats.chunks import row_chunks
-from .formats.format import CODE_BITS, NF4PACK, ROWS, TILES, FormatError, Layout, get_format
+from .formats.format import CODE_BITS, NF4PACK, ROWS, TILES, FormatError, Layout, get_format, row_chunks
 from .tensor import PackedTensor, bind_cleared, dtype_name
 
 

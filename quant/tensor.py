@@ -12,10 +12,22 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from .formats import chunks, int4, int8, mxfp4, nf4, plain, tiles
-from .formats.chunks import row_chunks
+from .formats import int4, int8, mxfp4, nf4, plain, tiles
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
-from .formats.format import ALIGNMENT, CODE_BITS, INT4PACK, NF4PACK, ROWS, TILES, FormatError, Layout, Plane, get_format
+from .formats.format import (
+    ALIGNMENT,
+    CODE_BITS,
+    INT4PACK,
+    NF4PACK,
+    PACK_CHUNK,
+    ROWS,
+    TILES,
+    FormatError,
+    Layout,
+    Plane,
+    get_format,
+    row_chunks,
+)
 from .scratch import wide_columns
 
 
@@ -169,7 +181,7 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach 
         finally:
             torch.set_num_threads(num_threads)
 
-    for_each(row_chunks(layout.shape, layout.row_block, chunks.PACK_CHUNK), pack_rows)
+    for_each(row_chunks(layout.shape, layout.row_block, PACK_CHUNK), pack_rows)
     return packed
 
 

@@ -8,10 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .chunks import chunks_of
+from .lookup import chunks_of
 
 # 1.5 * 2^23: a float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
-# torch.round does the same, but starts threads for as few as 2048 numbers (see chunks.CHUNK).
+# torch.round does the same, but starts threads for as few as 2048 numbers (see format.CHUNK).
 ROUNDER = 12582912.0
 # A lower bound, so that the scale of a row of zeros, or nearly zeros, is a normal number; its codes are then 0.
 SMALLEST_ABSMAX = 1e-30

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .chunks import chunks_of
+from .format import row_chunks
+
+# On other devices an operation costs a launch, and copies are memory that no plan counts.
+DEVICE_CHUNK = 1 << 20
 
 
 class Values(NamedTuple):
@@ -45,3 +49,11 @@ def _pairs(values: Values, device: torch.device) -> Tensor:
     high, low = torch.cartesian_prod(numbers, numbers).unbind(1)
     both = (high, low) if values.high_first else (low, high)
     return torch.stack(both, 1).view(torch.int64).view(-1)
+
+
+def chunks_of(matrix: Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix [N, K] that are dequantized together, with a few float32 copies of each."""
+    if matrix.is_cpu:
+        return row_chunks((len(matrix), matrix.shape[1]))
+    rows = max(1, DEVICE_CHUNK // matrix.shape[1])
+    return (slice(start, start + rows) for start in range(0, len(matrix), rows))

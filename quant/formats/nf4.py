@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import bitsandbytes_kernels, lookup
-from .chunks import row_chunks
+from .format import row_chunks
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import int4
-from .chunks import row_chunks
+from .format import row_chunks
 
 BLOCK_ROWS = 32
 

@@ -17,8 +17,7 @@ from ...offload.errors import BadCheckpoint
 from ...offload.store.manifest import HEAD_FILE, layer_file
 from ...offload.store.writer import LayerFile, StoreWriter
 from ...offload.stream.lane import HEAD, ShardKey
-from ...quant.formats.chunks import row_chunks
-from ...quant.formats.format import FormatError, Layout
+from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.planes import fill
 from ...quant.scratch import wide_columns

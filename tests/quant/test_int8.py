@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant.formats import chunks, int8
+from moedge.quant import tensor
+from moedge.quant.formats import int8
 from moedge.quant.formats.format import FormatError
 from moedge.quant.tensor import pack
 
@@ -63,7 +64,7 @@ def test_zeros_come_back_as_zeros() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 33, generator=torch.Generator().manual_seed(1))
     whole = pack(weight, "int8")
-    monkeypatch.setattr(chunks, "PACK_CHUNK", 7 * 33)
+    monkeypatch.setattr(tensor, "PACK_CHUNK", 7 * 33)
     chunked = pack(weight, "int8")
     assert all(torch.equal(one, other) for one, other in zip(whole.planes, chunked.planes, strict=True))
 

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moedge.quant.formats import bitsandbytes_kernels, chunks, nf4
+from moedge.quant import tensor
+from moedge.quant.formats import bitsandbytes_kernels, nf4
 from moedge.quant.formats.format import FormatError
 from moedge.quant.tensor import PackedTensor, pack
 
@@ -72,7 +73,7 @@ def test_zeros_come_back_as_zeros(zero: float) -> None:
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PACK_CHUNK", 7 * 192)
+    monkeypatch.setattr(tensor, "PACK_CHUNK", 7 * 192)
     assert_codes_are_those_of_bitsandbytes(torch.randn(100, 192, generator=torch.Generator().manual_seed(1)))
 
 

@@ -53,7 +53,7 @@ def _replaced(states: PassStates, layer: int, chunks: Function, recurrent: Funct
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query and key [1, T, Hk, K], value [1, T, H, V], g [1, T, H] or [1, T, H, K], beta [1, T, H] -> [1, T, H, V]."""
+        """query and key [1, T, Hk, K], value [1, T, H, V], beta [1, T, H], g like beta or [1, T, H, K] -> value."""
         assert states.pool is not None
         same = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         size = {"chunk_size": SCAN_CHUNK} if states.tiled else {}
@@ -79,8 +79,8 @@ def delta_step(rows: Any, state: torch.Tensor, normalized: bool) -> torch.Tensor
     """One token of n sequences, as both rules get it -> [n, 1, H, V]; changes `state` [n, H, K, V] in place.
 
     transformers' code makes five copies of the state, this none: with S' = exp(g) S + k d^T, where d is what k does not
-    yet read right, the output S'^T q is exp(g) S^T q + (k . q) d. So one product reads S for q and for k. The decay is one
-    of a head, or of each element of its keys (Kimi).
+    yet read right, the output S'^T q is exp(g) S^T q + (k . q) d. So one product reads S for q and for k. There is a
+    decay for each head, or for each element of its keys (Kimi).
     """
     q, k, v, decay, strength = (row.squeeze(1).float() for row in rows)
     n, heads, keys, values = state.shape

@@ -1,8 +1,8 @@
 """Loading a layer at a time gives the parameters that transformers itself loads, to the bit, or a refusal."""
 
 import json
-import shutil
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
