@@ -6,6 +6,7 @@ Ray starts them where there is space, carries calls and answers, and notices dea
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -153,7 +154,7 @@ class Workers:
             self._replace(owner, slot, crashed=False)
         elif isinstance(error, self._ray.exceptions.RayTaskError):
             # An error that nobody foresaw: the worker cannot be trusted any more.
-            print(f"moedge: a worker failed: {error}", flush=True)
+            print(f"moedge: a worker failed: {error}", file=sys.stderr, flush=True)
             self._replace(owner, slot, crashed=True)
         else:
             assert slot.info is not None
