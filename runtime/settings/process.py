@@ -1,5 +1,5 @@
-"""Settings of the whole process that must precede the import of torch: how threads wait, the size of memory pages, and
-how torch's allocator takes GPU memory."""
+"""Settings of the whole process that must precede the import of torch: how threads wait, the size of memory pages, how
+many compiled products oneDNN keeps, and how torch's allocator takes GPU memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def settle() -> None:
     """Call this before torch is imported. Variables that the user set keep their values."""
     wait_without_spinning()
     use_large_pages()
+    keep_few_products()
     let_segments_grow()
 
 
@@ -36,6 +37,24 @@ def use_large_pages() -> None:
     over 4,096 tokens (docs/performance.md).
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+# A product of up to 128 rows with matrices of two shapes is compiled once. With more rows, computing takes far longer
+# than compiling again, which takes 0.3 ms.
+PRIMITIVES = 256
+# torch's own cache, one per thread, of what oneDNN's cache has too: finding it there takes 15 us.
+DESCRIPTORS = 16
+
+
+def keep_few_products() -> None:
+    """Limits how many compiled products oneDNN keeps, and how many descriptions of them torch keeps beside it.
+
+    oneDNN compiles a product of bf16 matrices for every number of rows that it meets, and the rows of an expert are
+    other ones in every pass. A compiled product takes 0.27 MiB, and so does its description: with the defaults, 1,024
+    of each, a job grew by up to 0.5 GiB (docs/performance.md).
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
+    os.environ.setdefault("LRU_CACHE_CAPACITY", str(DESCRIPTORS))
 
 
 def let_segments_grow() -> None:

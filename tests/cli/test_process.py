@@ -1,5 +1,6 @@
 """What the command line settles before torch is loaded, seen in a process of its own."""
 
+import ctypes
 import os
 import resource
 import signal
@@ -11,7 +12,7 @@ import pytest
 
 from moedge.cli import main
 from moedge.offload import memory
-from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES, settle
+from moedge.runtime.settings.process import ALLOCATOR, ALLOCATOR_VARIABLES, DESCRIPTORS, PRIMITIVES, settle
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CODE = """
@@ -31,6 +32,49 @@ def large_pages(**environment: str) -> int:
         [sys.executable, "-c", CODE], env=plain | environment, capture_output=True, text=True, check=True
     )
     return int(run.stdout)
+
+
+# As many products as a job meets in a few hundred passes: bf16 rows, each time another number of them.
+PRODUCTS = """
+from moedge.runtime.settings.process import settle
+settle()
+import ctypes
+import torch
+
+class Counts(ctypes.Structure):
+    _fields_ = [(f"number{index}", ctypes.c_size_t) for index in range(10)]
+
+# `uordblks` of mallinfo2(3): the bytes that are in use.
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Counts
+torch.set_num_threads(1)
+weight, rows = torch.zeros(16, 16, dtype=torch.bfloat16), torch.zeros(1000, 16, dtype=torch.bfloat16)
+for count in range(1, len(rows)):
+    torch.mm(rows[:count], weight)
+    if count == 350:
+        before = mallinfo2().number7
+print(mallinfo2().number7 - before >> 20)
+"""
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc from 2.33 on counts its bytes")
+def test_products_of_ever_other_shapes_do_not_take_ever_more_memory() -> None:
+    """650 of them would add 330 MiB where oneDNN compiles them, which it does on CPUs with AVX-512."""
+    plain = {name: value for name, value in os.environ.items() if name not in CACHES}
+    run = subprocess.run([sys.executable, "-c", PRODUCTS], env=plain, capture_output=True, text=True, check=True)
+    assert int(run.stdout) <= 16
+
+
+def test_caches_of_products_are_bounded_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    settle()
+    assert [int(os.environ[name]) for name in CACHES] == [PRIMITIVES, DESCRIPTORS]
+    os.environ.update(dict.fromkeys(CACHES, "77"))
+    settle()
+    assert [os.environ[name] for name in CACHES] == ["77", "77"]
 
 
 @pytest.mark.skipif(
