@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -90,8 +91,13 @@ def not_a_number(running: list[Sequence]) -> None:
     running[0].finish(FinishReason.ERROR, "the logits are not finite")
 
 
+_READING = Lock()
+
+
 def read_here(process: ReaderProcess, file: BinaryIO, nbytes: int, name: str, digest: str) -> Content:
-    return read(file.read(nbytes), name, None, None, lambda page: None)
+    # pdfium may be used by one thread at a time; reader processes have one.
+    with _READING:
+        return read(file.read(nbytes), name, None, None, lambda page: None)
 
 
 def measured(counts: Counts) -> RunSummary:
