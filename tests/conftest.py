@@ -93,7 +93,7 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     the user's. Processes started here inherit that."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
-    for name in [name for name in os.environ if name.startswith("MOEDGE_")]:
+    for name in [name for name in os.environ if name.startswith("MOEDGE_") and name != "MOEDGE_ISA"]:
         del os.environ[name]
 
 
