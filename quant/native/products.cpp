@@ -1,4 +1,4 @@
-// Products of rows with matrices in order `tiles`: one matrix, or all experts of a layer. native/tiles.py calls them.
+// Products of rows with matrices in order `tiles`: one matrix, or all experts of a layer. matmul/tiled.py calls them.
 //
 // Several threads call a function with the same arguments, and each takes the next item from a shared counter until
 // none is left. A phase begins when every item of the one before has ended; the few microseconds until then are waited
@@ -44,6 +44,18 @@ void write_tile(const Matrix& matrix, int64_t tile, const Inputs& in, uint16_t* 
     alignas(64) float results[MOST_ROWS * OUTPUTS];
     multiply_tile(matrix, tile, in, results);
     for (int64_t r = 0; r < in.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
+}
+
+inline float from_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+inline uint32_t to_bits(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
 }
 
 // e^x to about one unit in the last place, by Cephes' polynomial; no branch, so that it is vectorised.

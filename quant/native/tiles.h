@@ -12,11 +12,8 @@
 // GCC 12 warns of its own undefined registers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-
 #include "moedge_cpu.h"
+#include "simd.h"
 
 namespace {
 
@@ -33,27 +30,6 @@ constexpr int64_t MOST_WIDENED = 256;
 enum values { INT4 = 0, NF4 = 1, E2M1 = 2, INT8 = 3 };
 enum scales { BF16 = 0, F16 = 1, F32 = 2, E8M0 = 3, BF16_PAIRS = 4, ANY = 5 };
 
-inline float from_bits(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
-inline uint32_t to_bits(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
-
-inline float from_bf16(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
-
-// Rounds to nearest even; NaN stays NaN.
-inline uint16_t to_bf16(float number) {
-    const uint32_t bits = to_bits(number);
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
-}
-
 constexpr float TABLES[3][16] = {
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     // nf4.LEVELS; bfloat16 where products are of bfloat16.
@@ -64,60 +40,32 @@ constexpr float TABLES[3][16] = {
 };
 
 #if MOEDGE_LEVEL >= 2
-using Numbers = __m512;
-constexpr int LANES = 16;
-inline Numbers zeros() { return _mm512_setzero_ps(); }
-inline Numbers load(const float* from) { return _mm512_loadu_ps(from); }
-inline void store(float* to, Numbers numbers) { _mm512_storeu_ps(to, numbers); }
-inline Numbers all(float number) { return _mm512_set1_ps(number); }
-inline Numbers multiply_add(Numbers a, Numbers b, Numbers c) { return _mm512_fmadd_ps(a, b, c); }
-inline Numbers multiply(Numbers a, Numbers b) { return _mm512_mul_ps(a, b); }
-inline Numbers subtract(Numbers a, Numbers b) { return _mm512_sub_ps(a, b); }
-inline Numbers as_numbers(__m512i bits) { return _mm512_castsi512_ps(bits); }
-inline Numbers wide_bf16(const uint16_t* from) {
-    return as_numbers(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+inline vf powers_of_two(const uint8_t* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)), 23));
 }
-inline Numbers wide_f16(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
-inline Numbers powers_of_two(const uint8_t* from) {
-    return as_numbers(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)), 23));
-}
-inline Numbers small_integers(const uint8_t* from) {
+inline vf small_integers(const uint8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
-inline void pairs_of_bf16(const uint16_t* from, Numbers& first, Numbers& second) {
+inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
     const __m512i both = _mm512_loadu_si512(from);
-    first = as_numbers(_mm512_slli_epi32(both, 16));
-    second = as_numbers(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
 }
 #else
-using Numbers = __m256;
-constexpr int LANES = 8;
-inline Numbers zeros() { return _mm256_setzero_ps(); }
-inline Numbers load(const float* from) { return _mm256_loadu_ps(from); }
-inline void store(float* to, Numbers numbers) { _mm256_storeu_ps(to, numbers); }
-inline Numbers all(float number) { return _mm256_set1_ps(number); }
-inline Numbers multiply_add(Numbers a, Numbers b, Numbers c) { return _mm256_fmadd_ps(a, b, c); }
-inline Numbers multiply(Numbers a, Numbers b) { return _mm256_mul_ps(a, b); }
-inline Numbers subtract(Numbers a, Numbers b) { return _mm256_sub_ps(a, b); }
-inline Numbers as_numbers(__m256i bits) { return _mm256_castsi256_ps(bits); }
-inline Numbers wide_bf16(const uint16_t* from) {
-    return as_numbers(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+inline vf powers_of_two(const uint8_t* from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), 23));
 }
-inline Numbers wide_f16(const uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
-inline Numbers powers_of_two(const uint8_t* from) {
-    return as_numbers(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), 23));
-}
-inline Numbers small_integers(const uint8_t* from) {
+inline vf small_integers(const uint8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 }
-inline void pairs_of_bf16(const uint16_t* from, Numbers& first, Numbers& second) {
+inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
     const __m256i both = _mm256_loadu_si256((const __m256i*)from);
-    first = as_numbers(_mm256_slli_epi32(both, 16));
-    second = as_numbers(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
 }
 #endif
 
-constexpr int VECTORS = OUTPUTS / LANES;
+constexpr int VECTORS = OUTPUTS / W;
 
 // Two columns of a tile's values, ready to be multiplied by two numbers of every row.
 #if MOEDGE_LEVEL >= 3
@@ -129,7 +77,7 @@ constexpr int ROWS_AT_ONCE = 6;
 // Rows that are multiplied by codes as they are widened. From the third block of rows on, keeping widened ones is faster.
 constexpr int64_t MOST_DIRECT = 12;
 
-inline void add_products(Numbers (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
+inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
     int both;
     memcpy(&both, x, 4);
     const __m512i numbers = _mm512_set1_epi32(both);
@@ -138,16 +86,16 @@ inline void add_products(Numbers (&sums)[VECTORS], const Pair& pair, const uint1
 }
 #else
 struct Pair {
-    Numbers of[2][VECTORS];
+    vf of[2][VECTORS];
 };
 constexpr int ROWS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 1;
 constexpr int64_t MOST_DIRECT = ROWS_AT_ONCE;
 
-inline void add_products(Numbers (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
-    const Numbers first = all(from_bf16(x[0])), second = all(from_bf16(x[1]));
+inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* x) {
+    const vf first = set1(bf16_to_float(x[0])), second = set1(bf16_to_float(x[1]));
     for (int v = 0; v < VECTORS; v++) {
-        sums[v] = multiply_add(pair.of[0][v], first, sums[v]);
-        sums[v] = multiply_add(pair.of[1][v], second, sums[v]);
+        sums[v] = fma(pair.of[0][v], first, sums[v]);
+        sums[v] = fma(pair.of[1][v], second, sums[v]);
     }
 }
 #endif
@@ -168,7 +116,7 @@ struct Codes {
         if (VALUES == INT8) return;
         alignas(64) uint16_t entries[32];
         // Twice: the fifth bit of an index is a bit of another code.
-        for (int i = 0; i < 32; i++) entries[i] = to_bf16(TABLES[VALUES % 3][i & 15]);
+        for (int i = 0; i < 32; i++) entries[i] = float_to_bf16(TABLES[VALUES % 3][i & 15]);
         table = _mm512_load_si512(entries);
     }
 
@@ -218,7 +166,7 @@ struct Codes {
         : at(from), low(_mm256_loadu_ps(TABLES[VALUES % 3])), high(_mm256_loadu_ps(TABLES[VALUES % 3] + 8)) {}
 
     // The entries of the low four bits.
-    Numbers looked_up(__m256i codes) const {
+    vf looked_up(__m256i codes) const {
         const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
     }
@@ -227,7 +175,7 @@ struct Codes {
         const uint8_t* from = at + index * NBYTES;
         if (VALUES == INT8) {
             for (int v = 0; v < VECTORS; v++) {
-                const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * LANES * v)));
+                const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * W * v)));
                 made.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
                 made.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
             }
@@ -262,10 +210,10 @@ struct Widened {
 
 // The scale and the zero of a group for each output: a weight is value(code) * scale + zero.
 struct Factors {
-    Numbers scale[VECTORS], zero[VECTORS];
+    vf scale[VECTORS], zero[VECTORS];
 };
 
-// A matrix [rows, columns], as Python describes it (native/tiles.py).
+// A matrix [rows, columns], as Python describes it (matmul/tiled.py).
 struct Matrix {
     const uint8_t *codes, *scales, *zeros;
     const uint16_t* bias;
@@ -286,11 +234,11 @@ struct Matrix {
         // All scales of a tile are adjacent: those of its first group, of its second, and so on.
         const int64_t item = (tile * (columns / group) + at) * OUTPUTS;
         for (int v = 0; v < VECTORS; v++) {
-            const int64_t first = item + v * LANES;
+            const int64_t first = item + v * W;
             if (KIND == BF16_PAIRS) {
                 pairs_of_bf16((const uint16_t*)scales + 2 * first, found.scale[v], found.zero[v]);
             } else if (KIND == BF16) {
-                found.scale[v] = wide_bf16((const uint16_t*)scales + first);
+                found.scale[v] = from_bf16((const uint16_t*)scales + first);
             } else if (KIND == E8M0) {
                 found.scale[v] = powers_of_two(scales + first);
             } else {
@@ -299,11 +247,11 @@ struct Matrix {
         }
     }
 
-    void any_factors(int64_t first, Numbers& scale, Numbers& zero) const {
-        if (scales_kind == BF16) scale = wide_bf16((const uint16_t*)scales + first);
-        if (scales_kind == F16) scale = wide_f16((const uint16_t*)scales + first);
+    void any_factors(int64_t first, vf& scale, vf& zero) const {
+        if (scales_kind == BF16) scale = from_bf16((const uint16_t*)scales + first);
+        if (scales_kind == F16) scale = from_half((const uint16_t*)scales + first);
         if (scales_kind == F32) scale = load((const float*)scales + first);
-        if (zeros != nullptr) zero = multiply(subtract(all(8), small_integers(zeros + first)), scale);
+        if (zeros != nullptr) zero = mul(sub(set1(8), small_integers(zeros + first)), scale);
     }
 };
 
@@ -328,15 +276,15 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
     const int64_t parts = matrix.group / matrix.part();
     int64_t group = begin / parts, part = begin % parts;
     results += first * OUTPUTS;
-    Numbers kept[KEPT_ROWS][VECTORS];
+    vf kept[KEPT_ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < KEPT_ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * LANES);
+        for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * W);
     for (int64_t at = begin; at < end; at++) {
-        Numbers sums[ROWS][VECTORS];
+        vf sums[ROWS][VECTORS];
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = zeros();
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = set1(0.0f);
         for (int64_t c = 0; c < chunks; c++) {
             const uint16_t* x = in.x + ((at * chunks + c) * in.rows + first) * CHUNK;
             const int64_t from = ((at - begin) * chunks + c) * (CHUNK / 2);
@@ -360,18 +308,18 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
                 for (int64_t c = 1; c < chunks; c++) total += totals[c * in.rows];
             }
             for (int v = 0; v < VECTORS; v++) {
-                Numbers result = KEPT ? kept[r % KEPT_ROWS][v] : load(results + r * OUTPUTS + v * LANES);
-                result = multiply_add(factors.scale[v], sums[r][v], result);
-                if (has_zeros) result = multiply_add(factors.zero[v], all(total), result);
+                vf result = KEPT ? kept[r % KEPT_ROWS][v] : load(results + r * OUTPUTS + v * W);
+                result = fma(factors.scale[v], sums[r][v], result);
+                if (has_zeros) result = fma(factors.zero[v], set1(total), result);
                 if (KEPT) kept[r % KEPT_ROWS][v] = result;
-                else store(results + r * OUTPUTS + v * LANES, result);
+                else store(results + r * OUTPUTS + v * W, result);
             }
         }
     }
     if (!KEPT) return;
 #pragma GCC unroll 16
     for (int r = 0; r < KEPT_ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(results + r * OUTPUTS + v * LANES, kept[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(results + r * OUTPUTS + v * W, kept[r][v]);
 }
 
 template <int KIND, class Source>
@@ -420,7 +368,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
     if (matrix.bias == nullptr) return;
     const uint16_t* bias = matrix.bias + tile * OUTPUTS;
     for (int64_t r = 0; r < in.rows; r++)
-        for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += from_bf16(bias[i]);
+        for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += bf16_to_float(bias[i]);
 }
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].
@@ -442,7 +390,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
 inline float sum_of(const uint16_t* chunk) {
     float total[8] = {0};
     for (int i = 0; i < CHUNK; i += 8)
-        for (int j = 0; j < 8; j++) total[j] += from_bf16(chunk[i + j]);
+        for (int j = 0; j < 8; j++) total[j] += bf16_to_float(chunk[i + j]);
     return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]));
 }
 
@@ -458,9 +406,9 @@ inline void put_row(const uint16_t* from, int64_t columns, int64_t row, int64_t 
 inline void round_all(const float* from, uint16_t* to) {
 #if MOEDGE_LEVEL >= 3
     for (int v = 0; v < VECTORS; v++)
-        _mm256_storeu_si256((__m256i*)(to + v * LANES), (__m256i)_mm512_cvtneps_pbh(load(from + v * LANES)));
+        _mm256_storeu_si256((__m256i*)(to + v * W), (__m256i)_mm512_cvtneps_pbh(load(from + v * W)));
 #else
-    for (int i = 0; i < OUTPUTS; i++) to[i] = to_bf16(from[i]);
+    for (int i = 0; i < OUTPUTS; i++) to[i] = float_to_bf16(from[i]);
 #endif
 }
 

@@ -55,15 +55,15 @@ def add_up(summaries: Sequence[RunSummary], metrics: Metrics, seconds: float | N
         None if each is None or not tokens else each / tokens for each in (moved.disk_to_host, moved.host_to_device)
     ]
     moved.disk_per_token, moved.device_per_token = per_token
-    first = summaries[-1]
-    total.kv = replace(total.kv, block=first.kv.block, bytes_per_token=first.kv.bytes_per_token, waste=metrics.waste)
+    last = summaries[-1]
+    total.kv = replace(total.kv, block=last.kv.block, bytes_per_token=last.kv.bytes_per_token, waste=metrics.waste)
     total.utilisation = Utilisation()
     counted = total.experts
     total.experts = Experts(counted.held, counted.total, counted.fetched, modes=counted.modes)
     total.experts.unwanted, total.experts.swaps = counted.unwanted, counted.swaps
-    total.weights = first.weights
+    total.weights = last.weights
     rates = [each.predicted.generated_tok_s for each in summaries if each.predicted.generated_tok_s]
-    total.predicted = Predicted(generated_tok_s=sum(rates) if rates else None, bottleneck=first.predicted.bottleneck)
+    total.predicted = Predicted(generated_tok_s=sum(rates) if rates else None, bottleneck=last.predicted.bottleneck)
     return total
 
 

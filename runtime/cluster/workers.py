@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..settings.errors import ClusterFailed, MissingExtra
@@ -143,7 +143,7 @@ class Workers:
         elif isinstance(found, Refused):
             self._end(slot)
             self.slots.remove(slot)
-            self.size = ClusterSize(self.size.workers - 1, self.size.cpus, self.size.gpus, self.size.share)
+            self.size = replace(self.size, workers=self.size.workers - 1)
             owner.refused(slot, found.message, len(self.slots))
         elif then is not None:
             then(slot, found)
