@@ -4,12 +4,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moedge.cli.views.check_view import verdict
+from moedge.quant.native import library
+from moedge.runtime.attention.native_rows import RowAttention, RowPlan, RowQuery
 from moedge.runtime.evaluation import reference
 from moedge.runtime.evaluation.check import PROMPTS, CheckReport, check
 from moedge.runtime.loading.prepare import prepare
@@ -60,6 +63,20 @@ def test_one_altered_expert_is_found_in_its_layer(model: Path, tmp_path: Path) -
     sound = check(prepared(model, tmp_path / "sound"), against=model, budgets=BUDGETS)
     assert sound.within
     assert sound.parts_at is None
+
+
+@pytest.mark.skipif(not library.available(), reason=f"no library of CPU kernels: {library.lack()}")
+def test_wrong_attention_of_the_kernels_that_jobs_use_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = RowAttention.attend
+
+    def wrong(self: RowAttention, query: RowQuery, keys: Any, values: Any, plan: RowPlan, out: torch.Tensor) -> None:
+        attend(self, query, keys, values, plan, out)
+        out.mul_(1.01)
+
+    monkeypatch.setattr(RowAttention, "attend", wrong)
+    found = compare(model)
+    assert not found.within
+    assert found.parts_at == 0
 
 
 def altered(model: Path, folder: Path, part: str) -> Path:
