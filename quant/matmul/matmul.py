@@ -162,6 +162,7 @@ class Matmul:
         return self._all_threads
 
     def _all_threads(self, call: Callable[[], None]) -> None:
+        """Calls a kernel, which shares its work among those that call it: here one thread."""
         call()
 
     # Here and below `shape[0]`, since len() of a tensor takes as long as a small operation.
@@ -314,7 +315,7 @@ class ParallelMatmul(Matmul):
             self._pool.run(range(self._pool.size), lambda _, worker: call(), deterministic=True)
 
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
-        return _alone if packed.nbytes * x.shape[0] < SMALL_TILED else self._all_threads
+        return super()._all_threads if packed.nbytes * x.shape[0] < SMALL_TILED else self._all_threads
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if _is_small(x, packed):
@@ -332,10 +333,6 @@ class ParallelMatmul(Matmul):
             lambda strip, worker: self._workers[worker].multiply_strip(x, packed, y, strip),
             deterministic=True,
         )
-
-
-def _alone(call: Callable[[], None]) -> None:
-    call()
 
 
 def _is_small(x: Tensor, packed: PackedTensor) -> bool:
