@@ -94,7 +94,7 @@ class Cluster:
             self._order = LoadOrder(settings, request.budgets, workload, request.experts, share)
             self.workers.start(self._facts(measured))
             while self.chosen is None:
-                self._step()
+                self.step()
         chosen = with_workload(self.chosen, self.chosen.plan, workload)
         return Planned(measured, workload, MachineMemory(chosen.plan.budget), chosen, checked.claim.begin(chosen.plan))
 
@@ -109,7 +109,7 @@ class Cluster:
         self._order = replace(self._order, settings=settings, least_tokens=least, offsets=self.offsets)
         self._loading = True
         while not self._loaded():
-            self._step()
+            self.step()
         return ClusterJob(self, planned, time.perf_counter() - begun)
 
     def _loaded(self) -> list[LoadReport]:
@@ -121,9 +121,6 @@ class Cluster:
 
     def step(self) -> None:
         """Gives every idle worker what it is to do next, and takes what others say. Raises ClusterFailed."""
-        self._step()
-
-    def _step(self) -> None:
         for slot in [each for each in self.workers.slots if each.idle]:
             self._assign(slot)
         self.workers.poll(self, _POLL_SECONDS)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 from contextlib import suppress
@@ -94,8 +95,9 @@ class JobFolder:
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:
-            # Gone or made again by another process that begins here: whoever opens the lock sees that.
-            if os.path.lexists(self.path) and not self.path.is_dir():
+            # One look: another process that begins here may remove it and make it again at any time, which whoever
+            # opens the lock sees.
+            if _is_file(self.path):
                 raise OutputRefused(f"{self.path} is a file, wanted a folder; choose another output name") from None
         except OSError as error:
             raise OutputRefused(
@@ -111,6 +113,15 @@ class JobFolder:
                 file.unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
+
+
+def _is_file(path: Path) -> bool:
+    """Whether something is there that is neither a folder nor a link."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode)
 
 
 class JobLock:
