@@ -37,8 +37,10 @@ PROMPTS = (
     "1, 2, 4, 8, 16,",
     "今日は天気が",
 )
-# The greatest relative difference of logits in float32; of other dtypes the greatest KL divergence, in nats.
-MOST_RELATIVE, MOST_KL = 1e-5, 1e-3
+# The greatest relative difference of logits in float32; of other dtypes the greatest KL divergence, in nats. Sums in
+# another order differ by up to 2e-5 even in models of two layers (which processor computes decides by how much), wrong
+# numbers by more than 1e-3.
+MOST_RELATIVE, MOST_KL = 1e-4, 1e-3
 # By dtype, the relative difference of a layer's output from which on both are said to part: 8 units of roundoff, and
 # in float32 what sums in another order give.
 PARTING = {"fp32": 1e-5, "fp16": 2.0**-8, "bf16": 2.0**-5}

