@@ -143,19 +143,19 @@ class Matmul:
         """
         if not experts or self.integer or not tiled.takes_experts(hidden, experts, gate, self.workspace.nbytes):
             return False
-        if max(one.num_rows for one in experts) > self._tiled_rows():
+        if max(one.num_rows for one in experts) > self.tiled_rows():
             return False
         assert gate is not None
         tiled.multiply_experts(hidden, token_ids, experts, gate, out, self.workspace.buffer, self._all_threads)
         return True
 
-    def _tiled_rows(self) -> int:
+    def tiled_rows(self) -> int:
         """The most rows for which widening codes in registers is used."""
         return ALL_ROWS if self.deterministic else self.gemv_max_rows.get(TILES, 0)
 
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
         enough = self.workspace.nbytes >= tiled.row_nbytes(packed.shape[1])
-        return enough and tiled.takes(x, packed) and x.shape[0] <= self._tiled_rows()
+        return enough and tiled.takes(x, packed) and x.shape[0] <= self.tiled_rows()
 
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
         """How a product calls its kernel: on the calling thread alone if it is small."""
@@ -309,13 +309,14 @@ class ParallelMatmul(Matmul):
         self.parallel_for(list(slices), lambda rows, _: work(rows))
 
     def _all_threads(self, call: Callable[[], None]) -> None:
-        if self._pool.size == 1:
-            call()
-        else:
-            self._pool.run(range(self._pool.size), lambda _, worker: call(), deterministic=True)
+        self._pool.call_on_all(call)
 
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
         return super()._all_threads if packed.nbytes * x.shape[0] < SMALL_TILED else self._all_threads
+
+    def call_on_all(self, call: Callable[[], None]) -> None:
+        """Calls a kernel on every thread (WorkerPool.call_on_all)."""
+        self._pool.call_on_all(call)
 
     def linear(self, x: Tensor, packed: PackedTensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if _is_small(x, packed):

@@ -58,6 +58,21 @@ class WorkerPool:
             if outcome is not None:
                 raise outcome
 
+    def call_on_all(self, call: Task) -> None:
+        """Calls `call` on every thread at once. It computes without torch, since the threads' settings stay as they are.
+
+        Raises what a call raised, once all have ended.
+        """
+        for tasks in self._tasks:
+            tasks.put(call)
+        try:
+            call()
+        finally:
+            outcomes = [self._outcomes.get() for _ in self._tasks]
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:

@@ -22,6 +22,8 @@ from ..tensor import PackedTensor
 
 # Calls a function on every thread of a pool, and returns when all calls have ended.
 OnThreads = Callable[[Callable[[], None]], None]
+# An expert's matrices, each with its bias.
+ExpertMatrices = tuple[PackedTensor, Tensor | None, PackedTensor, Tensor | None]
 # A C function of the address of its arguments.
 Kernel = Callable[[int], None]
 # The rows that a kernel multiplies together; tiles.h has the same number.
@@ -30,7 +32,7 @@ MOST_ROWS = 128
 _VALUES = {"int4": 0, "nf4": 1, "e2m1": 2, "int8": 3}
 _SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
 _PAIRS = 4
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 # Two counters, each in a cache line of its own.
 _COUNTERS = 16
 
@@ -59,7 +61,7 @@ def multiply(
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    kernel, described = _functions()[0], _describe(packed, bias)
+    kernel, described = _functions()[0], describe(packed, bias)
     at_once = min(MOST_ROWS, scratch.numel() // row_nbytes(x.shape[1]))
     for first in range(0, x.shape[0], at_once):
         rows = min(at_once, x.shape[0] - first)
@@ -89,7 +91,7 @@ class ExpertRows(NamedTuple):
 
 def takes_experts(hidden: Tensor, experts: Sequence[ExpertRows], gate: Gate | None, scratch_nbytes: int) -> bool:
     """Whether `multiply_experts` can be used with such scratch; all experts have matrices of the same layouts."""
-    if gate is None or gate.activation not in _ACTIVATIONS or hidden.stride(1) != 1:
+    if gate is None or gate.activation not in ACTIVATIONS or hidden.stride(1) != 1:
         return False
     up, down = experts[0].up, experts[0].down
     enough = scratch_nbytes >= row_nbytes(up.shape[1]) + row_nbytes(down.shape[1])
@@ -145,8 +147,8 @@ def _experts_arguments(
     offset = 0
     for job in jobs:
         described += (job.first, job.num_rows, offset)
-        described += _describe(job.up, job.up_bias)
-        described += _describe(job.down, job.down_bias)
+        described += describe(job.up, job.up_bias)
+        described += describe(job.down, job.down_bias)
         offset += job.num_rows * of_row
     given = (c_int64 * (11 + len(described) + _COUNTERS))(
         hidden.data_ptr(),
@@ -155,7 +157,7 @@ def _experts_arguments(
         out.data_ptr(),
         out.stride(0),
         scratch.data_ptr(),
-        _ACTIVATIONS[gate.activation],
+        ACTIVATIONS[gate.activation],
         gate.alternating,
         len(jobs),
         0,
@@ -173,7 +175,7 @@ def _run(kernel: Kernel, given: Array[c_int64], counters: int, on_threads: OnThr
     on_threads(lambda: kernel(address))
 
 
-def _describe(packed: PackedTensor, bias: Tensor | None) -> tuple[int, ...]:
+def describe(packed: PackedTensor, bias: Tensor | None) -> tuple[int, ...]:
     """A bias and a matrix as `Matrix` in tiles.h has them."""
     if not packed.described:
         codes, scales, *zeros = packed.planes

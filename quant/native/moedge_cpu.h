@@ -82,7 +82,8 @@ MOEDGE_EXPORT int64_t moedge_attention_scratch(const struct moedge_attention *a)
     X(moedge_attend_reduce, (const struct moedge_attention *a, int64_t begin, int64_t end, void *scratch), \
       (a, begin, end, scratch))                                                                  \
     X(moedge_multiply, (const int64_t *given), (given))                                          \
-    X(moedge_experts, (const int64_t *given), (given))
+    X(moedge_experts, (const int64_t *given), (given))                                           \
+    X(moedge_steps, (const int64_t *given), (given))
 
 // A checksum of the sources, which the loader compares with the sources beside it.
 MOEDGE_EXPORT uint32_t moedge_version(void);

@@ -15,7 +15,7 @@ struct Work {
 
     explicit Work(int64_t address) : counters((int64_t*)address) {}
 
-    int64_t take() const { return __atomic_fetch_add(counters, 1, __ATOMIC_RELAXED); }
+    int64_t take() const { return __atomic_fetch_add(counters, 1, __ATOMIC_ACQ_REL); }
     void finish() const { __atomic_fetch_add(counters + 8, 1, __ATOMIC_RELEASE); }
     void wait(int64_t items) const {
         while (__atomic_load_n(counters + 8, __ATOMIC_ACQUIRE) < items) sched_yield();

@@ -6,7 +6,7 @@ The loader records in the plan's `MemoryLedger` what it allocates.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,8 @@ from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
+from ..model.fused.layer import FusedLayer
+from ..model.fused.trial import fuse
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
@@ -124,6 +126,7 @@ class LoadedEngine:
     device: Device | None = None
     key_offsets: KeyOffsets | None = None
     loss: Mapping[str, float] = field(default_factory=dict)
+    fused: Sequence[FusedLayer] = ()
 
     def start_counting(self) -> None:
         """Resets the counters of passes and of streamed bytes, so that they count what comes now."""
@@ -226,12 +229,21 @@ class Loading:
             packed.attention = make_attention(cache, self.plan, device)
             if device is not None:
                 warm_up_experts(layers, self.compute, TORCH_DTYPES[self.plan.dtype], device)
+            fused = self._fuse(packed, layers)
             limits = PassLimits(self.plan.tokens_per_pass, self.plan.max_sequences, self.plan.prompt_cut)
             free = (lambda: None) if device is None else device.give_back
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking)
-        return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets)
+        return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets, fused=fused)
+
+    def _fuse(self, model: ModelRunner, layers: list[LayerAssembly]) -> list[FusedLayer]:
+        """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
+        if self.memory.streamed:
+            return []
+        return fuse(
+            model, [each.layer for each in layers], self.source.shape.vocab, self.compute, self.plan.free_nbytes
+        )
 
     def _ledger(self, streamed: StreamedWeights, cache: KVCache, parking: ParkingMemory) -> MemoryLedger:
         """The bytes that were planned, and those that were allocated for every arena."""

@@ -22,7 +22,7 @@ class LayerAssembly:
 
     def __init__(self, layer: nn.Module, shards: LayerShards, compute: ParallelMatmul) -> None:
         self.shards = shards
-        self._layer = layer
+        self.layer = layer
         self._compute = compute
         self.linears: dict[str, nn.Linear] = {
             name: module
@@ -42,14 +42,14 @@ class LayerAssembly:
     def router(self) -> torch.Tensor | None:
         """The matrix [E, D] that scores the layer's experts; None where the router has another form."""
         count = self.shards.num_experts
-        named = self._layer.named_parameters()
+        named = self.layer.named_parameters()
         return next((one for name, one in named if is_router(name) and one.dim() == 2 and len(one) == count), None)
 
     def install(self) -> None:
         """Replaces linears and expert parameters by packed modules without bytes; biases stay."""
         for matrix in self.shards.dense.matrices:
             linear = PackedLinear(self.linears[matrix.name].bias, self._compute)
-            self._layer.set_submodule(matrix.name, linear)
+            self.layer.set_submodule(matrix.name, linear)
             self._packed.append((linear, matrix))
         self.linears.clear()
         if self.experts is not None:
@@ -75,12 +75,12 @@ class LayerAssembly:
 
     def tile_routers(self) -> None:
         """Makes routers compute a fixed number of rows at a time."""
-        for name, module in list(self._layer.named_modules()):
+        for name, module in list(self.layer.named_modules()):
             # One family's router multiplies with the weight of its classifier itself, which therefore runs as a whole.
             weight = getattr(getattr(module, "classifier", module), "weight", None)
             inside = name.endswith(".classifier")
             if is_router(f"{name}.weight") and isinstance(weight, nn.Parameter) and not inside:
-                self._layer.set_submodule(name, TiledRows(module))
+                self.layer.set_submodule(name, TiledRows(module))
 
     def set_experts(self, source: ExpertSource) -> None:
         """Sets where the layer's experts come from during passes."""

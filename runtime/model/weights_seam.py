@@ -128,13 +128,13 @@ def norm_in_pieces(model: nn.Module, most: int = PIECE_NUMEL) -> int:
 
     A row's bits stay the same, because it is computed alone. Modules keep their names and parameters.
     """
-    norms = [module for module in model.modules() if _is_row_wise_norm(module)]
+    norms = [module for module in model.modules() if is_row_wise_norm(module)]
     for norm in norms:
         norm.forward = _in_pieces(norm.forward, most)
     return len(norms)
 
 
-def _is_row_wise_norm(module: nn.Module) -> bool:
+def is_row_wise_norm(module: nn.Module) -> bool:
     """Whether a module is a norm over the last axis, by its name (families have their own classes) and parameters."""
     name = type(module).__name__
     if (

@@ -1,0 +1,1 @@
+"""Decoder layers of a known structure whose small operations and products the library of CPU kernels runs together."""
