@@ -314,6 +314,11 @@ class ParallelMatmul(Matmul):
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:
         return super()._all_threads if packed.nbytes * x.shape[0] < SMALL_TILED else self._all_threads
 
+    @property
+    def num_workers(self) -> int:
+        """The threads that `call_on_all` calls on."""
+        return self._pool.size
+
     def call_on_all(self, call: Callable[[], None]) -> None:
         """Calls a kernel on every thread (WorkerPool.call_on_all)."""
         self._pool.call_on_all(call)

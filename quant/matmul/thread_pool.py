@@ -59,7 +59,7 @@ class WorkerPool:
                 raise outcome
 
     def call_on_all(self, call: Task) -> None:
-        """Calls `call` on every thread at once. It computes without torch, since the threads' settings stay as they are.
+        """Calls `call` on every thread at once. It computes without torch: the threads' settings stay as they are.
 
         Raises what a call raised, once all have ended.
         """

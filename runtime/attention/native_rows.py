@@ -127,10 +127,10 @@ class RowAttention:
 
         `keys` may be stored in several parts; queries have the elements of the parts one after the other.
         """
-        arguments, kept = _arguments(query, keys, values, plan, out)
+        arguments, kept = arguments_of(query, keys, values, plan, out)
         arguments.exact = self._exact
         arguments.block = self._cache.block
-        kept.append(self._reserve(arguments))
+        kept.append(self._reserve(arguments, self._workers.size))
         single = plan.numel <= SINGLE_THREAD_NUMEL
         for wave in plan.waves(arguments.group, self._workers.size):
             self._run(arguments, wave, single)
@@ -149,14 +149,31 @@ class RowAttention:
         sizes = (spec.group.kv_heads, spec.group.head_dim, numel)
         return RowPlan(call, padded, np.array(runs, np.int32), *sizes, torch.tensor(begins))
 
-    def _reserve(self, arguments: Attention) -> torch.Tensor:
-        nbytes = _aligned(scratch_nbytes(arguments))
-        if self._scratch.shape[0] < nbytes * self._workers.size + 64:
-            self._scratch = self._scratch.new_empty(nbytes * self._workers.size + 64)
+    def _reserve(self, arguments: Attention, threads: int) -> torch.Tensor:
+        nbytes = _aligned(scratch_nbytes(arguments)) * threads + 64
+        if self._scratch.shape[0] < nbytes:
+            self._scratch = self._scratch.new_empty(nbytes)
         return self._scratch
 
     def _run(self, arguments: Attention, wave: Wave, single: bool) -> None:
         attend, reduce = kernels()
+        self._point(arguments, wave)
+        self._share(arguments, attend, wave.num_items * arguments.kv_heads, single)
+        if wave.pieces is not None:
+            self._share(arguments, reduce, len(wave.runs) * arguments.kv_heads, single)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The addresses of scratch and of partial results, which change when these grow."""
+        return self._scratch.data_ptr(), self._partials.data_ptr()
+
+    def point(self, arguments: Attention, wave: Wave, threads: int) -> tuple[int, int]:
+        """Lets the kernels compute a wave on `threads` threads: the address of their scratch, and the bytes of each."""
+        self._point(arguments, wave)
+        scratch = self._reserve(arguments, threads)
+        return _aligned(scratch.data_ptr()), _aligned(scratch_nbytes(arguments))
+
+    def _point(self, arguments: Attention, wave: Wave) -> None:
         arguments.rows = wave.runs.ctypes.data
         arguments.num_pieces = 0
         if wave.pieces is not None:
@@ -166,9 +183,6 @@ class RowAttention:
                 self._partials = self._partials.new_empty(numel)
             arguments.num_pieces, arguments.pieces = len(wave.pieces), wave.pieces.ctypes.data
             arguments.partials = self._partials.data_ptr()
-        self._share(arguments, attend, wave.num_items * arguments.kv_heads, single)
-        if wave.pieces is not None:
-            self._share(arguments, reduce, len(wave.runs) * arguments.kv_heads, single)
 
     def _share(self, arguments: Attention, kernel: Kernel, items: int, single: bool) -> None:
         """Computes all items, several at a time on every thread."""
@@ -214,7 +228,7 @@ def _split(call: AttentionCall, runs: Ints, most: int) -> Iterator[Wave]:
         begin = end
 
 
-def _arguments(
+def arguments_of(
     query: RowQuery, keys: Sequence[Stored], values: Stored, plan: RowPlan, out: torch.Tensor
 ) -> tuple[Attention, list[torch.Tensor]]:
     """The arguments of the kernels, and tensors that must live as long."""
@@ -238,6 +252,12 @@ def _arguments(
     arguments.rotated = query.rotated
     arguments.query_format, arguments.out_format = FORMATS[_NAMES[q.dtype]], FORMATS[_NAMES[out.dtype]]
     return arguments, kept
+
+
+def stored(pool: KVPool, layer: int) -> tuple[Stored, Stored]:
+    """Keys and values of the group's `layer`-th layer."""
+    keys, values = (Stored(*side) for side in zip(pool.planes(layer), pool.formats, strict=True))
+    return keys, values
 
 
 def _vectors(stored: Stored) -> Vectors:

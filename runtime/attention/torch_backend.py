@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,11 @@ from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
-from .decode import Decoder, Query, Stored
+from .decode import Decoder, Query
 from .decode_plan import DecodePlan, DecodePlanCache
 from .dense import attend_fresh, attend_rows, visibility
-from .native_rows import RowAttention, RowQuery
+from .native_rows import RowAttention, RowQuery, stored
+from .native_steps import AttentionSteps, stores_plainly
 from .pass_pages import PassSlots
 from .protocol import AttentionCall, Store, check_reach, is_causal_prefill
 
@@ -104,6 +105,14 @@ class TorchAttention:
             self._decode(_Layer.of(call, pool, layer_index.index, q), decode, out)
         return out
 
+    def steps(
+        self, calls: Sequence[AttentionCall], q: torch.Tensor, out: torch.Tensor, threads: int
+    ) -> AttentionSteps | None:
+        """Attention of all layers over q [T, Hq, D] as steps of the library; None where it is not computed so."""
+        if self._native is None or self.tiled or not all(map(stores_plainly, self.cache.pools)):
+            return None
+        return AttentionSteps(self._native, self.cache, calls, q, out, threads)
+
     def _prompts(
         self,
         call: AttentionCall,
@@ -152,12 +161,6 @@ class TorchAttention:
         shift = None if layer.shift is None else layer.shift[plan.rows]
         query = Query(layer.call, layer.q[plan.rows], shift)
         out[plan.rows] = self._decoder.decode(query, [keys], values, plan).to(out.dtype)
-
-
-def stored(pool: KVPool, layer: int) -> tuple[Stored, Stored]:
-    """Keys and values of the group's `layer`-th layer."""
-    keys, values = (Stored(*side) for side in zip(pool.planes(layer), pool.formats, strict=True))
-    return keys, values
 
 
 class CacheReader:

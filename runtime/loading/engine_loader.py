@@ -39,7 +39,7 @@ from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
 from ..model.fused.layer import FusedLayer
-from ..model.fused.trial import fuse
+from ..model.fused.trial import fuse, stack_of
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
@@ -241,9 +241,10 @@ class Loading:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
         if self.memory.streamed:
             return []
-        return fuse(
-            model, [each.layer for each in layers], self.source.shape.vocab, self.compute, self.plan.free_nbytes
-        )
+        vocab, compute = self.source.shape.vocab, self.compute
+        fused = fuse(model, [each.layer for each in layers], vocab, compute, self.plan.free_nbytes)
+        stack_of(model, fused, len(layers), vocab, compute)
+        return fused
 
     def _ledger(self, streamed: StreamedWeights, cache: KVCache, parking: ParkingMemory) -> MemoryLedger:
         """The bytes that were planned, and those that were allocated for every arena."""

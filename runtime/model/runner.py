@@ -14,24 +14,31 @@ from ..attention.protocol import AttentionBackend
 from ..engine.batch import Batch
 from .attention_seam import PackedPass
 from .recurrent.pass_states import PassStates
+from .weights_seam import Stack
 
 
 class ModelRunner:
     """Runs passes on the device of `compute`; set `attention` after the cache exists and before the first pass.
 
-    `states` are those of its recurrent layers, whose pool is set with `attention`.
+    `states` are those of its recurrent layers, whose pool is set with `attention`. `stack` computes all layers at once
+    in passes that it takes.
     """
 
     def __init__(self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None = None) -> None:
         self._model = model.requires_grad_(False)
         self._compute = compute
         self.attention: AttentionBackend | None = None
+        self.stack: Stack | None = None
         self.states = states
 
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, which a pass calls in this order."""
         return list(self._model.get_decoder().layers.children())
+
+    def use(self, stack: Stack | None) -> None:
+        """Lets `stack` compute all layers of the passes that it takes."""
+        self.stack = self._model.get_decoder().layers.stack = stack
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -41,6 +48,8 @@ class ModelRunner:
         count, compute = batch.num_tokens, self._compute
         behind = (0, whole_vectors(count) - count if compute.pads_passes else 0)
         token_ids, positions = F.pad(batch.token_ids, behind), F.pad(batch.positions, behind)
+        if self.stack is not None:
+            self.stack.begin(batch)
         if self.states is not None:
             self.states.begin(batch, compute.device)
         # Token ids stay in host memory, where the embedding is.

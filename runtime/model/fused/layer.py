@@ -17,6 +17,8 @@ from ...attention.protocol import AttentionCall
 from .structure import LayerParts
 
 Forward = Any
+# Every how many passes all statistics of routing are kept: those of pairs of layers take longer than a small product.
+_SAMPLED = 8
 
 
 class Buffers:
@@ -31,6 +33,7 @@ class Buffers:
         self.normed, self.total, self.projected = (_bf16(rows, hidden) for _ in range(3))
         self.q, self.k, self.v = (_bf16(rows, count, dim) for count in (q, k, v))
         self.outputs = _bf16(rows * chosen, hidden)
+        self.qkv = (self.q, self.k, self.v)
         self.logits = torch.empty(rows, experts)
         ids, tokens, places = (torch.empty(rows, chosen, dtype=torch.int64) for _ in range(3))
         self.routed = Routed(ids, torch.empty(rows, chosen), torch.zeros(experts, dtype=torch.int64), tokens, places)
@@ -44,7 +47,11 @@ class Buffers:
         """What one row takes, about."""
         hidden, chosen = parts.hidden_size, parts.num_chosen
         width = max(linear.packed.shape[1] for linear in parts.linears)
-        vectors = 3 * hidden + sum(linear.packed.shape[0] for linear in parts.linears[:3]) + chosen * hidden
+        vectors = (
+            (4 + chosen) * hidden
+            + parts.linears[3].packed.shape[1]
+            + sum(linear.packed.shape[0] for linear in parts.linears[:3])
+        )
         expert = steps.expert_row_nbytes(parts.source.experts[0].operands)
         return 2 * vectors + 3 * row_nbytes(width) + chosen * (expert + 32) + 4 * parts.router.shape[0]
 
@@ -60,6 +67,67 @@ def _bf16(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
+class LayerSteps:
+    """The steps of one layer, in two runs: `before` attention and `behind` it.
+
+    All addresses stay but those that the methods set, of tensors of a pass. `routed` is what its router chose.
+    """
+
+    def __init__(
+        self, parts: LayerParts, buffers: Buffers, routed: Routed, table: Any, rotary: int, block: int
+    ) -> None:
+        (first, second), (q_norm, k_norm), output = parts.norms, parts.head_norms, parts.linears[3]
+        self._first = steps.norm(buffers.total, None, buffers.total, first, buffers.normed)
+        products = [
+            steps.multiply(buffers.normed, linear.packed, linear.bias, out.flatten(1), scratch)
+            for linear, out, scratch in zip(parts.linears[:3], buffers.qkv, buffers.packed, strict=True)
+        ]
+        queries, keys = HeadRows(buffers.q, q_norm), HeadRows(buffers.k, k_norm)
+        self._heads = steps.heads(queries, keys, buffers.v, rotary, block)
+        self._projection = steps.multiply(
+            buffers.q.flatten(1), output.packed, output.bias, buffers.projected, buffers.packed[0]
+        )
+        self._second = steps.norm(buffers.total, buffers.projected, buffers.total, second, buffers.normed)
+        self._last = steps.combine(buffers.outputs, buffers.total, routed)
+        self.before = [
+            Step(steps.NORM, self._first),
+            *(Step(steps.MULTIPLY, each, waits=False) for each in products[:2]),
+            Step(steps.MULTIPLY, products[2]),
+            Step(steps.HEADS, self._heads),
+        ]
+        one = parts.source.experts[0].operands
+        self.behind = [
+            Step(steps.MULTIPLY, self._projection),
+            Step(steps.NORM, self._second),
+            Step(steps.ROUTER, steps.router(buffers.normed, parts.router, buffers.logits)),
+            Step(steps.CHOOSE, steps.choose(buffers.logits, routed.ids, routed.weights, parts.softmax_chosen)),
+            *steps.mixture(buffers.normed, routed, one, table, parts.gate, buffers.outputs, buffers.scratch),
+            Step(steps.COMBINE, self._last),
+        ]
+
+    def reads(self, hidden: int, cos: int, sin: int) -> None:
+        """Sets the addresses of the hidden states [T, D] and of the rotary embedding [T, rotary]."""
+        self._first[steps.NORMED] = self._second[steps.NORMED] = hidden
+        self._heads[steps.COS], self._heads[steps.SIN] = cos, sin
+
+    def stores(self, keys: int, values: int) -> None:
+        """Lets the steps store keys and values in the cache with codes at these addresses, in `slots` of a pass."""
+        self._heads[steps.STORES] = 1
+        self._heads[steps.KEY_CODES], self._heads[steps.VALUE_CODES] = keys, values
+
+    def slots(self, slots: int) -> None:
+        """Sets the address of the slots of a pass."""
+        self._heads[steps.SLOTS] = slots
+
+    def attended(self, address: int) -> None:
+        """Sets the address of what attention gave [T, Hq * dim]."""
+        self._projection[0] = address
+
+    def writes(self, out: int) -> None:
+        """Sets the address of the result [T, D], which may be that of the hidden states."""
+        self._last[steps.COMBINED] = out
+
+
 class FusedLayer:
     """Replaces the `forward` of a decoder layer for passes of few rows; for others it calls the one that it replaced.
 
@@ -72,90 +140,58 @@ class FusedLayer:
         self.parts = parts
         self.buffers = buffers
         self.seam = seam
+        self.call = call
         self.taken = 0
-        self._call = call
+        self.most_rows = min(buffers.rows, MOST_ROWS, compute.tiled_rows())
         self._compute = compute
         self._source: HeldExperts = parts.source
         self._rotary = 0
-        self._most = min(buffers.rows, MOST_ROWS, compute.tiled_rows())
         self._table = steps.experts_table([expert.operands for expert in parts.source.experts])
+        self.routed = buffers.routed._replace(
+            ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
+        )
 
     def forward(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
         """hidden [1, T, D] -> [1, T, D]."""
-        if not self._takes(hidden, named):
+        if not self.takes(hidden, named["position_embeddings"]):
             return self.seam(hidden, *args, **named)
         rows, cos, sin = hidden.shape[1], *named["position_embeddings"]
         if self._rotary != cos.shape[-1]:
             self._compose(cos.shape[-1])
-        buffers, packed = self.buffers, named["packed"]
-        self._first[steps.NORMED] = hidden.data_ptr()
-        self._heads[steps.COS], self._heads[steps.SIN] = cos.data_ptr(), sin.data_ptr()
+        packed, out = named["packed"], torch.empty_like(hidden)
+        self._steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
         self._before.run(rows, self._compute.call_on_all)
-        qkv = (each[:rows] for each in (buffers.q, buffers.k, buffers.v))
-        attended = packed.attention.attend(self._call, *qkv, packed.batch).contiguous()
-        out = torch.empty_like(hidden)
-        self._projection[0] = attended.data_ptr()
-        self._second[steps.NORMED] = hidden.data_ptr()
-        self._last[steps.COMBINED] = out.data_ptr()
+        qkv = (each[:rows] for each in self.buffers.qkv)
+        attended = packed.attention.attend(self.call, *qkv, packed.batch).contiguous()
+        self._steps.attended(attended.data_ptr())
+        self._steps.writes(out.data_ptr())
         self._behind.run(rows, self._compute.call_on_all)
-        self._observe(rows)
-        self.taken += 1
+        self.count(rows)
         return out
 
-    def _takes(self, hidden: Tensor, named: dict[str, Any]) -> bool:
-        if not 0 < hidden.shape[1] <= self._most or hidden.shape[0] != 1 or hidden.dtype != torch.bfloat16:
+    def takes(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> bool:
+        """Whether the steps can compute such hidden states with such cos and sin."""
+        if not 0 < hidden.shape[1] <= self.most_rows or hidden.shape[0] != 1 or hidden.dtype != torch.bfloat16:
             return False
-        cos, sin = named["position_embeddings"]
+        cos, sin = embeddings
         same = cos.shape == sin.shape and cos.dtype == sin.dtype == torch.bfloat16 and cos.shape[-1] % 32 == 0
-        return (
-            same and cos.shape[-1] <= self.parts.head_dim and all(each.is_contiguous() for each in (hidden, cos, sin))
-        )
+        return same and cos.shape[-1] <= self.parts.head_dim and all(map(Tensor.is_contiguous, (hidden, cos, sin)))
+
+    def steps(self, rotary: int, block: int = 1) -> LayerSteps:
+        """Steps of this layer for a rotary embedding of that many elements."""
+        return LayerSteps(self.parts, self.buffers, self.routed, self._table, rotary, block)
 
     def _compose(self, rotary: int) -> None:
-        """Makes the steps; all addresses but those of a pass's own tensors stay."""
-        self._rotary = rotary
-        parts, buffers = self.parts, self.buffers
-        (first, second), (q_norm, k_norm) = parts.norms, parts.head_norms
-        self._first = steps.norm(buffers.total, None, buffers.total, first, buffers.normed)
-        outs = (buffers.q, buffers.k, buffers.v)
-        products = [
-            steps.multiply(buffers.normed, linear.packed, linear.bias, out.flatten(1), scratch)
-            for linear, out, scratch in zip(parts.linears[:3], outs, buffers.packed, strict=True)
-        ]
-        self._heads = steps.heads(HeadRows(buffers.q, q_norm), HeadRows(buffers.k, k_norm), buffers.v, rotary, 1)
-        self._before = Steps(
-            [
-                Step(steps.NORM, self._first),
-                *(Step(steps.MULTIPLY, each, waits=False) for each in products[:2]),
-                Step(steps.MULTIPLY, products[2]),
-                Step(steps.HEADS, self._heads),
-            ]
-        )
-        self._behind = Steps(self._steps_behind(second))
+        self._rotary, self._steps = rotary, self.steps(rotary)
+        self._before, self._behind = Steps(self._steps.before), Steps(self._steps.behind)
 
-    def _steps_behind(self, second: steps.NormWeight) -> list[Step]:
-        parts, buffers, output = self.parts, self.buffers, self.parts.linears[3]
-        routed, experts = buffers.routed, parts.source.experts
-        attended = buffers.q.flatten(1)
-        self._projection = steps.multiply(attended, output.packed, output.bias, buffers.projected, buffers.packed[0])
-        self._second = steps.norm(buffers.total, buffers.projected, buffers.total, second, buffers.normed)
-        self._last = steps.combine(buffers.outputs, buffers.total, routed)
-        return [
-            Step(steps.MULTIPLY, self._projection),
-            Step(steps.NORM, self._second),
-            Step(steps.ROUTER, steps.router(buffers.normed, parts.router, buffers.logits)),
-            Step(steps.CHOOSE, steps.choose(buffers.logits, routed.ids, routed.weights, parts.softmax_chosen)),
-            *steps.mixture(
-                buffers.normed, routed, experts[0].operands, self._table, parts.gate, buffers.outputs, buffers.scratch
-            ),
-            Step(steps.COMBINE, self._last),
-        ]
-
-    def _observe(self, rows: int) -> None:
-        """Counts what was routed, as the seam does."""
-        routed = self.buffers.routed
-        ids, tokens, places = (
-            each.view(-1)[: rows * routed.ids.shape[1]] for each in (routed.ids, routed.tokens, routed.places)
-        )
-        groups = ExpertGroups(ids.view(rows, -1).clone(), routed.counts.tolist(), tokens, places, (0, len(tokens)))
-        self._source.stats.observe(self._source.layer, groups)
+    def count(self, rows: int) -> None:
+        """Counts a pass and what was routed in it, as the seam does; what only streaming needs, in some passes."""
+        stats, layer, ids = self._source.stats, self._source.layer, self.routed.ids[:rows]
+        counts, sampled = self.routed.counts.tolist(), self.taken % _SAMPLED == 0
+        self.taken += 1
+        if not sampled:
+            stats.popularity.observe(layer, rows, counts)
+            return
+        tokens, places = (each.view(-1)[: ids.numel()] for each in (self.routed.tokens, self.routed.places))
+        stats.observe(layer, ExpertGroups(ids.clone(), counts, tokens, places, (0, ids.numel())))

@@ -16,8 +16,10 @@ from ....quant.native.library import available
 from ...attention.protocol import AttentionCall
 from ...engine.batch import Batch, pack
 from ...engine.sequence import Sequence as TokenSequence
+from ...kv.cache import KVCache
 from ...sampling.params import SamplingParams
 from .layer import Buffers, FusedLayer
+from .stack import FusedStack
 from .structure import LayerParts, close, parts_of
 
 # Tokens stored before, and tokens of the pass, of the sequences of a trial.
@@ -57,9 +59,12 @@ def fuse(
     """
     if not available() or compute.deterministic or compute.device.type != "cpu" or compute.integer:
         return []
+    if runner.states is not None or any(pool.spec.group.is_latent for pool in runner.attention.cache.pools):
+        return []
     with torch.inference_mode():
         found = {index: parts for index, layer in enumerate(layers) if (parts := parts_of(layer))}
-        rows = {index: min(MOST_ROWS, nbytes // Buffers.nbytes(parts)) for index, parts in found.items()}
+        kinds = len({Buffers.key(parts) for parts in found.values()})
+        rows = {index: min(MOST_ROWS, nbytes // kinds // Buffers.nbytes(parts)) for index, parts in found.items()}
         found = {index: parts for index, parts in found.items() if rows[index] >= _TOKENS}
         if not found:
             return []
@@ -154,7 +159,47 @@ def _agrees(layer: FusedLayer, record: Record, qkv: Sequence[Tensor]) -> bool:
     out = layer.forward(record.hidden, **named)
     if layer.taken == 0 or not all(map(close, probe.given, qkv)):
         return False
-    mine = layer.buffers.routed.ids[: record.ids.shape[0]].sort(-1).values
+    mine = layer.routed.ids[: record.ids.shape[0]].sort(-1).values
     same = (mine == record.ids.sort(-1).values).all(-1)
     added, meant = (x[0, same].double() - record.hidden[0, same].double() for x in (out, record.out))
     return bool(same.float().mean() >= 0.5) and close(added, meant)
+
+
+# Tokens of the prompts of a trial of a stack; each of them is in blocks of its own.
+_LENGTHS = (5, 1, 18)
+
+
+def stack_of(
+    runner: Any, layers: Sequence[FusedLayer], count: int, vocab: int, compute: ParallelMatmul
+) -> FusedStack | None:
+    """All layers together, where all `count` were fused and a trial gives the bits that they give one by one."""
+    if not layers or len(layers) != count:
+        return None
+    with torch.inference_mode():
+        stack = FusedStack.of(layers, compute, runner.attention)
+        sequences = None if stack is None else _stored_sequences(runner.attention.cache, vocab)
+        if stack is None or sequences is None:
+            return None
+        runner.forward(pack([(each, each.num_tokens) for each in sequences]))
+        for each in sequences:
+            each.table.num_tokens = each.num_tokens
+            each.output_ids.append(1)
+        batch = pack([(each, 1) for each in sequences])
+        meant = runner.forward(batch)
+        runner.use(stack)
+        same = stack.begin(batch) and torch.equal(runner.forward(batch), meant)
+        if not same:
+            runner.use(None)
+        return stack if same else None
+
+
+def _stored_sequences(cache: KVCache, vocab: int) -> list[TokenSequence] | None:
+    """Sequences whose blocks are free ones of an empty cache; None where it has too few."""
+    sequences, taken = [], 0
+    for length in _LENGTHS:
+        blocks = -(-(length + 1) // cache.block)
+        sequence = TokenSequence([(31 * length + 7 * each) % vocab for each in range(length)], SamplingParams(2))
+        sequence.table.blocks = [list(range(taken, taken + blocks)) for _ in cache.pools]
+        sequences.append(sequence)
+        taken += blocks
+    return sequences if all(taken <= len(pool.memory) for pool in cache.pools) else None

@@ -1,0 +1,136 @@
+"""Decoder layers by the library's steps: which ones, whether their logits are those of the seams, and when they run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedge.quant.native import library
+from moedge.runtime.engine.batch import Batch
+from moedge.runtime.engine.sequence import Sequence
+from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
+from moedge.runtime.model.fused import trial
+from moedge.runtime.model.runner import ModelRunner
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import make_plan
+from moedge.runtime.sampling.params import SamplingParams
+from moedge.runtime.settings.budgets import MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.source.model_source import open_source
+
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.skipif(not library.available(), reason="the library of CPU kernels is not usable here"),
+]
+
+# Sides that are multiples of what the kernels read at a time.
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 64}
+INT4 = Settings(dtype="bf16", quant="int4", kv="bf16")
+Folder = Callable[..., Path]
+
+
+@contextmanager
+def engine(folder: Path, settings: Settings = INT4) -> Iterator[LoadedEngine]:
+    with open_source(str(folder)) as source:
+        plan = make_plan(source.shape, settings, MemoryBudget(4 << 30), Workload(8, 64))
+        with closing(load_engine(source, plan)) as loaded:
+            yield loaded
+
+
+def by_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "available", lambda: False)
+
+
+def logits_of(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The logits of passes of prompts and of generated tokens, which are the same tokens whatever the logits are."""
+    found, forward = [], ModelRunner.forward
+
+    def forced(self: ModelRunner, batch: Batch) -> torch.Tensor:
+        logits = forward(self, batch)
+        found.append(logits.clone())
+        chosen = torch.tensor([7 + len(sequence.output_ids) for sequence in batch.sampling])
+        return torch.nn.functional.one_hot(chosen, logits.shape[1]).float()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", forced)
+        for length in (3, 20, 7):
+            prompt = [(11 * each + length) % 380 for each in range(length)]
+            loaded.engine.add(Sequence(prompt, SamplingParams(12, ignore_eos=True)))
+        list(loaded.engine.run())
+    return found
+
+
+@pytest.mark.parametrize("quant", ["int4", "nf4", "mxfp4"])
+def test_fused_layers_give_the_logits_of_the_seams(
+    quant: str, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, settings = checkpoint("qwen3_moe", **SIZES), replace(INT4, quant=quant)
+    with engine(folder, settings) as loaded:
+        stack = loaded.model.stack
+        assert len(loaded.fused) == len(loaded.model.layers)
+        assert stack is not None
+        layers, together = loaded.fused[0].taken, stack.taken
+        fused = logits_of(loaded, monkeypatch)
+        assert (loaded.fused[0].taken - layers, stack.taken - together) == (12, 11), (
+            "the prompts' pass is no pass of tokens"
+        )
+    by_seams(monkeypatch)
+    with engine(folder, settings) as loaded:
+        assert loaded.fused == []
+        assert loaded.model.stack is None
+        seams = logits_of(loaded, monkeypatch)
+    # Other experts, where two are equally good, change a row: most rows have the same ones. Weights that are so spread
+    # out enlarge the rounding to bfloat16 of every layer.
+    distances = [(one - other).norm(dim=1) / other.norm(dim=1) for one, other in zip(fused, seams, strict=True)]
+    assert torch.cat(distances).median() < 0.06
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantized_caches_are_read_between_two_calls(kv: str, checkpoint: Folder) -> None:
+    with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, kv=kv)) as loaded:
+        assert len(loaded.fused) == len(loaded.model.layers)
+        assert loaded.model.stack is None
+
+
+@pytest.mark.parametrize("changed", [{"deterministic": True}, {"dtype": "fp32", "kv": "fp32"}, {"quant": "none"}])
+def test_other_settings_keep_the_seams(changed: dict[str, object], checkpoint: Folder) -> None:
+    with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, **changed)) as loaded:  # type: ignore[arg-type]
+        assert loaded.fused == []
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "glm4_moe_lite", "phimoe"])
+def test_layers_of_another_structure_keep_the_seams(family: str, checkpoint: Folder) -> None:
+    with engine(checkpoint(family, **SIZES)) as loaded:
+        assert loaded.fused == []
+
+
+def test_a_layer_that_disagrees_in_the_trial_keeps_the_seams(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The structure is that of another model, and one number of it is not."""
+    parts_of = trial.parts_of
+
+    def wrong(layer: torch.nn.Module) -> object:
+        parts = parts_of(layer)
+        return parts and replace(parts, softmax_chosen=not parts.softmax_chosen)
+
+    monkeypatch.setattr(trial, "parts_of", wrong)
+    with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
+        assert loaded.fused == []
+        assert loaded.model.stack is None
+
+
+def test_results_of_many_threads_are_those_of_one(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
+                found.append(logits_of(loaded, monkeypatch)[1:])
+        finally:
+            torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
