@@ -146,6 +146,7 @@ def model_shape(
         stored=stored_formats(found, tensors),
         widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
         state_groups=state_groups(config, layers),
+        own_code=config.own_code,
     )
 
 
