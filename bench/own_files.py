@@ -6,8 +6,8 @@
 Loads one engine that reads the checkpoint's files in every pass and one that reads a store with the same bytes, and
 runs passes of both in turns; files leave the page cache before every turn. Prints the median and the fastest of the
 turns, as GB/s that passes read and as tokens per second, the bytes of a token, and their ratios. `--stream` fixes the
-order in which experts are read, which otherwise depends on measured times. `--reads` lets no layer compute, so that the two
-readers are compared alone.
+order in which experts are read, which otherwise depends on measured times. `--reads` lets no layer compute, so that
+the two readers are compared alone.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
                     tokens[name].append(options.sequences * options.passes / seconds)
     for name, found in rates.items():
         line = f"{name:10} {statistics.median(found):6.3f} GB/s, at best {max(found):6.3f}"
-        print(line if options.reads else f"{line}; {_per_token(rates[name], tokens[name])}")
+        print(line if options.reads else f"{line}; {_per_token(found, tokens[name])}")
     medians, bests = ([each(rates[name]) for name in engines] for each in (statistics.median, max))
     print(f"own files / store: {medians[0] / medians[1]:.1%} by medians, {bests[0] / bests[1]:.1%} by bests")
 

@@ -6,7 +6,7 @@ Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
 2. a layer of 64 experts of qwen3_moe's shapes, computed by the pool, with the order of codes that kernels here read and
    with codes row after row;
-3. the same layer with codes that a checkpoint has, beside the own formats that they stand for: int4 in groups of 128
+3. the same layer with codes that a checkpoint has, beside the own formats that they replace: int4 in groups of 128
    and 32 beside int4, nf4 with float32 scales and mxfp4 beside nf4;
 4. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
    on codes are faster than dequantizing first.
