@@ -5,8 +5,9 @@
 
 Loads one engine that reads the checkpoint's files in every pass and one that reads a store with the same bytes, and
 runs passes of both in turns; files leave the page cache before every turn. Prints the median and the fastest of the
-turns, as GB/s that passes read and as tokens per second, and their ratios. `--reads` lets no layer compute, so that the
-two readers are compared alone.
+turns, as GB/s that passes read and as tokens per second, the bytes of a token, and their ratios. `--stream` fixes the
+order in which experts are read, which otherwise depends on measured times. `--reads` lets no layer compute, so that
+the two readers are compared alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload.budget import parse_size
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
@@ -76,6 +78,11 @@ def reads(loaded: LoadedEngine, sequences: int, count: int) -> tuple[float, int]
     return time.perf_counter() - begun, moved
 
 
+def _per_token(rates: list[float], tokens: list[float]) -> str:
+    megabytes = statistics.median(1e3 * rate / each for rate, each in zip(rates, tokens, strict=True))
+    return f"{statistics.median(tokens):7.2f} tok/s, {megabytes:6.2f} MB a token"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -84,11 +91,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--stream", choices=[*Mode], type=Mode, help="as --stream of moedge batch, by default auto")
     parser.add_argument("--reads", action="store_true", help="compare the readers alone")
     options = parser.parse_args()
     measure: Callable[[LoadedEngine, int, int], tuple[float, int]] = reads if options.reads else passes
     workload = Workload(options.sequences, PROMPT + options.passes + 1)
     settings = Settings(quant="none", max_sequences=options.sequences)
+    experts = ExpertOptions(stream=options.stream)
     with open_source(str(options.model)) as source, ExitStack() as opened:
         dtype = source.shape.dtype
         named = store_path(source, "none", dtype, options.stores, linked=True)
@@ -97,7 +106,7 @@ def main() -> None:
         prepare(source, copy, "none", dtype, Budgets())
         plan = make_plan(source.shape, settings, MemoryBudget(parse_size(options.ram, 0, 0)), workload)
         engines = {
-            name: opened.enter_context(closing(load_engine(source, plan, store)))
+            name: opened.enter_context(closing(load_engine(source, plan, store, experts=experts)))
             for name, store in (("own files", named), ("store", copy))
         }
         rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -113,7 +122,7 @@ def main() -> None:
                     tokens[name].append(options.sequences * options.passes / seconds)
     for name, found in rates.items():
         line = f"{name:10} {statistics.median(found):6.3f} GB/s, at best {max(found):6.3f}"
-        print(line if options.reads else f"{line}; {statistics.median(tokens[name]):7.2f} tok/s")
+        print(line if options.reads else f"{line}; {_per_token(found, tokens[name])}")
     medians, bests = ([each(rates[name]) for name in engines] for each in (statistics.median, max))
     print(f"own files / store: {medians[0] / medians[1]:.1%} by medians, {bests[0] / bests[1]:.1%} by bests")
 

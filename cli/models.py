@@ -105,7 +105,8 @@ def show(
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("family", description.model_type)
+    unrun = "; the checkpoint's own code (auto_map) is not run" if description.own_code else ""
+    table.add_row("family", f"{description.model_type}{unrun}")
     table.add_row(
         "parameters", f"{count(description.parameters)}, {count(description.active_parameters)} active per token"
     )

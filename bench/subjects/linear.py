@@ -6,8 +6,8 @@ Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
 2. a layer of 64 experts of qwen3_moe's shapes, computed by the pool, with the order of codes that kernels here read and
    with codes row after row;
-3. products with codes that a checkpoint has, beside the own formats that they stand for: int4 in groups of 128 beside
-   int4, and, both widened, mxfp4 beside nf4;
+3. the same layer with codes that a checkpoint has, beside the own formats that they replace: int4 in groups of 128
+   and 32 beside int4, nf4 with float32 scales and mxfp4 beside nf4;
 4. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
    on codes are faster than dequantizing first.
 """
@@ -88,9 +88,11 @@ def print_products(weight: Tensor, repeats: int) -> None:
 
 
 def print_kept(repeats: int, threads: int) -> None:
-    """Milliseconds of a layer's experts; of `nf4 rows` and `mxfp4` strips are widened for any number of rows."""
-    chosen = ("int4", "int4-g128-bf16", "int4-g128-f16-zp", "nf4 rows", "mxfp4")
-    print_experts({name: "rows" if name.endswith(" rows") else None for name in chosen}, repeats, threads)
+    """Milliseconds of a layer's experts, in the orders of codes that a model would be loaded in here."""
+    chosen = ("int4", "int4-g128-f16-zp", "int4-g128-bf16", "int4-g32-f16", "q4_k", "nf4", "nf4-f32", "mxfp4-e8m0")
+    orders: dict[str, str | None] = {name: kernel_order(name, torch.bfloat16, "cpu") for name in chosen}
+    print(f"orders of codes: {', '.join(f'{name} {order}' for name, order in orders.items())}")
+    print_experts(orders, repeats, threads)
 
 
 def print_tiles(weight: Tensor, repeats: int) -> None:

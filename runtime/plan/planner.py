@@ -449,8 +449,18 @@ class _Search:
             grouped_experts=weights.grouped_experts,
             stores_by_kernel=stores_by_kernel(settings.attention, attention, needs),
             lacks=_lacks(weights, settings),
-            notes=(*dtype_notes(settings.dtype, shape.dtype, weights.gpu), *_state_notes(shape, candidate.live)),
+            notes=(
+                *_code_notes(shape),
+                *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
+                *_state_notes(shape, candidate.live),
+            ),
         )
+
+
+def _code_notes(shape: ModelShape) -> tuple[str, ...]:
+    if not shape.own_code:
+        return ()
+    return (f"the checkpoint's own code (auto_map) is not run: {shape.model_type} is computed by transformers' class",)
 
 
 def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ CONFIG = "config.json"
 MAX_CONFIG_NBYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_LAYERS = 512
+# The classes that transformers would import from the checkpoint's folder if it trusted it.
+_OWN_CODE = "auto_map"
 _NAMES_CODE = ("auto_map", "custom_pipelines", "kernel", "trust_remote_code", "_implementation")
 _KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *NESTED}
 
@@ -31,14 +33,17 @@ _KNOWN = {"model_type", *FIELDS, *LISTS, *ROPE_FIELDS, *NESTED}
 class ModelConfig:
     """The checked values of one config.json; `get` falls back to the family's defaults.
 
-    `multimodal` says that they are those of the text model in it.
+    `multimodal` says that they are those of the text model in it, `own_code` that the file names code of the
+    checkpoint's own (`auto_map`): transformers' class for the family is used instead, and that code is never run.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
         # Only the text model of a model that also sees or hears is built, so only its values matter.
         self.multimodal = is_wrapper(values)
-        values = text_config(values) if self.multimodal else values
-        self.family: Family = family(values.get("model_type"))
+        outer, values = values, text_config(values) if self.multimodal else values
+        self.own_code = any(each.get(_OWN_CODE) is not None for each in (outer, values))
+        self.family: Family = family(values.get("model_type"), own_code=self.own_code)
+        values = {name: value for name, value in values.items() if name != _OWN_CODE}
         values = _as_now(self.family.model_type, values)
         _refuse_code(values, CONFIG)
         self.quantization = parse_quantization(values)

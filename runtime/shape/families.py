@@ -105,14 +105,15 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-def family(model_type: object) -> Family:
-    """The family of a `model_type`.
+def family(model_type: object, *, own_code: bool = False) -> Family:
+    """The family of a `model_type`; `own_code` says that its checkpoint brings code for it (`auto_map`).
 
     Raises UnsupportedModel, naming what is missing where that is known, and OldTransformers.
     """
     model_type = SAME_AS.get(model_type, model_type) if isinstance(model_type, str) else model_type
     if not isinstance(model_type, str) or model_type not in SUPPORTED:
-        raise UnsupportedModel(refusal(model_type))
+        unrun = " Its checkpoint brings code of its own (auto_map), which is never run." if own_code else ""
+        raise UnsupportedModel(refusal(model_type) + unrun)
     if model_type in SINCE:
         require_transformers(SINCE[model_type], f"model type {model_type!r}")
     return Family(model_type, **_generated()[model_type], renamed=_RENAMED.get(model_type, {}))

@@ -135,7 +135,8 @@ class ModelShape:
     """A checkpoint as shards, elements and cache groups. `head` is None where it is tied to the embedding.
 
     `stored` says what lies in its files. `widened_nbytes` are the bytes there of the largest quantized matrix, which
-    are read as one; 0 where none is quantized.
+    are read as one; 0 where none is quantized. `own_code` says that the checkpoint names code of its own, which is not
+    run.
     """
 
     model_type: str
@@ -150,6 +151,7 @@ class ModelShape:
     stored: tuple[StoredFormat, ...] = ()
     widened_nbytes: int = 0
     state_groups: tuple[StateGroup, ...] = ()
+    own_code: bool = False
 
     @property
     def embedding_numel(self) -> int:

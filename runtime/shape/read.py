@@ -146,6 +146,7 @@ def model_shape(
         stored=stored_formats(found, tensors),
         widened_nbytes=max((_matrix_nbytes(weight) for weight in found.quantized.values()), default=0),
         state_groups=state_groups(config, layers),
+        own_code=config.own_code,
     )
 
 
@@ -249,7 +250,8 @@ def _experts(
     names = fused.keys() | indices.keys()
     up = [shape for name, shape in shapes if not _DOWN.search(name)]
     down = [shape for name, shape in shapes if _DOWN.search(name)]
-    if len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
+    matrices_only = all(len(shape) == 2 for _, shape in shapes)
+    if not matrices_only or len(count) != 1 or len(down) != 1 or not up or len({cols for _, cols in up}) != 1:
         raise UnsupportedModel(f"experts of unequal or unknown make: {sorted(tensors)[:6]}")
     of_down = [entry for name, entry in tensors.items() if name in names and _DOWN.search(name)]
     of_up = [entry for name, entry in tensors.items() if name in names and not _DOWN.search(name)]

@@ -121,7 +121,8 @@ def _on_hub(name: str) -> ModelShape:
 class Description:
     """`weights` and `kv_per_token` are bytes by format, `stored` what lies in the files of a checkpoint.
 
-    `state` are the bytes that recurrent layers keep of a sequence, however long it is.
+    `state` are the bytes that recurrent layers keep of a sequence, however long it is. `own_code` says that the
+    checkpoint names code of its own, which is not run.
     """
 
     model_type: str
@@ -134,6 +135,7 @@ class Description:
     kv_per_token: dict[str, float]
     state: int
     stored: list[dict[str, Any]]
+    own_code: bool
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -151,4 +153,5 @@ def describe(shape: ModelShape) -> Description:
         kv_per_token={name: sum(KVSpec(group, name).token_nbytes for group in shape.kv_groups) for name in KV_FORMATS},
         state=StateSpec(shape.state_groups, shape.dtype).nbytes,
         stored=[{**asdict(each), "bits": round(each.bits, 3), "becomes": each.becomes} for each in shape.stored],
+        own_code=shape.own_code,
     )

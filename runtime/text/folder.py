@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_SENTENCEPIECE = "tokenizer.model"
+# What transformers converts it with: a package, and its module.
+_READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+# Tokens with their ranks, for tiktoken and for mistral-common.
+_RANKS = re.compile(r"tiktoken|tekken.*\.json$")
 _MAX_JSON_NBYTES = 4 << 20
 _MAX_TEMPLATE_LENGTH = 1 << 20
 
@@ -31,11 +38,7 @@ class TokenizerFolder:
 
 def read_folder(folder: Path) -> TokenizerFolder:
     """Raises `TokenizerError` when `folder` has no tokenizer, or one that only its own code or no fast one can read."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise TokenizerError(
-            f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed; fetch the checkpoint's "
-            "tokenizer files into it."
-        )
+    _check_files(folder)
     from tokenizers import Tokenizer
 
     tokenizer = _load(folder)
@@ -56,6 +59,45 @@ def read_folder(folder: Path) -> TokenizerFolder:
         unknown_id=tokenizer.unk_token_id,
         eos_token_ids=tuple(sorted({*_eos_ids(folder), *_as_ids(tokenizer.eos_token_id, folder)})),
     )
+
+
+def _check_files(folder: Path) -> None:
+    """Raises `TokenizerError` for what transformers cannot read, or would read otherwise than the model was trained."""
+    present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if present[:1] == [_SENTENCEPIECE] and _is_sentencepiece(folder / _SENTENCEPIECE):
+        missing = [library for library, module in _READERS.items() if not _is_installed(module)]
+        if missing:
+            raise TokenizerError(
+                f"{folder} has its tokenizer as {_SENTENCEPIECE} alone, which {' and '.join(missing)} must read first; "
+                "use pip install sentencepiece protobuf, or fetch a tokenizer.json."
+            )
+        return
+    if present and present[0] != _SENTENCEPIECE:
+        return
+    others = sorted(each.name for each in folder.iterdir() if each.is_file() and _RANKS.search(each.name))
+    if found := [*present, *others]:
+        raise TokenizerError(
+            f"{folder} has its tokenizer as {', '.join(found)} alone: such files list tokens, but not how a text is "
+            "cut before tokens are looked up, which is in the model's own code; fetch a tokenizer.json of this model."
+        )
+    raise TokenizerError(
+        f"{folder} has no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed; fetch the checkpoint's "
+        "tokenizer files into it."
+    )
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Whether a file is SentencePiece's, and not a list of tokens in base64 with their ranks, as tiktoken reads."""
+    with path.open("rb") as file:
+        # The tag of a message's first field, which holds the first token.
+        return file.read(1) == b"\n"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -1,12 +1,14 @@
 """Spoiled checkpoints are refused, harmless ones are read. tests/matrix/hostile.py does the same by the thousand."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from matrix.hostile import Result, report
 from moedge.runtime.shape import checkpoint_shape as shape_folder
 from support.hostile.cases import judge, make_case
 from support.hostile.load import load_weights
@@ -40,3 +42,23 @@ def test_without_the_comparison_with_config_the_harness_would_notice(
     monkeypatch.setattr(shape_folder, "check_tensors", lambda *_: None)
     outcomes = [judge(make_case(seed, good_folders), tmp_path / "case", lambda *_: None) for seed in range(60)]
     assert sum(outcome.wrong is not None for outcome in outcomes) > 5
+
+
+def test_a_case_that_computes_for_long_is_named_and_one_that_waits_is_not(
+    good_folders: Sequence[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, waited = 0.0, 0.0
+    monkeypatch.setattr(time, "process_time", lambda: computed)
+    monkeypatch.setattr(time, "perf_counter", lambda: computed + waited)
+    case = make_case(next(seed for seed in range(60) if make_case(seed, good_folders).verdict == ACCEPT), good_folders)
+
+    def take(own: float, others: float) -> Result:
+        def load(*_: object) -> None:
+            nonlocal computed, waited
+            computed, waited = computed + own, waited + others
+
+        outcome = judge(case, tmp_path / "case", load)
+        return Result("kind", outcome.refused, outcome.seconds, 1 << 20, outcome.wrong)
+
+    assert report([take(0.5, 9.0)]) == []
+    assert report([take(0.5, 0.0), take(2.5, 0.0)], first=7) == ["seed 8 (kind) took 2.50 s of the CPU and 1 MiB"]

@@ -30,7 +30,7 @@ from support.gguf_files import build, save_tokenizer, to_gguf
 from support.quantized_checkpoints import FORMATS, is_quantized, mixed, mxfp4_blocks
 from support.tiny_families import save_tiny
 
-BUDGET_GIB = 2
+BUDGET_GIB, STORE_GIB = 2, 5
 # An expert has 6.3 M weights, 320 of them 4.03 GB in bf16; one of gpt-oss's shape has 24.9 M, 81 of them 4.03 GB.
 WIDE: dict[str, Any] = {
     "hidden_size": 2048, "moe_intermediate_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1,
@@ -56,7 +56,9 @@ def prepared_within_budget(form: str) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         model, store = write_wide(form, Path(scratch)), Path(scratch) / "store"
         command = [sys.executable, "-m", "moedge", "prepare", str(model), "-o", str(store)]
-        done = subprocess.run([*command, "--ram", f"{BUDGET_GIB}GiB"], capture_output=True, text=True, check=False)
+        # `auto` would leave 10 GiB of the disk free.
+        budgets = ["--ram", f"{BUDGET_GIB}GiB", "--disk", f"{STORE_GIB}GiB"]
+        done = subprocess.run([*command, *budgets], capture_output=True, text=True, check=False)
     if done.returncode:
         return [f"exit code {done.returncode}: {done.stderr.strip()[-600:]}"]
     found = re.search(r"peak ([\d.,]+) (MiB|GiB) of RAM", done.stderr)

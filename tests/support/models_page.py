@@ -18,7 +18,9 @@ of a model with image or audio input is its text model (`gemma4_text` of `gemma4
 its own type is `aria`, `gemma3`, `gemma4`, `gemma4_unified`, `llama4`, `llava`, `mistral3`, `qwen3_5` or
 `qwen3_5_moe`: tensors of its other parts are not read and not counted, and rows with images are refused. Rotary
 embeddings that depend on the longest sequence (`dynamic`, `longrope`) are refused in every family: a row's answer
-would depend on the other rows of its batch.
+would depend on the other rows of its batch. Code that a checkpoint brings (`auto_map` in config.json, as of
+DeepSeek-V3 or Kimi-Linear) is never run: transformers' class computes the family, and `plan` and `batch` say so in a
+line; a family that transformers does not have is refused.
 
 Of the families with sparse attention by an indexer, `axk2`, `deepseek_v32` and `glm_moe_dsa`, sequences of up to
 `index_topk` tokens run (2,048 in published models), prompt and answer together: the indexer chooses every token then,

@@ -15,6 +15,7 @@ from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.model.definition import define
 from moedge.runtime.model.loading import CheckpointLoader
+from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import check_tensors, read_shape
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.read import by_layer, kv_groups
@@ -150,6 +151,14 @@ def test_layers_that_guess_further_tokens_are_left_out(spoiled: Spoiled, checkpo
 def test_weights_must_be_floats(spoiled: Spoiled) -> None:
     says = refusal(spoiled(lambda tensors: tensors.update({Q: tensors[Q].to(torch.int32)})))
     assert f"'{Q}' is I32, wanted one of" in says
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (2, 3, 4)])
+def test_an_expert_s_tensor_that_is_no_matrix_is_refused(spoiled: Spoiled, shape: tuple[int, ...]) -> None:
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    folder = spoiled(lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match="experts"):
+        read_shape(folder)
 
 
 def test_a_misshaped_tensor_is_named(spoiled: Spoiled) -> None:

@@ -31,6 +31,30 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tiktoken.model", b"IQ== 0\n"),
+        ("qwen.tiktoken", b"IQ== 0\n"),
+        ("tokenizer.model", b"IQ== 0\n"),
+        ("tekken.json", b"{}"),
+    ],
+)
+def test_tokens_without_the_rule_that_cuts_texts_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=f"{name} alone: such files list tokens.*fetch a tokenizer.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_sentencepiece_model_without_its_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr("moedge.runtime.text.folder.find_spec", lambda module: None)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model alone, which sentencepiece and protobuf must"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}', "\x00\x01"])
 def test_a_broken_tokenizer_is_refused(copy: Path, content: str) -> None:
     (copy / "tokenizer.json").write_text(content)

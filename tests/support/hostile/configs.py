@@ -80,7 +80,9 @@ def with_key(draft: Draft, rng: random.Random, made: tuple[dict[str, Any], str])
 
 of_each(
     {
-        "auto_map": ({"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}, REFUSE),
+        "auto_map": ({"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}, ACCEPT),
+        "auto_map of anything": ({"auto_map": [{"evil": ["modeling_evil.Evil", None, 7]}]}, ACCEPT),
+        "auto_map inside": ({"a": {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}}, REFUSE),
         "attention implementation": ({"_attn_implementation": "evil/kernel"}, REFUSE),
         "experts implementation": ({"experts_implementation": "evil"}, REFUSE),
         "inner implementation": ({"text_config": {"attn_implementation": "evil/repo"}}, REFUSE),

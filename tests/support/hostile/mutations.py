@@ -248,7 +248,8 @@ def header_order(draft: Draft, rng: random.Random) -> str:
 def _shuffled(text: bytes) -> bytes:
     try:
         return json.dumps(dict(reversed(json.loads(text, object_pairs_hook=_only_unique).items()))).encode()
-    except ValueError:
+    except (ValueError, AttributeError, RecursionError):
+        # Another mutation made of it what is no object.
         return text
 
 
