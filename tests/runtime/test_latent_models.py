@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.quant.kv.codec import decode, encode, rotation
+from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.latent import LatentAttention
+from moedge.runtime.attention.protocol import LatentWeights
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
@@ -73,22 +76,52 @@ def test_a_sequence_that_an_indexer_would_choose_from_is_refused(count: int, che
                 list(loaded.engine.run())
 
 
-def divergence(folder: Path, kv: str, **settings: Any) -> float:
-    """The mean KL divergence, in nats per token, of predictions with the format from those with a native cache."""
+def predicted(folder: Path, kv: str) -> torch.Tensor:
+    """Log probabilities [n, V] of what may follow each token of a text, with a cache in the format."""
     token_ids = torch.randint(5, 380, (WINDOW,), generator=torch.Generator().manual_seed(2)).tolist()
-    logprobs = []
-    for each in ("fp32", kv):
-        with closing(load(folder, kv=each, tokens_per_pass=40, **settings)) as loaded:
-            assert loaded.engine.scheduler.cache.pools[0].quantized == (each != "fp32")
-            logprobs.append(torch.cat(list(predict(loaded.engine, token_ids))))
-    p, q = logprobs
+    with closing(load(folder, kv=kv, tokens_per_pass=40)) as loaded:
+        assert loaded.engine.scheduler.cache.pools[0].quantized == (kv != "fp32")
+        return torch.cat(list(predict(loaded.engine, token_ids)))
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    """The mean KL divergence, in nats per token."""
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def quantized(x: torch.Tensor, kv: str, *, rotate: bool) -> torch.Tensor:
+    """Vectors [T, H, D] as the format keeps them, where `rotate` as it keeps keys."""
+    matrix = rotation(x.shape[-1]) if rotate else torch.eye(x.shape[-1])
+    vectors = VECTOR_FORMATS[kv]
+    return decode(encode(x @ matrix, vectors), vectors, x.dtype) @ matrix.T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu"])
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantized_latents_lose_at_most_twice_what_the_keys_and_values_of_all_heads_do(
+    kv: str, family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same model: random ones differ much in what a small error becomes on its way through the layers."""
+    folder, expand = checkpoint(family), LatentWeights.expand
+    exact = predicted(folder, "fp32")
+    latents = divergence(exact, predicted(folder, kv))
+
+    def rounded(self: LatentWeights, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = expand(self, *rest)
+        return quantized(keys, kv, rotate=True), quantized(values, kv, rotate=False)
+
+    monkeypatch.setattr(LatentWeights, "expand", rounded)
+    assert 0 < latents <= 2 * divergence(exact, predicted(folder, "fp32"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_quantized_latents_lose_at_most_twice_what_quantized_keys_and_values_do(
+def test_families_whose_layers_drop_arguments_lose_at_most_twice_what_others_do(
     kv: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    latent, plain = (divergence(checkpoint(family), kv) for family in ("youtu", "llama"))
-    assert 0 < latent <= 2 * plain
+    lost = {
+        family: divergence(*(predicted(checkpoint(family), each) for each in ("fp32", kv)))
+        for family in ("llama", "nemotron", "stablelm")
+    }
+    assert 0 < max(lost.values()) <= 2 * lost["llama"]
