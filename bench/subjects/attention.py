@@ -12,8 +12,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-# As in jobs: threads of torch that wait do not take the kernels' cores.
+# As in jobs: threads of torch that wait do not take the kernels' cores, and the cache lies in large pages.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 import torch.nn.functional as F

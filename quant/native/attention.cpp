@@ -150,11 +150,15 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
     for (int part = 0; part < a.num_parts; part++) {
         const moedge_vectors &v = a.keys[part];
         locate(w, v, begin, seen, from, to, w.rows, w.scales, w.zeros);
-        for (int t = from; t < to; t += TILE) {
+        for (int t = from, count; t < to; t += count) {
+            count = TILE;
 #if MOEDGE_LEVEL >= 3
             if (packs(a, v)) {
+                const float *factors = w.factors + int64_t(part) * w.num * 4;
+                if (v.format != MOEDGE_BF16 && to - t >= SCORED) count = SCORED;
                 if (v.format == MOEDGE_BF16) score_bf16(w, part, t, packed, part > 0, ahead);
-                else score_bytes(w, part, t, packed, w.factors + int64_t(part) * w.num * 4, part > 0, ahead);
+                else if (count == SCORED) score_bytes<2>(w, part, t, packed, factors, part > 0, ahead);
+                else score_bytes<1>(w, part, t, packed, factors, part > 0, ahead);
             } else
 #endif
                 score_float(w, part, t, (const float *)packed, part > 0);
@@ -247,6 +251,17 @@ struct Next {
     int64_t split;
 };
 
+// Reads scales and zeros of `count` tokens of a block into the cache.
+void prefetch_factors(const moedge_attention &a, const moedge_vectors &v, int64_t index, int64_t offset, int count) {
+    const int groups = groups_of(v), line = 64 / sizeof(uint16_t);
+    for (int g = 0; g < groups; g++)
+        for (int i = 0; i < count; i += line) {
+            const int64_t at = (index * groups + g) * a.block + offset + i;
+            _mm_prefetch((const char *)(v.scales + at), _MM_HINT_T0);
+            if (v.zeros) _mm_prefetch((const char *)(v.zeros + at), _MM_HINT_T0);
+        }
+}
+
 // Sums of one split for all queries of a row tile and KV head: [Q, width + 2].
 void attend_split(const Work &w, int64_t split, const Next &next, float *out) {
     const moedge_attention &a = w.a;
@@ -259,8 +274,10 @@ void attend_split(const Work &w, int64_t split, const Next &next, float *out) {
         const Visible soon = seen_by(a, *next.rows, next.split);
         const int nbytes = row_nbytes(a.keys[0]);
         each_run(a, *next.rows, next.head, nbytes, a.keys[0].codes, next.split * SPLIT, soon,
-                 [&](int t, const uint8_t *first, int count, int64_t, int64_t) {
+                 [&](int t, const uint8_t *first, int count, int64_t index, int64_t offset) {
                      for (int i = 0; i < count; i++) w.next_rows[t + i] = first + int64_t(i) * nbytes;
+                     prefetch_factors(a, a.keys[0], index, offset, count);
+                     prefetch_factors(a, a.values, index, offset, count);
                  });
         ahead = {w.next_rows, soon.to, nbytes, soon.from, 0};
     }

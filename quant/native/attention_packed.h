@@ -13,8 +13,8 @@ inline __mmask64 first_bytes(int count) { return count >= 64 ? ~0ull : (1ull << 
 
 inline __mmask16 first_lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
-// Fills out[0..16) with bytes `offset` on of 16 vectors of `nbytes` bytes, transposed: lane i of out[j] is dword j of vector i.
-inline void transpose(const uint8_t *const *rows, int offset, int nbytes, __m512i flip, __m512i *out) {
+// Transposes bytes `offset` on of 16 vectors of `nbytes` bytes: lane i of out[j * stride] is dword j of vector i.
+inline void transpose(const uint8_t *const *rows, int offset, int nbytes, __m512i flip, __m512i *out, int stride) {
     const __mmask64 mask = first_bytes(nbytes - offset);
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi8(mask, rows[i] + offset);
@@ -31,15 +31,24 @@ inline void transpose(const uint8_t *const *rows, int offset, int nbytes, __m512
     for (int i = 0; i < 4; i++) {
         const __m512i p = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), q = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
         const __m512i r = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88), s = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-        out[i] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0x88), flip);
-        out[i + 4] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0x88), flip);
-        out[i + 8] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0xdd), flip);
-        out[i + 12] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0xdd), flip);
+        out[i * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0x88), flip);
+        out[(i + 4) * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0x88), flip);
+        out[(i + 8) * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0xdd), flip);
+        out[(i + 12) * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0xdd), flip);
     }
 }
 
-// Queries are packed in runs of 8, 4, 2 and 1, so that a loop keeps their sums in registers.
-inline int run_of(int left) { return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+// Queries are packed in runs of MOST and of powers of two below it, so that a loop keeps their sums in registers.
+template <int MOST>
+inline int run_of(int left) {
+    int size = MOST;
+    while (size > left) size /= 2;
+    return size;
+}
+
+// Keys and queries of bytes whose scores are computed together: their sums take 16 registers. A query's bytes are read for
+// all of the keys at once, since a processor reads one register in a cycle, as many as it multiplies.
+constexpr int SCORED = 2 * TILE, BYTE_QUERIES = 4;
 
 inline __m512i dword(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
 
@@ -49,7 +58,7 @@ inline __m512i dword(const void *p) { return _mm512_set1_epi32(*(const int32_t *
 inline void pack_bf16(const float *q, int width, int64_t stride, int count, uint8_t *out) {
     const int dwords = int(padded(width, 32)) / 2;
     for (int begin = 0, n; begin < count; begin += n) {
-        n = run_of(count - begin);
+        n = run_of<8>(count - begin);
         int32_t *run = (int32_t *)out + int64_t(begin) * dwords;
         for (int i = 0; i < n; i++)
             for (int d = 0; d < dwords * 2; d += 32) {
@@ -82,9 +91,9 @@ inline void score_bf16(const Work &w, int part, int t, const uint8_t *queries, b
     const int nbytes = row_nbytes(v), dwords = int(padded(v.width, 32)) / 2;
     __m512i *keys = (__m512i *)w.tile;
     for (int offset = 0; offset < nbytes; offset += 64)
-        transpose(w.rows + t, offset, nbytes, _mm512_setzero_si512(), keys + offset / 4);
+        transpose(w.rows + t, offset, nbytes, _mm512_setzero_si512(), keys + offset / 4, 1);
     for (int begin = 0, n; begin < w.num; begin += n) {
-        n = run_of(w.num - begin);
+        n = run_of<8>(w.num - begin);
         const int32_t *q = (const int32_t *)queries + int64_t(begin) * dwords;
         float *scores = w.scores + int64_t(begin) * SPLIT + t;
         if (n == 8) dots_bf16<8>(keys, dwords, q, scores, add_up, ahead);
@@ -142,7 +151,7 @@ inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
     for (int64_t d = 0; d < w.a.values.width; d += 32) {
         const __m512i *values = (const __m512i *)w.values + d / 32 * pairs * 2;
         for (int begin = 0, n; begin < w.num; begin += n) {
-            n = run_of(w.num - begin);
+            n = run_of<8>(w.num - begin);
             const uint16_t *weights = (const uint16_t *)w.weights + int64_t(begin) * SPLIT + from;
             float *out = w.sums + begin * stride + d;
             if (n == 8) sums_bf16<8>(values, pairs, weights, out, stride, ahead);
@@ -166,7 +175,7 @@ inline void weights_bf16(const float *p, int from, int to, uint16_t *out) {
 inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *factors) {
     const int groups = groups_of(v), part = v.width / groups, dwords = int(padded(part, 4)) / 4;
     for (int begin = 0, size; begin < count; begin += size) {
-        size = run_of(count - begin);
+        size = run_of<BYTE_QUERIES>(count - begin);
         int32_t *run = (int32_t *)out + int64_t(begin) * groups * dwords * 2;
         for (int n = 0; n < size; n++) {
             const float *x = q + (begin + n) * stride;
@@ -209,55 +218,63 @@ inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, 
     }
 }
 
-template <int N>
+// Scores of V tiles of keys [dwords][V].
+template <int N, int V>
 inline void dots_bytes(const __m512i *keys, int dwords, const int32_t *q, const float *factors, int group, bool flipped,
                        const float *scales, const float *zeros, float *scores, bool add_up, Ahead &ahead) {
-    __m512i high[N], low[N];
-    for (int n = 0; n < N; n++) {
-        high[n] = flipped ? dword(factors + 4 * n + 1) : _mm512_setzero_si512();
-        low[n] = flipped ? dword(factors + 4 * n + 2) : _mm512_setzero_si512();
-    }
+    __m512i high[N][V], low[N][V];
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) {
+            high[n][v] = flipped ? dword(factors + 4 * n + 1) : _mm512_setzero_si512();
+            low[n][v] = flipped ? dword(factors + 4 * n + 2) : _mm512_setzero_si512();
+        }
     for (int i = 0; i < dwords; i++) {
         for (int n = 0; n < N; n++) {
-            high[n] = _mm512_dpbusd_epi32(high[n], keys[i], dword(q + 2 * N * i + n));
-            low[n] = _mm512_dpbusd_epi32(low[n], keys[i], dword(q + 2 * N * i + N + n));
+            const __m512i x = dword(q + 2 * N * i + n), y = dword(q + 2 * N * i + N + n);
+            for (int v = 0; v < V; v++) {
+                high[n][v] = _mm512_dpbusd_epi32(high[n][v], keys[i * V + v], x);
+                low[n][v] = _mm512_dpbusd_epi32(low[n][v], keys[i * V + v], y);
+            }
         }
-        ahead.step();
+        for (int v = 0; v < V; v++) ahead.step();
     }
-    const __m512 scale = _mm512_loadu_ps(scales), zero = zeros ? _mm512_loadu_ps(zeros) : _mm512_setzero_ps();
-    for (int n = 0; n < N; n++) {
-        float *out = scores + n * SPLIT;
-        __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n]), _mm512_set1_ps(128), _mm512_cvtepi32_ps(low[n]));
-        x = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(factors[4 * n])), scale);
-        if (zeros) x = _mm512_fmadd_ps(_mm512_set1_ps(factors[4 * n + 1 + group]), zero, x);
-        _mm512_storeu_ps(out, add_up ? _mm512_add_ps(x, _mm512_loadu_ps(out)) : x);
-    }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) {
+            const int t = v * TILE;
+            float *out = scores + n * SPLIT + t;
+            __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n][v]), _mm512_set1_ps(128), _mm512_cvtepi32_ps(low[n][v]));
+            x = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(factors[4 * n])), _mm512_loadu_ps(scales + t));
+            if (zeros) x = _mm512_fmadd_ps(_mm512_set1_ps(factors[4 * n + 1 + group]), _mm512_loadu_ps(zeros + t), x);
+            _mm512_storeu_ps(out, add_up ? _mm512_add_ps(x, _mm512_loadu_ps(out)) : x);
+        }
 }
 
+template <int V>
 inline void score_bytes(const Work &w, int part, int t, const uint8_t *queries, const float *factors, bool add_up, Ahead &ahead) {
     const moedge_vectors &v = w.a.keys[part];
     const bool int8 = v.format == MOEDGE_INT8;
     const int nbytes = row_nbytes(v), groups = groups_of(v), dwords = int(padded(nbytes, 4)) / 4;
-    const int lines = int(padded(nbytes, 64)) / 4;
+    const int vectors = int(padded(nbytes, 64)) / 4 * V;
     __m512i *keys = (__m512i *)w.tile;
     const __m512i flip = int8 ? _mm512_set1_epi8(char(-128)) : _mm512_setzero_si512(), nibble = _mm512_set1_epi8(15);
-    for (int offset = 0; offset < nbytes; offset += 64) transpose(w.rows + t, offset, nbytes, flip, keys + offset / 4);
-    for (int i = 0; !int8 && i < dwords; i++) {
-        keys[lines + i] = _mm512_and_si512(_mm512_srli_epi16(keys[i], 4), nibble);
+    for (int offset = 0; offset < nbytes; offset += 64)
+        for (int i = 0; i < V; i++)
+            transpose(w.rows + t + i * TILE, offset, nbytes, flip, keys + offset / 4 * V + i, V);
+    for (int i = 0; !int8 && i < dwords * V; i++) {
+        keys[vectors + i] = _mm512_and_si512(_mm512_srli_epi16(keys[i], 4), nibble);
         keys[i] = _mm512_and_si512(keys[i], nibble);
     }
     for (int begin = 0, n; begin < w.num; begin += n) {
-        n = run_of(w.num - begin);
+        n = run_of<BYTE_QUERIES>(w.num - begin);
         float *scores = w.scores + int64_t(begin) * SPLIT + t;
         for (int g = 0; g < groups; g++) {
             const int32_t *q = (const int32_t *)queries + int64_t(begin) * groups * dwords * 2 + int64_t(g) * dwords * 2 * n;
             const float *scales = w.scales + g * SPLIT + t, *zeros = int8 ? nullptr : w.zeros + g * SPLIT + t;
             const float *f = factors + 4 * begin;
             const bool more = add_up || g > 0;
-            if (n == 8) dots_bytes<8>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
-            else if (n == 4) dots_bytes<4>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
-            else if (n == 2) dots_bytes<2>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
-            else dots_bytes<1>(keys + g * lines, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            if (n == 4) dots_bytes<4, V>(keys + g * vectors, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            else if (n == 2) dots_bytes<2, V>(keys + g * vectors, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            else dots_bytes<1, V>(keys + g * vectors, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
         }
     }
 }

@@ -28,15 +28,6 @@ inline vf copysign(vf x, vf from) {
     const __m512i sign = _mm512_set1_epi32(int(0x80000000u));
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_castps_si512(from), _mm512_castps_si512(x), 0xca));
 }
-// x where x >= bound or x is NaN, else `other`.
-inline vf keep_from(vf x, float bound, vf kept, vf other) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, set1(bound), _CMP_LT_OQ), kept, other);
-}
-// 2^n of integers as floats, -126 to 127.
-inline vf power(vf n) {
-    const __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
-}
 inline vf from_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 inline vf from_bf16(const uint16_t *p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
@@ -75,9 +66,11 @@ inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vf abs(vf x) { return _mm256_andnot_ps(set1(-0.0f), x); }
 inline vf copysign(vf x, vf from) { return _mm256_or_ps(x, _mm256_and_ps(set1(-0.0f), from)); }
+// x where x >= bound or x is NaN, else `other`.
 inline vf keep_from(vf x, float bound, vf kept, vf other) {
     return _mm256_blendv_ps(kept, other, _mm256_cmp_ps(x, set1(bound), _CMP_LT_OQ));
 }
+// 2^n of integers as floats, -126 to 127.
 inline vf power(vf n) {
     const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
@@ -104,9 +97,9 @@ inline float sum(vf x) {
 
 #endif
 
-// 2^x to within 2^-22, 0 below 2^-126, NaN for NaN. x is at most 127.
+// 2^x to within 2^-22, 0 or less than 2^-125 below 2^-126, NaN for NaN. x is at most 127.
 inline vf exp2(vf x) {
-    const vf bounded = max(set1(-126.0f), x);
+    const vf bounded = max(set1(MOEDGE_LEVEL >= 2 ? -200.0f : -126.0f), x);
     const vf whole = round(bounded), rest = sub(bounded, whole);
     // Taylor's series of 2^r for |r| <= 1/2.
     vf y = set1(1.5252734e-5f);
@@ -117,7 +110,11 @@ inline vf exp2(vf x) {
     y = fma(y, rest, set1(2.4022651e-1f));
     y = fma(y, rest, set1(6.9314718e-1f));
     y = fma(y, rest, set1(1.0f));
+#if MOEDGE_LEVEL >= 2
+    return _mm512_scalef_ps(y, whole);
+#else
     return keep_from(x, -126.0f, mul(y, power(whole)), set1(0.0f));
+#endif
 }
 
 inline float exp2(float x) {

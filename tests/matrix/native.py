@@ -7,21 +7,23 @@ from pathlib import Path
 
 from matrix.state import Part
 from moedge.quant.native.build import CannotBuild
-from support.native_driver import SANITIZERS, build_driver, run_driver
+from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 
 CASES, QUICK_CASES = 2000, 20
 
 
 def parts(quick: bool) -> Iterator[Part]:
-    for name, sanitizers in SANITIZERS.items():
-        yield Part(f"sanitizers: {name}", partial(faults, sanitizers, QUICK_CASES if quick else CASES))
+    for kernels, driver in DRIVERS.items():
+        for name, sanitizers in SANITIZERS.items():
+            run = partial(faults, driver, sanitizers, QUICK_CASES if quick else CASES)
+            yield Part(f"{kernels}, sanitizers: {name}", run)
 
 
-def faults(sanitizers: str, cases: int) -> list[str]:
+def faults(driver: Path, sanitizers: str, cases: int) -> list[str]:
     """What the driver printed, if it found something."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = run_driver(build_driver(Path(folder), sanitizers), cases, seed=1000, limit=7200)
+            found = run_driver(build_driver(Path(folder), driver, sanitizers), cases, seed=1000, limit=7200)
         except CannotBuild as error:
             return [str(error)]
     return [found] if found else []

@@ -12,7 +12,7 @@ import pytest
 
 from moedge.quant.native import build, library
 from moedge.quant.native.attention import ROWS, SPLIT, Attention
-from support.native_driver import SANITIZERS, build_driver, run_driver
+from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which(build.COMPILER) is None, reason=f"{build.COMPILER} was not found")
 NEEDS_LIBRARY = pytest.mark.skipif(not library.available(), reason=f"no library of CPU kernels: {library.lack()}")
@@ -87,6 +87,6 @@ def test_a_library_that_needs_a_new_libc_is_for_this_machine(tmp_path: Path) -> 
 @NEEDS_COMPILER
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", SANITIZERS)
-def test_kernels_run_clean_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+def test_attention_runs_clean_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
     """A sample; `make matrix ARGS=native` runs many shapes."""
-    assert run_driver(build_driver(tmp_path, SANITIZERS[sanitizers]), cases=8) == ""
+    assert run_driver(build_driver(tmp_path, DRIVERS["attention"], SANITIZERS[sanitizers]), cases=8) == ""

@@ -1,7 +1,5 @@
 """Matrices in order `tiles`, and the kernels that multiply by them without dequantizing them first."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,16 +16,16 @@ from moedge.quant.formats.format import FORMATS, ROWS, TILES, get_format
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
-from moedge.quant.native import build, library
+from moedge.quant.native import library
 from moedge.quant.native.build import SETS
 from moedge.quant.planes import from_planes, planes_of, relayout
 from moedge.quant.tensor import PackedTensor, pack
+from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 from support.random_planes import defined, random_planes
 
 pytestmark = pytest.mark.numerics
 
 NAMES = sorted(name for name, each in FORMATS.items() if TILES in each.orders)
-DRIVER = Path(__file__).parents[1] / "native" / "products.cpp"
 # Rounding of a bfloat16 result, and of nf4's levels to bfloat16.
 TOLERANCE = 5e-3
 needs_library = pytest.mark.skipif(not tiled.has_kernel(), reason="the library of CPU kernels is not usable here")
@@ -207,13 +205,7 @@ def test_without_the_library_the_same_codes_are_dequantized(monkeypatch: pytest.
 
 @pytest.mark.slow
 @needs_library
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizers", SANITIZERS)
 def test_products_run_clean_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
-    """Without Python and torch, against sums in double, in memory of exactly the size that the interface asks for."""
-    flags = ("-std=c++17", "-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
-    objects, driver = build.compile_objects(tmp_path, flags), tmp_path / "products"
-    command = [build.COMPILER, *flags, "-I", str(build.HERE), str(DRIVER), *objects, "-lpthread", "-o", str(driver)]
-    subprocess.run(command, check=True)
-    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
-    done = subprocess.run([driver, "8"], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    """A sample; `make matrix ARGS=native` runs many shapes."""
+    assert run_driver(build_driver(tmp_path, DRIVERS["products"], SANITIZERS[sanitizers]), cases=8) == ""

@@ -1,4 +1,4 @@
-"""Builds the driver that calls the CPU kernels without Python and torch, with the compiler's sanitizers."""
+"""Builds the drivers that call the CPU kernels without Python and torch, with the compiler's sanitizers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 
 from moedge.quant.native import build
 
-SOURCE = Path(__file__).parents[1] / "native" / "driver.cpp"
+_FOLDER = Path(__file__).parents[1] / "native"
+# By what they call.
+DRIVERS = {"attention": _FOLDER / "driver.cpp", "products": _FOLDER / "products.cpp"}
 # Not together: ThreadSanitizer has a memory map of its own.
 SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
 
 
-def build_driver(folder: Path, sanitizers: str) -> Path:
-    """The driver in `folder`, with the sanitizers of `-fsanitize`. Raises CannotBuild."""
+def build_driver(folder: Path, source: Path, sanitizers: str) -> Path:
+    """The driver `source`, in `folder`, with the sanitizers of `-fsanitize`. Raises CannotBuild."""
     flags = ("-std=c++17", "-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
     objects = build.compile_objects(folder, flags)
     driver = folder / "driver"
-    build.run([build.COMPILER, *flags, "-I", str(build.HERE), str(SOURCE), *objects, "-lpthread", "-o", str(driver)])
+    build.run([build.COMPILER, *flags, "-I", str(build.HERE), str(source), *objects, "-lpthread", "-o", str(driver)])
     return driver
 
 
