@@ -93,6 +93,8 @@ def resume(
     gpu_mem: options.GPU_MEM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
+    ray: options.RAY = None,
+    ray_workers: options.RAY_WORKERS = None,
     until: options.UNTIL = None,
     max_rows: options.MAX_ROWS = None,
     max_failures: options.MAX_FAILURES = None,
@@ -104,10 +106,10 @@ def resume(
     verbose: options.VERBOSE = False,
     quiet: options.QUIET = False,
 ) -> None:
-    """Resume a job with its original settings, under the budgets given here."""
+    """Resume a job with its original settings, under the budgets given here, on this machine or on a cluster."""
     options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.jobs.journal.state import read_state
-    from ..runtime.jobs.request import ResumeOptions, resumed
+    from ..runtime.jobs.request import ClusterRequest, ResumeOptions, resumed
     from ..runtime.jobs.stop import Limits
     from .views.job_view import JobView
 
@@ -123,6 +125,7 @@ def resume(
             ResumeOptions(failed=failed, drift=tuple(accept_drift or ()), cut_to=max_tokens),
         ),
         follow=partial,
+        cluster=None if ray is None else ClusterRequest(ray, ray_workers),
     )
     raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))
 

@@ -87,6 +87,7 @@ def run_job(request: BatchRequest, observer: JobObserver, given: LoadedModel | N
 
 def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Executor:
     observer.checked(checked)
+    refuse_unreachable(checked)
     with stage("importing torch"):
         from ..jobs.job import Measured
     with stage("counting tokens"):
@@ -98,6 +99,16 @@ def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Exec
     loaded: Executor = planned.load() if cluster is None else cluster.load(planned)
     observer.loaded(loaded)
     return loaded
+
+
+def refuse_unreachable(checked: Checked) -> None:
+    """Raises ClusterFailed where the cluster that a job is for does not answer, MissingExtra without Ray."""
+    if checked.request.cluster is None:
+        return
+    from ..cluster import address
+
+    with stage("connecting to the cluster"):
+        address.refuse_unreachable(checked.request.cluster.address)
 
 
 def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:

@@ -30,7 +30,7 @@ from ..settings.errors import BadArgument, InputRefused
 from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
-from .batch import BatchProgress, JobObserver, cluster_of, request_of, run_loaded
+from .batch import BatchProgress, JobObserver, cluster_of, refuse_unreachable, request_of, run_loaded
 from .options import DocumentOptions, check
 
 if TYPE_CHECKING:
@@ -307,6 +307,8 @@ class _RoundRunner:
         """On the engine of the rounds before, unless this one has a longer row than it has memory for."""
         observer, given = self._observer, self._model
         observer.checked(checked)
+        if self._cluster is None:
+            refuse_unreachable(checked)
         with stage("importing torch"):
             from ..jobs.job import Measured
         measured = Measured.of(replace(checked, given=given))

@@ -5,7 +5,6 @@ Ray starts them where there is space, carries calls and answers, and notices dea
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..settings.errors import ClusterFailed, MissingExtra
 from .actor import Refused, WorkerActor, post_mortem
+from .address import connect, import_ray
 from .worker import LoadReport, WorkerInfo
-
-LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +79,9 @@ class Workers:
 
     def __init__(self, model: str, address: str, wanted: int | None, use_gpus: bool) -> None:
         """Raises ClusterFailed where the cluster cannot be reached, MissingExtra without Ray."""
-        self._ray = _import_ray()
+        self._ray = import_ray()
         self._model = model
-        self._ours = _connect(self._ray, address)
+        self._ours = connect(self._ray, address)
         self.size = ClusterSize.of(self._ray.nodes(), wanted, use_gpus)
         self.slots: list[Slot] = []
         self._next = 0
@@ -188,31 +185,3 @@ def open_workers(model: str, address: str, wanted: int | None, use_gpus: bool) -
         yield workers
     finally:
         workers.close()
-
-
-def _import_ray() -> Any:
-    # Nothing is sent anywhere, unless the user asked for it.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError:
-        raise MissingExtra("--ray needs Ray", "ray") from None
-    return ray
-
-
-def _connect(ray: Any, address: str) -> bool:
-    """Whether the connection is ours to end: a program that has one shares it."""
-    if ray.is_initialized():
-        return False
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
-    if address == LOCAL:
-        options |= {"include_dashboard": False, "num_cpus": len(os.sched_getaffinity(0))}
-    try:
-        ray.init(**options)
-    except Exception as error:
-        raise ClusterFailed(
-            f"--ray {address}: no cluster answers there ({error}); give the address of a running one, or local"
-        ) from None
-    return True

@@ -52,7 +52,7 @@ class ResumeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRequest:
-    """A Ray cluster: its address, or "local" for one on this machine; None workers are as many as it has space for."""
+    """A Ray cluster: its address, or "local" for one of this machine; None workers are as many as it has space for."""
 
     address: str
     workers: int | None = None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -95,6 +96,21 @@ def test_the_same_command_goes_on_and_jobs_tell_of_it(
     assert json.loads(capsys.readouterr().out)["status"] == "completed"
     assert cli("jobs", "repair", job_id) == 0
     assert cli("jobs", "show", "nothing") == 2
+
+
+def test_a_job_is_resumed_on_a_cluster_that_answers_or_here(
+    batch: list[object], cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli(*batch, "--max-rows", 4, "-q") == 75
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli("jobs", "resume", tmp_path / "out.jsonl", "--ray", "10.0.0.5:6379") == 6
+    assert "--ray needs Ray, which is not installed" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    for name in ("ray.util", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert cli("jobs", "resume", tmp_path / "out.jsonl", "--ray", "nonsense", "--ray-workers", 2) == 6
+    assert "--ray nonsense: no cluster answers there" in capsys.readouterr().err
+    assert cli("jobs", "resume", tmp_path / "out.jsonl", "-q") == 3
 
 
 def test_events_fit_their_schema_and_the_page_names_every_key(

@@ -23,16 +23,18 @@ from moedge.runtime.jobs.journal.state import read_state
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
 OPTIONS: dict[str, Any] = {
-    "ram": "1GiB", "gpu_mem": 0, "deterministic": True, "quant": "none", "max_sequences": 4, "tokens_per_pass": 64,
+    "ram": "1GiB", "gpu_mem": 0, "deterministic": True, "quant": "none", "max_sequences": 8, "tokens_per_pass": 64,
 }  # fmt: skip
 _NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
+# A process that stands still, on a machine that does, is not dead; one that is gone refuses connections at once.
+_PATIENT = {"health_check_timeout_ms": 600_000}
 
 
 def write_rows(path: Path, count: int, seed: int = 0) -> None:
     """Greedy and sampled rows, some with two answers, some that fail."""
     lines = []
     for row in range(count):
-        line: dict[str, Any] = {"id": f"r{row}", "prompt": f"In the beginning {seed} {row}", "max_tokens": 2 + row % 9}
+        line: dict[str, Any] = {"id": f"r{row}", "prompt": f"In the beginning {seed} {row}", "max_tokens": 1 + row % 4}
         if row % 17 == 5:
             line |= {"logit_bias": {"999999": 1}}
         lines.append(line | {"temperature": 0.9 * (row % 2), "seed": row, "n": 1 + row % 2})
@@ -45,7 +47,7 @@ def cluster(nodes: int, head_cpus: int = 0) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    head = {**_NODE, "num_cpus": head_cpus, "include_dashboard": False}
+    head = {**_NODE, "num_cpus": head_cpus, "include_dashboard": False, "_system_config": _PATIENT}
     found = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes):
@@ -62,28 +64,36 @@ def worker_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if process.cmdline()[0].startswith("ray::WorkerActor"):
+            # One that has just died has no words.
+            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
                 found.append(process)
     return found
 
 
 class Chaos(threading.Thread):
-    """While a job runs, does `deeds` in their order, each after an equal part of its rows, and counts what it did."""
+    """While a job runs, does `deeds` in their order, each after an equal part of its rows, and counts what it did.
 
-    def __init__(self, output: Path, num_rows: int, deeds: list[Callable[[], bool]]) -> None:
+    The count is in the file `kept`: with a job that is resumed, the deeds that were done before are not done again.
+    """
+
+    def __init__(self, output: Path, num_rows: int, deeds: list[Callable[[], bool]], kept: Path | None = None) -> None:
         super().__init__(daemon=True)
-        self.done = 0
+        self.done = int(kept.read_text()) if kept is not None and kept.exists() else 0
+        self._kept = kept
         self._folder = JobFolder(output.with_suffix(".job"))
         self._num_rows = num_rows
         self._deeds = deeds
         self._ended = threading.Event()
 
     def run(self) -> None:
-        for number, deed in enumerate(self._deeds, 1):
-            while self._rows() < number * self._num_rows // (len(self._deeds) + 2) or not deed():
-                if self._ended.wait(0.05):
+        for number, deed in enumerate(self._deeds[self.done :], self.done + 1):
+            # The last deeds need time, too, while rows are left.
+            while self._rows() < 0.9 * number * self._num_rows / (len(self._deeds) + 1) or not deed():
+                if self._ended.wait(0.2):
                     return
             self.done += 1
+            if self._kept is not None:
+                self._kept.write_text(str(self.done))
 
     def end(self) -> None:
         self._ended.set()
@@ -117,6 +127,9 @@ def leave_and_return(found: Any, seconds: float) -> list[Callable[[], bool]]:
         return True
 
     def join() -> bool:
+        if not left:
+            # It left in the cluster of an earlier run.
+            return True
         if time.monotonic() - left[0] < seconds:
             return False
         # Ray sets a handler of signals, which only the main thread may.
