@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 from moedge.quant.matmul.thread_pool import WorkerPool
 from moedge.quant.native import library
-from moedge.runtime.attention.native_rows import RowAttention, RowQuery
+from moedge.runtime.attention.native_rows import RowAttention, RowQuery, stored
 from moedge.runtime.attention.protocol import AttentionCall
-from moedge.runtime.attention.torch_backend import TorchAttention, stored
+from moedge.runtime.attention.torch_backend import TorchAttention
 from moedge.runtime.engine.batch import Batch, pack
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.kv.cache import KVCache

@@ -22,10 +22,10 @@ from .choice import EXPANDED_NBYTES
 from .decode import Decoder, Query
 from .decode_plan import DecodePlan, DecodePlanCache
 from .dense import attend_fresh, attend_rows, visibility
-from .native_rows import RowAttention, RowQuery
+from .native_rows import RowAttention, RowQuery, stored
 from .pass_pages import PassSlots
 from .protocol import AttentionCall, LatentWeights, check_reach, is_causal_prefill
-from .torch_backend import CacheReader, key_range, row_tiles, stored
+from .torch_backend import CacheReader, key_range, row_tiles
 
 
 class LatentAttention:

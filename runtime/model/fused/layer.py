@@ -155,7 +155,7 @@ class FusedLayer:
         """hidden [1, T, D] -> [1, T, D]."""
         if not self.takes(hidden, named["position_embeddings"]):
             return self.seam(hidden, *args, **named)
-        rows, cos, sin = hidden.shape[1], *named["position_embeddings"]
+        rows, (cos, sin) = hidden.shape[1], named["position_embeddings"]
         if self._rotary != cos.shape[-1]:
             self._compose(cos.shape[-1])
         packed, out = named["packed"], torch.empty_like(hidden)

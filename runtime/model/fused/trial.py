@@ -80,7 +80,7 @@ def fuse(
             layer = FusedLayer(parts, shared[key], compute, layers[index].forward, call)
             at = 3 * probe.calls.index(call)
             if call.latent is None and _agrees(layer, record, probe.given[at : at + 3]):
-                layers[index].forward = layer.forward  # type: ignore[method-assign]
+                layers[index].forward = layer.forward
                 fused.append(layer)
     return fused
 

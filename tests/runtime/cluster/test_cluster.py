@@ -99,7 +99,8 @@ def test_documents_are_answered_by_a_cluster_as_here(tmp_path: Path) -> None:
 def test_workers_on_which_the_job_does_not_fit_are_left_out_by_name(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 3)
     given = {**OPTIONS, "ram": "1MiB"}
-    with pytest.raises(ClusterFailed, match=r"no worker of the cluster can take part: .+:\d+: 1 MiB of host memory is too little") as found:
+    left_out = r"no worker of the cluster can take part: .+:\d+: 1 MiB of host memory is too little"
+    with pytest.raises(ClusterFailed, match=left_out) as found:
         run_batch(MODEL, tmp_path / "rows.jsonl", tmp_path / "out.jsonl", progress=False, ray="local", **given)
     assert found.value.exit_code == 6
 
