@@ -5,7 +5,7 @@
     python -m bench.compare --model models/m --llama-bin LLAMA_BIN --batches 1 8 32 128 --prompts 0 --ceiling 3GiB \
         --moedge none --files bf16 --transformers --record in-3-GiB.json
 
-A cell of the table is a number of sequences of 8 prompt tokens that generate (`--batches`), or prompts alone
+A cell of the table is a number of sequences that generate after short prompts (`--batches`), or prompts alone
 (`--prompts 32x64`). Contenders: moedge (`--moedge none nf4 int4 int8+int8`: weights, then --compute), transformers'
 generate with either of its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of
 memory), llama.cpp (`--llama-bin`, where llama-batched-bench and llama-quantize lie). Its GGUF files are written beside
@@ -15,8 +15,8 @@ llama.cpp runs at most 256 sequences at once; its figure for more is that for 25
 
 `--record FILE` keeps every measurement as it is made. The same command continues where it ended; `--minutes` ends it,
 `--forget ENGINE` drops an engine's measurements first. Beside each figure stand its roofs: the bytes that a pass must
-read at the rate at which memory was read right before, and its operations at the rate of bfloat16 products. bench.picture
-makes tables and pictures of records.
+read at the rate at which memory was read right before, and its operations at the rate of bfloat16 products.
+bench.picture makes tables and pictures of records.
 
 `--ceiling` puts every contender in a memory cgroup of its own, page cache included and swap off, which takes root. The
 files that it reads are dropped from the page cache first, or it would use pages that are charged to somebody else. What
@@ -64,8 +64,8 @@ Cells = dict[str, tuple[float, float]]
 SHARE = "90%"
 # A process that could not even load its model in what is left of --minutes is not started.
 LEAST_SECONDS = 25.0
-# llama.cpp's settings; under a ceiling a repacked copy of the weights does not fit, and one KV cache for all is smaller.
-SWEEP = ("-fa on", "-fa off", "-fa on --no-repack", "-fa off --no-repack", "-fa on -ub 2048", "-fa on -ub 256")
+# llama.cpp's settings. Under a ceiling a repacked copy of the weights does not fit; one KV cache for all is smaller.
+SWEEP = ("-fa on", "-fa off", "-fa on --no-repack", "-fa on -ub 2048", "-fa on -ub 256")
 UNDER_A_CEILING = ("-fa on --no-repack -kvu",)
 # Passes of fewer tokens are one step whatever -ub is.
 SWEPT_TOKENS = 256
@@ -145,19 +145,21 @@ def contenders(options: argparse.Namespace) -> Iterator[Contender]:
 
 
 def llama_settings(options: argparse.Namespace, file: str) -> list[str]:
-    """Weights in bf16 are not repacked, whatever is asked for."""
+    """What is asked for, or a sweep."""
     if options.llama_options is not None:
         return [one.strip() for one in options.llama_options.split(";")]
     if options.ceiling is not None:
         return list(UNDER_A_CEILING)
-    return [one for one in SWEEP if "bf16" not in Path(file).name or "--no-repack" not in one]
+    # Weights in bf16 are not repacked, and are too slow for their -ub to matter.
+    return list(SWEEP[:2] if "bf16" in Path(file).name else SWEEP)
 
 
 def loads_of(options: argparse.Namespace) -> dict[str, list[int]]:
-    """Sequences, tokens of a prompt and generated tokens of each cell; generated are fewer where passes take longer."""
+    """Sequences, tokens of a prompt and generated tokens of each cell; both are fewer where passes take longer."""
     loads = {}
     for batch in options.batches:
-        loads[str(batch)] = [batch, options.prompt, options.new or max(4, min(33, 512 // batch))]
+        prompt = min(options.prompt, max(4, 2048 // batch))
+        loads[str(batch)] = [batch, prompt, options.new or max(4, min(33, 512 // batch))]
     if options.prompts not in ("", "0"):
         sequences, _, tokens = options.prompts.partition("x")
         loads[PROMPTS] = [int(sequences), int(tokens), 2]
@@ -396,6 +398,7 @@ def compare(options: argparse.Namespace, limit: int | None, record: Record) -> l
             print(f"\n{options.minutes} minutes are over; the same command continues.", flush=True)
             break
         rates = {} if limit is None else measured_rates(options.threads)
+        begun = time.monotonic()
         row = bench.measure(contender.task(loads, options.threads, rates=limit is None))
         late = row.verdict == "out of time" and bench.seconds < LEAST_SECONDS
         if row.valid or late:
@@ -405,6 +408,7 @@ def compare(options: argparse.Namespace, limit: int | None, record: Record) -> l
         else:
             wrong.append(row)
         print(row.shown(cells), flush=True)
+        print(f"{row.title}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     ours, peers = records.titles(record, records.OURS), records.titles(record, *records.PEERS)
     print(records.line(["moedge's best / peers' best", *ratios(record, ours, peers), "", "", "", ""]))
     return wrong
@@ -427,7 +431,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128, 512])
-    parser.add_argument("--prompt", type=int, default=8, help="prompt tokens of a sequence that generates")
+    parser.add_argument("--prompt", type=int, default=8, help="prompt tokens of a sequence that generates, at most")
     parser.add_argument("--new", type=int, help="tokens to generate for each sequence, 2 or more; 4 to 33")
     parser.add_argument("--prompts", default="32x64", help="the cell of prompts alone; 0 for none")
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,7 +1,7 @@
-"""GGUF files of the checkpoints of bench.make_model, for llama.cpp: bf16 by gguf's writer, others by llama-quantize.
+"""GGUF files of Qwen3 mixtures of experts, for llama.cpp: bf16 by gguf's writer, others by llama-quantize.
 
-Names and layouts are those of llama.cpp's converter for Qwen3 mixtures of experts, which cannot be asked itself: it
-knows tokenizers by their hashes, and these are made here.
+Names and layouts are those of llama.cpp's converter, which cannot be asked itself: it knows tokenizers by their hashes,
+and those of bench.make_model are its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write(model: Path, path: Path) -> None:
         raise SystemExit(f"{model} is a {config['model_type']}; GGUF files are written of qwen3_moe alone")
     files, writer = Checkpoint(model), gguf.GGUFWriter(path, ARCHITECTURE)
     _metadata(writer, config)
-    _vocabulary(writer, model)
+    _vocabulary(writer, model, config["eos_token_id"])
     names = list(_names(config))
     kinds, types = (torch.bfloat16, torch.float32), gguf.GGMLQuantizationType
     for name, sources in names:
@@ -83,13 +83,13 @@ class Checkpoint:
     """Tensors of a folder of safetensors files by name."""
 
     def __init__(self, folder: Path) -> None:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        self._folder, self._files = folder, index["weight_map"]
+        self._folder, index = folder, folder / "model.safetensors.index.json"
+        self._files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
 
     def _open(self, name: str) -> Any:
         from safetensors import safe_open
 
-        return safe_open(self._folder / self._files[name], framework="pt")
+        return safe_open(self._folder / self._files.get(name, "model.safetensors"), framework="pt")
 
     def shape(self, name: str) -> list[int]:
         with self._open(name) as file:
@@ -103,14 +103,20 @@ class Checkpoint:
 def _names(config: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
     """Each tensor of the file, and those of the checkpoint that it is made of: experts are one tensor."""
     for own, module in OUTER.items():
-        yield f"{own}.weight", [f"{module}.weight"]
+        if own != "output" or not config.get("tie_word_embeddings"):
+            yield f"{own}.weight", [f"{module}.weight"]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for own, module in PARTS.items():
             yield f"blk.{layer}.{own}.weight", [f"{prefix}.{module}.weight"]
         for own, module in EXPERTS.items():
-            experts = range(config["num_experts"])
+            experts = range(num_experts(config))
             yield f"blk.{layer}.{own}.weight", [f"{prefix}.mlp.experts.{one}.{module}.weight" for one in experts]
+
+
+def num_experts(config: dict[str, Any]) -> int:
+    count: int = config.get("num_experts") or config["num_local_experts"]
+    return count
 
 
 def _metadata(writer: Any, config: dict[str, Any]) -> None:
@@ -125,15 +131,15 @@ def _metadata(writer: Any, config: dict[str, Any]) -> None:
     writer.add_value_length(config["head_dim"])
     # The defaults of Qwen3MoeConfig.
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
+    writer.add_rope_freq_base(config.get("rope_parameters", config).get("rope_theta", 10000.0))
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_count(num_experts(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
-def _vocabulary(writer: Any, model: Path) -> None:
+def _vocabulary(writer: Any, model: Path, eos: int) -> None:
     content = json.loads((model / "tokenizer.json").read_text())
-    vocab = content["model"]["vocab"]
+    vocab = content["model"]["vocab"] | {one["content"]: one["id"] for one in content["added_tokens"]}
     special = {one["content"] for one in content["added_tokens"] if one["special"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer.add_tokenizer_model("gpt2")
@@ -141,4 +147,4 @@ def _vocabulary(writer: Any, model: Path) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([CONTROL if token in special else NORMAL for token in tokens])
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]])
-    writer.add_eos_token_id(vocab["</s>"])
+    writer.add_eos_token_id(eos)

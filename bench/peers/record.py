@@ -70,9 +70,7 @@ def figure(record: Record, title: str, cell: str) -> float | None:
 
 def titles(record: Record, *engines: str) -> list[str]:
     """In the order of their first measurement."""
-    return list(
-        dict.fromkeys(one["title"] for one in record["measurements"] if engine_of(one["title"]) in engines)
-    )
+    return list(dict.fromkeys(one["title"] for one in record["measurements"] if engine_of(one["title"]) in engines))
 
 
 class Best(NamedTuple):
@@ -234,9 +232,7 @@ def _mark(record: Record, title: str, cell: str) -> str:
 def all_table(record: Record) -> str:
     """A row a setting: medians, their share of the setting's own smaller roof, and what they were measured beside."""
     cells = list(record["cells"])
-    lines = [
-        head_line(["tok/s (share of the roof)", *(cell_name(record, one) for one in cells), *_ABOUT_COLUMNS])
-    ]
+    lines = [head_line(["tok/s (share of the roof)", *(cell_name(record, one) for one in cells), *_ABOUT_COLUMNS])]
     for title in titles(record, OURS, *PEERS, "products"):
         own = [one for one in record["measurements"] if one["title"] == title]
         others = max(one["cpu_share_of_others"] for one in own)
