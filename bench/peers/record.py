@@ -45,7 +45,8 @@ def save(record: Record, path: Path | None) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(record | {"contenders": summary(record)}, indent=1) + "\n")
+    date = max((one["at"][:10] for one in record["measurements"]), default=None)
+    beside.write_text(json.dumps(record | {"date": date, "contenders": summary(record)}, indent=1) + "\n")
     os.replace(beside, path)
 
 
