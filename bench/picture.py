@@ -102,7 +102,9 @@ def machines(records: list[Record]) -> str:
 
 def machine(record: Record) -> str:
     if "machine" not in record:
-        return f"{record['processor']}, {record['cores']} cores, {record['date']}"
+        busy = max((one.get("cpu_share_of_others") or 0.0 for one in record["contenders"]), default=0.0)
+        text = f"{record['processor']}, {record['cores']} cores, {record['date']}"
+        return f"{text}, others' CPU {busy:.0%}" if busy else text
     own, days = record["machine"], sorted({one["at"][:10] for one in record["measurements"]})
     return f"{own['processor']}, {own['cores']} cores, {' to '.join(dict.fromkeys([days[0], days[-1]]))}"
 
