@@ -70,7 +70,7 @@ UNDER_A_CEILING = ("-fa on --no-repack -kvu",)
 # Passes of fewer tokens are one step whatever -ub is.
 SWEPT_TOKENS = 256
 LLAMA_MOST = 256
-# Formats whose perplexity rises by no more than that of llama.cpp's Q4_0: docs/quality.md.
+# Settings that may be moedge's best. Those that lose more than llama.cpp's Q4_0 should not: bench.quality measures it.
 COUNTED = ("none", "int8", "int8+int8", "int4", "int4+int8", "nf4")
 
 
