@@ -1,12 +1,22 @@
 """moedge beside its peers: the same rows, threads and memory, each at the best of a few settings of its own.
 
     python -m bench.make_model --shape m --out models/m
-    python -m bench.compare --model models/m --batches 1 8 32 128 [--llama-bin DIR --gguf m-Q4_0.gguf]
-    python -m bench.compare --model models/m --batches 1 8 --prompt 32 --new 4 --ceiling 3GiB --offload 1GiB ...
+    python -m bench.compare --model models/m --llama-bin LLAMA_BIN --record in-memory.json
+    python -m bench.compare --model models/m --llama-bin LLAMA_BIN --batches 1 8 32 128 --prompts 0 --ceiling 3GiB \
+        --moedge none --files bf16 --transformers --record in-3-GiB.json
 
-Contenders: moedge (`--moedge none nf4 int4 int8+int8`: weights, then --compute), transformers' generate with either of
-its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of memory), llama.cpp
-(`--llama-bin`, where llama-batched-bench lies, `--gguf` files, `--llama-options="--no-repack"`).
+A cell of the table is a number of sequences that generate after short prompts (`--batches`), or prompts alone
+(`--prompts 32x64`). Contenders: moedge (`--moedge none nf4 int4 int8+int8`: weights, then --compute), transformers'
+generate with either of its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of
+memory), llama.cpp (`--llama-bin`, where llama-batched-bench and llama-quantize lie). Its GGUF files are written beside
+the model where they are missing (`--files`), or named with `--gguf`. Peers are tried once with each of their settings
+(llama.cpp: repacked weights or not, flash attention or not, `-ub`), and the fastest of an engine in a cell is repeated.
+llama.cpp runs at most 256 sequences at once; its figure for more is that for 256.
+
+`--record FILE` keeps every measurement as it is made. The same command continues where it ended; `--minutes` ends it,
+`--forget ENGINE` drops an engine's measurements first. Beside each figure stand its roofs: the bytes that a pass must
+read at the rate at which memory was read right before, and its operations at the rate of bfloat16 products.
+bench.picture makes tables and pictures of records.
 
 `--ceiling` puts every contender in a memory cgroup of its own, page cache included and swap off, which takes root. The
 files that it reads are dropped from the page cache first, or it would use pages that are charged to somebody else. What
@@ -15,12 +25,8 @@ killed in the group for want of memory, the bytes that came from disks. A row is
 the ceiling cannot have bound. Memory that other processes had before, such as the libraries of the interpreter that
 runs this script, is not charged.
 
-`--products` times the bare matrix products of the same passes as well (roofline.py), the roof in bfloat16.
-
-`--record FILE --title TEXT` keeps the figures as JSON, from which `bench.picture` makes README's table and picture.
-
-Prints a table for docs/performance.md: medians; ratios of moedge's best to the peers' best in the same phase and batch;
-the share of CPU time that other processes used meanwhile. Above 0.05 a figure says little about its contender.
+Prints a row for each process; then medians, and ratios of moedge's best to the peers' best. Others' CPU is the share of
+CPU time that other processes used meanwhile: above 0.05 a figure says little about its contender.
 """
 
 from __future__ import annotations
@@ -28,10 +34,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,6 +49,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
+from bench.peers import record as records
+from bench.peers.contenders import PROMPTS
+from bench.peers.record import Record, speed
 from moedge.offload.budget import GIB, parse_size
 from moedge.offload.machine.hardware import find_hardware
 from support import memory_ceiling as ceiling
@@ -47,14 +59,24 @@ from support import page_cache
 from support.memory_ceiling import NoGroup, Outcome
 
 Task = dict[str, Any]
-Cells = dict[int, tuple[float, float]]
+Cells = dict[str, tuple[float, float]]
 # Of the ceiling, what moedge is told: interpreter, page cache and the kernel's own pages take some beside its budget.
 SHARE = "90%"
+# A process that could not even load its model in what is left of --minutes is not started.
+LEAST_SECONDS = 25.0
+# llama.cpp's settings. Under a ceiling a repacked copy of the weights does not fit; one KV cache for all is smaller.
+SWEEP = ("-fa on", "-fa off", "-fa on --no-repack", "-fa on -ub 2048", "-fa on -ub 256")
+UNDER_A_CEILING = ("-fa on --no-repack -kvu",)
+# Passes of fewer tokens are one step whatever -ub is.
+SWEPT_TOKENS = 256
+LLAMA_MOST = 256
+# Settings that may be moedge's best. Those that lose more than llama.cpp's Q4_0 should not: bench.quality measures it.
+COUNTED = ("none", "int8", "int8+int8", "int4", "int4+int8", "nf4")
 
 
 @dataclass(slots=True)
 class Row:
-    """What one contender did. `verdict` is "ok", begins with "killed", or says what went wrong: then nothing counts."""
+    """What one process did. `verdict` is "ok", begins with "killed", or says what went wrong: then nothing counts."""
 
     title: str
     cells: Cells = field(default_factory=dict)
@@ -62,6 +84,7 @@ class Row:
     read_nbytes: int = 0
     others: float | None = None
     verdict: str = "ok"
+    timings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def valid(self) -> bool:
@@ -71,56 +94,130 @@ class Row:
     def killed(self) -> bool:
         return self.verdict.startswith("killed")
 
-    def shown(self, batches: list[int]) -> str:
+    def shown(self, cells: list[str]) -> str:
         missing = "killed" if self.killed else "-"
-        speeds = [" / ".join(map(speed, self.cells[one])) if one in self.cells else missing for one in batches]
+        speeds = [" / ".join(map(speed, self.cells[one])) if one in self.cells else missing for one in cells]
         others = "-" if self.others is None else f"{self.others:.2f}"
-        return line(
-            self.title,
-            [*speeds, f"{self.peak_nbytes / GIB:.3f}", f"{self.read_nbytes / 1e9:.1f}", others, self.verdict],
-        )
+        tail = [f"{self.peak_nbytes / GIB:.3f}", f"{self.read_nbytes / 1e9:.1f}", others, self.verdict]
+        return records.line([self.title, *speeds, *tail])
 
 
-def speed(tok_s: float) -> str:
-    """Whoever reads all weights for every token makes hundredths of one a second."""
-    return f"{tok_s:.0f}" if tok_s >= 100 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.3f}"
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One setting of an engine. Peers are `tried` once, and repeated where they are the fastest of their engine."""
 
+    engine: str
+    model: str
+    setting: str
+    ram: str
+    tried: bool = True
+    binaries: str = ""
 
-def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    """In one order for all, so that who runs later is not who runs warmer: each reads its files once before timing."""
-    common = {name: getattr(options, name) for name in ("batches", "prompt", "new", "repeats", "threads", "ram")}
-    for setting in options.moedge:
-        yield common | {"contender": "moedge", "model": options.model, "setting": setting}
-    if options.products:
-        yield common | {"contender": "products", "model": options.model, "setting": "alone", "repeats": 1}
-    for setting in options.transformers:
-        yield common | {"contender": "transformers", "model": options.model, "setting": setting}
-        if options.offload:
-            yield common | {
-                "contender": "accelerate", "model": options.model, "setting": setting, "ram": options.offload,
-            }  # fmt: skip
-    for file in options.gguf:
-        yield common | {
-            "contender": "llama.cpp", "model": file, "setting": options.llama_options, "binaries": options.llama_bin,
+    @property
+    def title(self) -> str:
+        what = [Path(self.model).name] if self.engine == "llama.cpp" else []
+        return " ".join([self.engine, *what, self.setting]).strip()
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a pass of so many tokens is another than with the setting beside this one."""
+        return "-ub" not in self.setting or tokens > SWEPT_TOKENS
+
+    def task(self, loads: dict[str, list[int]], threads: int, rates: bool) -> Task:
+        return {
+            "contender": self.engine, "model": self.model, "setting": self.setting, "loads": loads,
+            "threads": threads, "ram": self.ram, "binaries": self.binaries, "rates": rates,
         }  # fmt: skip
 
 
-def title(task: Task) -> str:
-    what = [Path(task["model"]).name] if task["contender"] == "llama.cpp" else []
-    return " ".join([task["contender"], *what, task["setting"]]).strip()
+def contenders(options: argparse.Namespace) -> Iterator[Contender]:
+    """In one order for all, so that who runs later is not who runs warmer: each reads its files once before timing."""
+    for setting in options.moedge:
+        yield Contender("moedge", options.model, setting, options.ram, tried=False)
+    if options.products:
+        yield Contender("products", options.model, "alone", options.ram)
+    for setting in options.transformers:
+        yield Contender("transformers", options.model, setting, options.ram)
+        if options.offload:
+            yield Contender("accelerate", options.model, setting, options.offload)
+    for file in options.gguf:
+        for setting in llama_settings(options, file):
+            yield Contender("llama.cpp", file, setting, options.ram, binaries=options.llama_bin)
+
+
+def llama_settings(options: argparse.Namespace, file: str) -> list[str]:
+    """What is asked for, or a sweep."""
+    if options.llama_options is not None:
+        return [one.strip() for one in options.llama_options.split(";")]
+    if options.ceiling is not None:
+        return list(UNDER_A_CEILING)
+    # Weights in bf16 are not repacked, and are too slow for their -ub to matter.
+    return list(SWEEP[:2] if "bf16" in Path(file).name else SWEEP)
+
+
+def loads_of(options: argparse.Namespace) -> dict[str, list[int]]:
+    """Sequences, tokens of a prompt and generated tokens of each cell; both are fewer where passes take longer."""
+    loads = {}
+    for batch in options.batches:
+        prompt = min(options.prompt, max(4, 2048 // batch))
+        loads[str(batch)] = [batch, prompt, options.new or max(4, min(33, 512 // batch))]
+    if options.prompts not in ("", "0"):
+        sequences, _, tokens = options.prompts.partition("x")
+        loads[PROMPTS] = [int(sequences), int(tokens), 2]
+    return loads
+
+
+def missing(contender: Contender, record: Record, repeats: int) -> dict[str, list[int]]:
+    """The loads that a contender has not been measured with as often as wanted, with the number of repeats left."""
+    found = {}
+    for cell, (sequences, prompt, new) in record["cells"].items():
+        tokens = sequences * prompt if cell == PROMPTS else sequences
+        have = records.found(record, contender.title, cell)
+        left = repeats - len(have)
+        if left > 0 and contender.takes(tokens) and not any(one["verdict"] != "ok" for one in have):
+            most = LLAMA_MOST if contender.engine == "llama.cpp" else sequences
+            found[cell] = [min(sequences, most), prompt, new, left]
+    return found
+
+
+def rounds(options: argparse.Namespace, record: Record) -> Iterator[tuple[Contender, dict[str, list[int]]]]:
+    """What is to be measured; looked up in the record as it grows, so that who is asked again gets what is left."""
+    everyone = list(contenders(options))
+    for contender in everyone:
+        if loads := missing(contender, record, 1 if contender.tried else options.repeats):
+            yield contender, loads
+    # The median of a setting can turn out lower than its first measurement, and another be the fastest.
+    for contender in everyone * 2:
+        wanted = missing(contender, record, options.repeats)
+        if loads := {cell: load for cell, load in wanted.items() if is_fastest(contender, record, cell)}:
+            yield contender, loads
+
+
+def is_fastest(contender: Contender, record: Record, cell: str) -> bool:
+    best = records.best(record, cell, records.titles(record, contender.engine))
+    return contender.engine != "products" and best is not None and best.title == contender.title
 
 
 class Bench:
     """Runs contenders one after another, each under the ceiling, where there is one, and from files nobody has read."""
 
-    def __init__(self, limit: int | None, seconds: float, scratch: Path) -> None:
-        self._limit, self._seconds, self._scratch = limit, seconds, scratch
+    def __init__(self, limit: int | None, seconds: float, scratch: Path, stores: Path | None = None) -> None:
+        """Stores that moedge streams from are kept in `stores` for the next command, where that is given."""
+        self._limit, self._seconds, self._scratch, self._stores = limit, seconds, scratch, stores
+        self._deadline = float("inf")
+
+    def end_in(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def seconds(self) -> float:
+        """That a contender may take."""
+        return min(self._seconds, self._deadline - time.monotonic())
 
     def measure(self, task: Task) -> Row:
         """Raises NoGroup, before anything ran, where no memory group can be made."""
-        row = Row(title(task))
+        row = Row(Contender(*(task[name] for name in ("contender", "model", "setting")), ram="").title)
         with tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
-            task = task | {"scratch": scratch}
+            task = task | {"scratch": str(self._stores or scratch)}
             weights = [] if task["contender"] == "products" else [Path(task["model"])]
             if task["contender"] == "moedge":
                 preparing = self._run(task | {"contender": "prepare"}, weights, row)
@@ -128,11 +225,11 @@ class Bench:
                     row.verdict = f"{row.verdict} while the store was made"
                     return row
                 weights = [Path(json.loads(one)["reads"]) for one in json_lines(preparing)]
-            timings = [json.loads(one) for one in json_lines(self._run(task, weights, row))]
-        row.cells = medians(timings)
-        row.others = max((one["others"] for one in timings), default=None)
+            row.timings = [json.loads(one) for one in json_lines(self._run(task, weights, row))]
+        row.cells = medians(row.timings)
+        row.others = max((one["others"] for one in row.timings), default=None)
         if self._limit is None:
-            row.peak_nbytes = int(max((one["peak_gib"] for one in timings), default=0) * GIB)
+            row.peak_nbytes = int(max((one["peak_gib"] for one in row.timings), default=0) * GIB)
         return row
 
     def _run(self, task: Task, weights: list[Path], row: Row) -> Outcome:
@@ -140,7 +237,10 @@ class Bench:
         command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.peers.contenders", json.dumps(task)]
         if self._limit is not None:
             page_cache.drop(files)
-        done = ceiling.run(command, self._limit, self._seconds)
+        elif task["contender"] in records.PEERS:
+            # Peers map the files, and would be timed while pages come from the disk.
+            page_cache.read(files)
+        done = ceiling.run(command, self._limit, self.seconds)
         row.peak_nbytes = max(row.peak_nbytes, done.peak_nbytes or 0)
         row.read_nbytes = done.read_nbytes
         found = verdict(done)
@@ -186,132 +286,214 @@ def doubt(done: Outcome, limit: int, weights_nbytes: int, cached_nbytes: int) ->
     return ""
 
 
-def medians(timings: list[dict[str, float]]) -> Cells:
-    by_batch: dict[int, list[dict[str, float]]] = defaultdict(list)
+def medians(timings: list[dict[str, Any]]) -> Cells:
+    by_cell: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for timing in timings:
-        by_batch[int(timing["batch"])].append(timing)
+        by_cell[timing["cell"]].append(timing)
     return {
-        batch: (
+        cell: (
             statistics.median(one["prompt_tok_s"] for one in found),
             statistics.median(one["decode_tok_s"] for one in found),
         )
-        for batch, found in by_batch.items()
+        for cell, found in by_cell.items()
     }
 
 
-def line(name: str, cells: list[str]) -> str:
-    return f"| {name} | {' | '.join(cells)} |"
+def add(record: Record, row: Row, loads: dict[str, list[int]], rates: dict[str, float]) -> None:
+    """Puts what a process did into the record; a cell in which it was killed counts as measured."""
+    common = {"title": row.title, "peak_bytes": row.peak_nbytes, "read_bytes": row.read_nbytes}
+    common |= {"at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S}", "cpu_share_of_others": round(row.others or 0.0, 4)}
+    for one in row.timings:
+        figures = {"prompt": round(one["prompt_tok_s"], 3), "generated": round(one["decode_tok_s"], 3)}
+        own = {name: one.get(name) or rates.get(name) for name in ("read_bytes_s", "flop_s")}
+        share = {"cpu_share_of_others": round(one["others"], 4), "experts": one.get("experts")}
+        record["measurements"].append({**common, "cell": one["cell"], **figures, **own, **share, "verdict": "ok"})
+    if row.killed:
+        reached = {one["cell"] for one in row.timings}
+        for cell in loads.keys() - reached:
+            record["measurements"].append({**common, "cell": cell, "verdict": row.verdict})
 
 
-def ratios(ours: dict[str, Cells], others: dict[str, Cells], batches: list[int]) -> list[str]:
-    """The best of ours over the best of the others, prompt / decode."""
-    cells = []
-    for batch in batches:
-        pair = []
-        for phase in (0, 1):
-            best = [
-                max((found[batch][phase] for found in side.values() if batch in found), default=0.0)
-                for side in (ours, others)
-            ]
-            pair.append(f"{best[0] / best[1]:.2f}" if all(best) else "-")
-        cells.append(" / ".join(pair))
-    return cells
+# --- the head of a record
+
+
+def head(options: argparse.Namespace) -> Record:
+    """What the figures were measured on and with."""
+    hardware = find_hardware(options.scratch)
+    return {
+        "title": options.title or Path(options.model).name,
+        "model": model_numbers(options.model),
+        "machine": {
+            "processor": f"{hardware.cpu} ({processor()})",
+            "cores": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+        "ceiling": options.ceiling,
+        "cells": loads_of(options),
+        "counted": list(COUNTED),
+        "command": " ".join(["python -m bench.compare", *map(shlex.quote, sys.argv[1:])]),
+    }
+
+
+def processor() -> str:
+    """Virtual machines call many processors by one name; the family and what products are made of tell them apart."""
+    fields = dict(re.findall(r"^([^:\t]+)\t*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    flags = set(fields.get("flags", "").split())
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_vnni": "AVX512-VNNI", "avx2": "AVX2"}
+    sets = [name for flag, name in names.items() if flag in flags]
+    return ", ".join([f"family {fields.get('cpu family', '?')} model {fields.get('model', '?')}", *sets])
+
+
+def model_numbers(model: str) -> dict[str, Any]:
+    """Elements of the model, from which roofs are made."""
+    from moedge.runtime.kv.spec import KVSpec
+    from moedge.runtime.source.model_source import open_source
+
+    with open_source(model) as source:
+        shape = source.shape
+    return {
+        "name": Path(model).name,
+        "numel": shape.parameters,
+        "dense_numel": sum(layer.streamed_numel - _experts_numel(layer) for layer in shape.layers),
+        "experts_numel": sum(map(_experts_numel, shape.layers)),
+        "head_numel": shape.head.numel if shape.head else shape.embedding_numel,
+        "active_numel": shape.active_parameters,
+        "kv_token_nbytes": sum(KVSpec(group, "bf16").token_nbytes for group in shape.kv_groups),
+    }
+
+
+def _experts_numel(layer: Any) -> int:
+    return layer.experts.count * layer.experts.numel if layer.experts else 0
+
+
+def bits_of(contender: Contender, record: Record) -> float:
+    """Bits of a weight, scales included: of a GGUF file those of the mean element."""
+    if contender.engine == "llama.cpp":
+        return 8 * Path(contender.model).stat().st_size / record["model"]["numel"]
+    if contender.engine != "moedge":
+        return 16.0
+    from moedge.quant.formats.format import get_format
+
+    shape = (2048, 2048)
+    return 8 * get_format(contender.setting.partition("+")[0]).nbytes(shape, "bfloat16") / (shape[0] * shape[1])
+
+
+# --- the command
+
+
+def compare(options: argparse.Namespace, limit: int | None, record: Record) -> list[Row]:
+    """Prints the table row by row. Returns the rows that went wrong."""
+    cells = list(record["cells"])
+    peak = "peak GiB" if limit is None else "group's peak GiB"
+    print(records.head_line(["prompt / decode, tok/s", *cells, peak, "read GB", "others' CPU", "verdict"]), flush=True)
+    bench, wrong = Bench(limit, options.seconds, options.scratch, options.stores), []
+    if options.minutes:
+        bench.end_in(options.minutes * 60)
+    tried = set()
+    for contender, loads in rounds(options, record):
+        if (contender, *loads) in tried:
+            continue
+        tried.add((contender, *loads))
+        if bench.seconds < LEAST_SECONDS:
+            print(f"\n{options.minutes} minutes are over; the same command continues.", flush=True)
+            break
+        rates = {} if limit is None else measured_rates(options.threads)
+        begun = time.monotonic()
+        row = bench.measure(contender.task(loads, options.threads, rates=limit is None))
+        late = row.verdict == "out of time" and bench.seconds < LEAST_SECONDS
+        if row.valid or late:
+            record["bits"][row.title] = round(bits_of(contender, record), 3)
+            add(record, row, loads, rates)
+            records.save(record, options.record)
+        else:
+            wrong.append(row)
+        print(row.shown(cells), flush=True)
+        print(f"{row.title}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    ours, peers = records.titles(record, records.OURS), records.titles(record, *records.PEERS)
+    print(records.line(["moedge's best / peers' best", *ratios(record, ours, peers), "", "", "", ""]))
+    return wrong
+
+
+def ratios(record: Record, ours: list[str], others: list[str]) -> list[str]:
+    """The best of ours over the best of the others; of prompts in their cell, of generated tokens in all others."""
+    pairs = [[records.best(record, cell, side) for side in (ours, others)] for cell in record["cells"]]
+    return [f"{pair[0].tok_s / pair[1].tok_s:.2f}" if pair[0] and pair[1] else "-" for pair in pairs]
+
+
+def measured_rates(threads: int) -> dict[str, float]:
+    """By a process outside of the contender's group, whose memory is not charged to it."""
+    command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.peers.rates", str(threads)]
+    found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=12, help="tokens to generate for each sequence, 2 or more")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--prompt", type=int, default=8, help="prompt tokens of a sequence that generates, at most")
+    parser.add_argument("--new", type=int, help="tokens to generate for each sequence, 2 or more; 4 to 33")
+    parser.add_argument("--prompts", default="32x64", help="the cell of prompts alone; 0 for none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ram", help=f"moedge's --ram; auto, or {SHARE}% of a ceiling")
-    parser.add_argument("--moedge", nargs="*", default=["none", "int4", "nf4", "int8+int8"])
+    parser.add_argument("--moedge", nargs="*", default=["none", "nf4", "int4", "int8+int8"])
     parser.add_argument("--transformers", nargs="*", default=["eager", "grouped_mm"])
-    parser.add_argument("--products", action="store_true", help="time the bare matrix products as well")
+    parser.add_argument("--products", action=argparse.BooleanOptionalAction, help="time the bare products as well")
     parser.add_argument("--offload", help="accelerate's max_memory for weights, such as 2GiB")
     parser.add_argument("--llama-bin", default="")
-    parser.add_argument("--llama-options", default="", help="more options of llama-batched-bench")
-    parser.add_argument("--gguf", nargs="*", default=[])
+    parser.add_argument("--llama-options", help="options of llama-batched-bench to try, divided by ;")
+    parser.add_argument("--files", nargs="*", default=["bf16", "Q4_0"], help="GGUF files to make of the model")
+    parser.add_argument("--gguf", nargs="*", help="GGUF files that are there already")
     parser.add_argument("--ceiling", help="memory that each contender may use, such as 4GiB")
     parser.add_argument("--scratch", type=Path, default=Path(), help="where stores and offloaded weights lie meanwhile")
+    parser.add_argument("--stores", type=Path, help="where moedge's stores stay for the next command")
     parser.add_argument("--seconds", type=float, default=3600, help="most time that a contender may take")
+    parser.add_argument("--minutes", type=float, help="ends after this time; the same command continues")
     parser.add_argument("--record", type=Path, help="JSON file for the figures")
+    parser.add_argument("--forget", nargs="*", default=[], metavar="ENGINE", help="of the record, to measure it again")
     parser.add_argument("--title", default="", help="what the record measured, such as 'bf16 in 3 GiB'")
     return parser
 
 
-def compare(options: argparse.Namespace, limit: int | None) -> list[Row]:
-    """Prints the table row by row."""
-    peak = "peak GiB" if limit is None else "group's peak GiB"
-    print(line("prompt / decode, tok/s", [*map(str, options.batches), peak, "read GB", "others' CPU", "verdict"]))
-    print("|---" * (len(options.batches) + 5) + "|", flush=True)
-    bench, rows = Bench(limit, options.seconds, options.scratch), []
-    for task in tasks(options):
-        rows.append(bench.measure(task))
-        print(rows[-1].shown(options.batches), flush=True)
-    ours, roof, peers = (
-        {row.title: row.cells for row in rows if row.valid and row.title.startswith(prefixes)}
-        for prefixes in ("moedge", "products", ("transformers", "accelerate", "llama.cpp"))
-    )
-    print(line("moedge's best / peers' best", [*ratios(ours, peers, options.batches), "", "", "", ""]))
-    if roof:
-        print(line("moedge's best / bare products", [*ratios(ours, roof, options.batches), "", "", "", ""]))
-    return rows
-
-
-def record(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
-    """The figures and what they were measured on; bench/picture.py reads it."""
-    return {
-        "title": options.title or Path(options.model).name,
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "processor": find_hardware(options.scratch).cpu,
-        "cores": os.cpu_count(),
-        "ceiling": options.ceiling,
-        "prompt_tokens": options.prompt,
-        "generated_tokens": options.new,
-        "repeats": options.repeats,
-        "command": " ".join(["python -m bench.compare", *map(shlex.quote, sys.argv[1:])]),
-        "contenders": [
-            {
-                "title": row.title,
-                "verdict": row.verdict,
-                "peak_bytes": row.peak_nbytes,
-                "read_bytes": row.read_nbytes,
-                "cpu_share_of_others": row.others,
-                "tokens_per_second": {
-                    str(batch): {"prompt": round(prompt, 3), "generated": round(generated, 3)}
-                    for batch, (prompt, generated) in row.cells.items()
-                },
-            }
-            for row in rows
-            if row.valid
-        ],
-    }
+def make_group(text: str | None) -> int | None:
+    """The ceiling in bytes, after a group was made for a trial. Raises SystemExit."""
+    if text is None:
+        return None
+    limit = parse_size(text, 0, 0)
+    try:
+        with ceiling.make_group(limit) as group:
+            version = group.interface.version
+    except NoGroup as error:
+        raise SystemExit(f"--ceiling {text} cannot be kept, and nothing was run: {error}") from error
+    print(f"Ceiling: {limit / GIB:.3f} GiB by cgroups version {version}, swap off, files dropped first.\n")
+    return limit
 
 
 def main() -> None:
     ceiling.clean_up_when_told_to_end()
     options = parser().parse_args()
-    limit = None
-    if options.ceiling is not None:
-        limit = parse_size(options.ceiling, 0, 0)
-        try:
-            with ceiling.make_group(limit) as group:
-                version = group.interface.version
-        except NoGroup as error:
-            raise SystemExit(f"--ceiling {options.ceiling} cannot be kept, and nothing was run: {error}") from error
-        print(f"Ceiling: {limit / GIB:.3f} GiB by cgroups version {version}, swap off, files dropped first.\n")
+    limit = make_group(options.ceiling)
     options.ram = options.ram or ("auto" if limit is None else SHARE)
+    if options.gguf is None:
+        options.gguf = make_files(options) if options.llama_bin else []
+    record = records.load(options.record, head(options))
+    records.forget(record, options.forget)
     try:
-        rows = compare(options, limit)
+        wrong = compare(options, limit, record)
     except page_cache.StillCached as error:
         raise SystemExit(str(error)) from error
     if options.record:
-        options.record.write_text(json.dumps(record(rows, options), indent=1) + "\n")
-    if wrong := [f"{row.title}: {row.verdict}" for row in rows if not row.valid]:
-        raise SystemExit("\n".join(wrong))
+        print(f"\n{records.about(record)}\n\n{records.best_table(record)}\n\n{records.all_table(record)}")
+    if wrong:
+        raise SystemExit("\n".join(f"{row.title}: {row.verdict}" for row in wrong))
+
+
+def make_files(options: argparse.Namespace) -> list[str]:
+    """GGUF files of the model beside it, written and quantized where they are missing."""
+    from bench.peers.gguf_files import gguf_of
+
+    return [str(gguf_of(Path(options.model), kind, Path(options.llama_bin))) for kind in options.files]
 
 
 if __name__ == "__main__":

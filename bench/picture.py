@@ -1,9 +1,11 @@
 """Draws README's picture and writes its table, from what `bench.compare --record` measured.
 
-    python -m bench.picture docs/measurements/*.json --out docs/under-a-ceiling.svg --readme README.md
+    python -m bench.picture docs/measurements/*.json --out docs/under-a-ceiling.svg --readme README.md \
+        --performance docs/performance.md
 
 A panel for each record: generated tokens per second by sequences, of the best setting of each engine. The table goes
-between the two comments in README that name this script.
+between the two comments in README that name this script; docs/performance.md gets, between its own, the ratios, roofs
+and figures of all settings.
 """
 
 from __future__ import annotations
@@ -16,33 +18,66 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.peers.contenders import PROMPTS
+from bench.peers.record import about, all_table, best_table, head_line, line, phase
+
 BEGIN = "<!-- python -m bench.picture writes this table -->"
 END = "<!-- end of the table -->"
+BEGIN_ALL = "<!-- python -m bench.picture writes these tables -->"
+END_ALL = "<!-- end of the tables -->"
 ENGINES = {"moedge": "#0b6e8f", "llama.cpp": "#b0413e", "accelerate": "#d08a1d", "transformers": "#7a6aa8"}
 Record = dict[str, Any]
 
 
 def best(record: Record) -> dict[str, dict[int, float]]:
     """Generated tokens/s by sequences of each engine's best setting; what a ceiling killed has no entry."""
-    found: dict[str, dict[int, float]] = {}
+    return {
+        engine: {int(cell): one for cell, one in cells.items() if cell != PROMPTS}
+        for engine, cells in best_cells(record).items()
+    }
+
+
+def best_cells(record: Record) -> dict[str, dict[str, float]]:
+    """Tokens/s of each engine's best setting, by cell; moedge's settings count that the record counts."""
+    counted = record.get("counted")
+    found: dict[str, dict[str, float]] = {}
     for one in record["contenders"]:
-        engine = one["title"].split()[0]
-        for sequences, speeds in one["tokens_per_second"].items():
-            speed = speeds["generated"]
-            at = found.setdefault(engine, {})
-            at[int(sequences)] = max(speed, at.get(int(sequences), 0.0))
-    return {engine: dict(sorted(found[engine].items())) for engine in ENGINES if engine in found}
+        engine, _, setting = one["title"].partition(" ")
+        if engine == "moedge" and counted is not None and setting not in counted:
+            continue
+        for cell, speeds in one["tokens_per_second"].items():
+            fastest = found.setdefault(engine, {})
+            fastest[cell] = max(speeds[phase(cell)], fastest.get(cell, 0.0))
+    return {engine: dict(sorted(found[engine].items(), key=column)) for engine in ENGINES if engine in found}
+
+
+def column(cell: tuple[str, float]) -> float:
+    """Numbers of sequences first."""
+    return float("inf") if cell[0] == PROMPTS else int(cell[0])
 
 
 def table(records: list[Record]) -> str:
-    """Markdown: a row for each record and engine, a column for each number of sequences."""
-    counts = sorted({count for record in records for speeds in best(record).values() for count in speeds})
-    lines = [f"| generated tokens/s, by sequences | {' | '.join(map(str, counts))} |", "|---" * (len(counts) + 1) + "|"]
-    for record in records:
-        for engine, speeds in best(record).items():
-            cells = [speed(speeds[one]) if one in speeds else "-" for one in counts]
-            lines.append(f"| {record['title']}, {engine} | {' | '.join(cells)} |")
+    """Markdown: a row for each record and engine, a column for each number of sequences, and for prompts."""
+    speeds = [
+        (f"{record['title']}, {engine}", found) for record in records for engine, found in best_cells(record).items()
+    ]
+    cells = sorted({(cell, 0.0) for _, found in speeds for cell in found}, key=column)
+    names = [f"{PROMPTS}, tokens/s" if cell == PROMPTS else cell for cell, _ in cells]
+    lines = [head_line(["generated tokens/s, by sequences", *names])]
+    lines += [
+        line([name, *(speed(found[cell]) if cell in found else "-" for cell, _ in cells)]) for name, found in speeds
+    ]
     return "\n".join(lines)
+
+
+def tables(records: list[Record]) -> str:
+    """Markdown: of each record with single measurements its machine, ratios and roofs, and all settings."""
+    return "\n\n".join(
+        f"### {record['title'][0].upper()}{record['title'][1:]}\n\n{about(record)}.\n\n"
+        f"{best_table(record)}\n\n{all_table(record)}"
+        for record in records
+        if "measurements" in record
+    )
 
 
 def speed(tokens_per_second: float) -> str:
@@ -51,10 +86,34 @@ def speed(tokens_per_second: float) -> str:
 
 def with_table(page: str, records: list[Record]) -> str:
     """Raises SystemExit where the page lacks the two comments."""
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    return between(page, BEGIN, END, f"{table(records)}\n\n{machines(records)}")
+
+
+def with_tables(page: str, records: list[Record]) -> str:
+    """Raises SystemExit where the page lacks the two comments."""
+    return between(page, BEGIN_ALL, END_ALL, tables(records))
+
+
+def machines(records: list[Record]) -> str:
+    """What the records were measured on and when; records that say the same share a sentence."""
+    texts = dict.fromkeys(machine(record) for record in records)
+    return " ".join(f"{', '.join(one['title'] for one in records if machine(one) == text)}: {text}." for text in texts)
+
+
+def machine(record: Record) -> str:
+    if "machine" not in record:
+        busy = max((one.get("cpu_share_of_others") or 0.0 for one in record["contenders"]), default=0.0)
+        text = f"{record['processor']}, {record['cores']} cores, {record['date']}"
+        return f"{text}, others' CPU {busy:.0%}" if busy else text
+    own, days = record["machine"], sorted({one["at"][:10] for one in record["measurements"]})
+    return f"{own['processor']}, {own['cores']} cores, {' to '.join(dict.fromkeys([days[0], days[-1]]))}"
+
+
+def between(page: str, begin: str, end: str, text: str) -> str:
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(page):
-        raise SystemExit(f"the page has no lines {BEGIN!r} and {END!r}")
-    return pattern.sub(lambda _: f"{BEGIN}\n{table(records)}\n{END}", page)
+        raise SystemExit(f"the page has no lines {begin!r} and {end!r}")
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page)
 
 
 @contextmanager
@@ -103,7 +162,7 @@ def draw_panel(panel: Any, record: Record) -> None:
 
 
 def footnote(records: list[Record]) -> str:
-    return "; ".join(sorted({f"{one['processor']}, {one['cores']} cores, {one['date']}" for one in records}))
+    return "; ".join(sorted(set(map(machine, records))))
 
 
 def main() -> None:
@@ -111,11 +170,14 @@ def main() -> None:
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--readme", type=Path)
+    parser.add_argument("--performance", type=Path, help="the page of all settings and roofs")
     options = parser.parse_args()
     records = [json.loads(file.read_text()) for file in options.records]
     draw(records, options.out)
     if options.readme:
         options.readme.write_text(with_table(options.readme.read_text(), records))
+    if options.performance:
+        options.performance.write_text(with_tables(options.performance.read_text(), records))
     print(table(records))
 
 

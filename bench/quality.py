@@ -1,6 +1,7 @@
 """What each format costs on text that the demo model never saw; prints the tables of docs/quality.md.
 
-python -m bench.quality weights    perplexity by weight format, against stock transformers
+python -m bench.quality weights    perplexity by weight format, against stock transformers; with --llama-bin, where
+                                   llama-quantize lies, also of its Q4_0, read by moedge
 python -m bench.quality kv         perplexity by KV format, and divergence from a native cache
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.peers.gguf_files import gguf_of
 from moedge.quant.kv.codec import KeyTransform
 from moedge.runtime.attention.protocol import AttentionBackend, AttentionCall
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
@@ -55,7 +58,18 @@ def stock(folder: Path, windows: list[list[int]]) -> Iterator[torch.Tensor]:
             yield model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
 
-def print_weights(folder: Path, windows: list[list[int]]) -> None:
+def of_gguf(folder: Path, kind: str, binaries: Path, windows: list[list[int]]) -> float:
+    """Perplexity of what llama-quantize makes of the model, computed in bf16 with the codes as they are."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "model"
+        copy.symlink_to(folder.resolve())
+        with open_source(str(gguf_of(copy, kind, binaries))) as source:
+            settings = Settings(dtype="bf16", quant="kept", max_sequences=1, tokens_per_pass=512)
+            loaded = load(source, settings, max(map(len, windows)))
+            return perplexity((torch.cat(list(predict(loaded.engine, ids))) for ids in windows), windows)
+
+
+def print_weights(folder: Path, windows: list[list[int]], binaries: Path | None = None) -> None:
     wanted = perplexity(stock(folder, windows), windows)
     print("| arithmetic | weights | bytes of packed weights | perplexity | against transformers fp32 |")
     print("|---|---|---|---|---|")
@@ -74,6 +88,9 @@ def print_weights(folder: Path, windows: list[list[int]]) -> None:
             packed = sum(loaded.shards.packed_nbytes().values())
             arithmetic = "int8 x int8" if compute == "int8" else dtype
             print(f"| {arithmetic} | {quant} | {packed:,} | {ours:.4f} | {ours / wanted - 1:+.3%} |", flush=True)
+    if binaries:
+        found = of_gguf(folder, "Q4_0", binaries, windows)
+        print(f"| bf16 | llama.cpp's Q4_0 | | {found:.4f} | {found / wanted - 1:+.3%} |", flush=True)
 
 
 # --- KV formats
@@ -184,12 +201,16 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
     parser.add_argument("--window", type=int, default=2048, help="tokens that see each other")
     parser.add_argument("--tokens", type=int, default=20480)
+    parser.add_argument("--llama-bin", type=Path, help="where llama-quantize lies")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     ids = tokenizer.encode(options.text.read_text(), add_special_tokens=False)[: options.tokens]
     print(f"{len(ids):,} tokens in windows of {options.window:,}\n")
     windows = [ids[begin : begin + options.window] for begin in range(0, len(ids), options.window)]
-    (print_weights if options.table == "weights" else print_kv)(options.model, windows)
+    if options.table == "weights":
+        print_weights(options.model, windows, options.llama_bin)
+    else:
+        print_kv(options.model, windows)
 
 
 if __name__ == "__main__":

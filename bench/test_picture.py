@@ -25,6 +25,8 @@ def test_the_readme_shows_the_records() -> None:
     readme = (Path(ROOT) / "README.md").read_text()
     assert records
     assert picture.with_table(readme, records) == readme
+    performance = (Path(ROOT) / "docs" / "performance.md").read_text()
+    assert picture.with_tables(performance, records) == performance
     shown = (Path(ROOT) / "docs" / "under-a-ceiling.svg").read_text()
     for one in records:
         speeds = [speed for found in picture.best(one).values() for speed in found.values()]

@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "make_model": ("--shape toy --skew --out {out}/skewed",),
     "batching": ("--rows 8 --sequences 4 --answer 4 --repeats 1 --plot {out}/plot.svg",),
     "compare": (
-        "--model {model} --batches 1 2 --prompt 8 --new 3 --repeats 1 --ram {ram} --moedge none --products "
+        "--model {model} --batches 1 2 --new 3 --prompts 2x16 --repeats 1 --ram {ram} --moedge none --products "
         "--transformers {transformers} --scratch {out} --record {out}/record.json",
     ),
     "documents": (
@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "step --sequences 8 --vocab 4000 --passes 2",
     ),
     "own_files": ("--model {model} --stores {out} --ram {ram} --sequences 2 --passes 1 --rounds 1",),
-    "picture": ("docs/measurements/bf16-in-3-GiB.json --out {out}/picture.svg",),
+    "picture": ("docs/measurements/in-memory.json --out {out}/picture.svg",),
     "planner": (
         "budgets --model demo --rows 4 --shorter 16 --results {out}/planner.jsonl",
         "table --results {out}/planner.jsonl",

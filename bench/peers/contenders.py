@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from moedge.runtime.plan.placement import Plan
@@ -36,48 +36,84 @@ if __name__ == "__main__" and json.loads(sys.argv[1])["contender"] in ("moedge",
 
 # Of moedge's passes, the best of 512 to 8,192 on the machine of docs/performance.md.
 PASS_TOKENS = 4096
+# The cell whose figure is tokens of prompts per second; in all others generated tokens count.
+PROMPTS = "prompts"
+# Tokens of a block of moedge's KV cache.
+KV_BLOCK = 32
+
+
+class Load(NamedTuple):
+    """A cell of the table: `sequences` of `prompt` random tokens each generate `new`; it is timed `repeats` times."""
+
+    sequences: int
+    prompt: int
+    new: int
+    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows: `batches` of sequences of `prompt` random tokens, `new` tokens for each. `setting` is its own.
+    """The fields of each load by the name of its cell. `setting` is the contender's own.
 
     `ram` is what the contender is told to stay within. `scratch` is a folder for stores of packed weights and what
-    accelerate writes; whoever is killed leaves it behind.
+    accelerate writes; whoever is killed leaves it behind. With `rates` the machine's are measured before each timing.
     """
 
     contender: str
     model: str
     setting: str
-    batches: list[int]
-    prompt: int
-    new: int
-    repeats: int
+    loads: dict[str, list[int]]
     threads: int
     ram: str
     binaries: str = ""
     scratch: str = "scratch"
+    rates: bool = False
 
     def __post_init__(self) -> None:
-        if self.new < 2:
-            raise ValueError(f"new is {self.new}; the first token ends the prompt, so 2 are the fewest that decode")
+        for load in self.cells.values():
+            if load.new < 2:
+                raise ValueError(f"new is {load.new}; the first token ends the prompt, so 2 are the fewest that decode")
 
-    def prompts(self, batch: int) -> list[list[int]]:
+    @property
+    def cells(self) -> dict[str, Load]:
+        return {name: Load(*fields) for name, fields in self.loads.items()}
+
+    @property
+    def most(self) -> int:
+        return max(load.sequences for load in self.cells.values())
+
+    def prompts(self, load: Load) -> list[list[int]]:
         import torch
 
-        generator = torch.Generator().manual_seed(batch)
+        generator = torch.Generator().manual_seed(load.sequences)
         vocabulary = int(json.loads((Path(self.model) / "config.json").read_text())["vocab_size"])
         # Past the first few, which tokenizers give to control tokens.
-        return torch.randint(min(300, vocabulary // 2), vocabulary, (batch, self.prompt), generator=generator).tolist()
+        size = (load.sequences, load.prompt)
+        return torch.randint(min(300, vocabulary // 2), vocabulary, size, generator=generator).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """One repeat. `experts` is the share of a layer's experts that a pass wanted, where that is counted."""
+
     batch: int
     prompt_tok_s: float
     decode_tok_s: float
     peak_gib: float
     others: float
+    cell: str = ""
+    read_bytes_s: float = 0.0
+    flop_s: float = 0.0
+    experts: float | None = None
+
+
+class Ran(NamedTuple):
+    """Seconds of the prompts and of the `new - 1` passes after them, and the experts that passes of each wanted."""
+
+    prompt_s: float
+    decode_s: float
+    decode_experts: float | None = None
+    prompt_experts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +142,42 @@ class Bystanders:
         return (sum(ticks[:3]) + sum(ticks[5:])) / os.sysconf("SC_CLK_TCK"), own, time.perf_counter()
 
 
-def repeated(task: Task, run: Callable[[int], tuple[float, float]]) -> Iterator[Timing]:
-    """Times `run(batch)`, which returns seconds of the prompt and of the `new - 1` passes after it."""
-    run(task.batches[0])
-    for batch in task.batches:
-        for _ in range(task.repeats):
+def repeated(task: Task, run: Callable[[Load], Ran]) -> Iterator[Timing]:
+    """Times `run(load)` after a run of the first load that is not counted."""
+    run(next(iter(task.cells.values())))
+    for cell, load in task.cells.items():
+        for _ in range(load.repeats):
+            rates = measured_rates(task)
             bystanders = Bystanders()
-            prompt_seconds, decode_seconds = run(batch)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            ran = run(load)
             yield Timing(
-                batch,
-                batch * task.prompt / prompt_seconds,
-                batch * (task.new - 1) / decode_seconds,
-                peak,
+                load.sequences,
+                load.sequences * load.prompt / ran.prompt_s,
+                load.sequences * (load.new - 1) / ran.decode_s,
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 bystanders.share(),
+                cell,
+                **rates,
+                experts=ran.prompt_experts if cell == PROMPTS else ran.decode_experts,
             )
+
+
+def measured_rates(task: Task) -> dict[str, float]:
+    """Right before a timing, since those of a virtual machine change from minute to minute."""
+    if not task.rates:
+        return {}
+    import torch
+
+    from bench.peers.rates import measure
+
+    torch.set_num_threads(task.threads)
+    return asdict(measure())
+
+
+def longest(task: Task) -> int:
+    """Tokens of each of the most sequences, such that the KV cache's blocks are enough for every load."""
+    blocks = [load.sequences * -(-(load.prompt + load.new) // KV_BLOCK) for load in task.cells.values()]
+    return -(-max(blocks) // task.most) * KV_BLOCK
 
 
 @contextmanager
@@ -140,13 +197,13 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
     budgets = Budgets(ram=task.ram, disk_dir=Path(task.scratch))
     with open_source(task.model) as source:
         # Large passes, where there are as many prompt tokens: each expert's rows are multiplied at once.
-        most = max(task.batches)
-        tokens = max(most, min(PASS_TOKENS, most * task.prompt))
+        most = task.most
+        tokens = max(most, min(PASS_TOKENS, max(load.sequences * load.prompt for load in task.cells.values())))
         settings = Settings(
             dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto"
         )
         budget = MemoryBudget(budgets.host_nbytes())
-        plan = make_plan(source.shape, settings, budget, Workload(most, task.prompt + task.new))
+        plan = make_plan(source.shape, settings, budget, Workload(most, longest(task)))
         store = store_for(source, plan, budgets)
         yield source, plan, store and store.folder
 
@@ -167,9 +224,14 @@ def run_moedge(task: Task) -> Iterator[Timing]:
         # Repeated prompts would be found in the cache, and their tokens not be computed.
         engine.scheduler.cache.sharing = False
 
-        def run(batch: int) -> tuple[float, float]:
-            for prompt in task.prompts(batch):
-                engine.add(Sequence(prompt, SamplingParams(task.new, ignore_eos=True)))
+        popularity = loaded.streamed.experts.stats.popularity
+
+        def run(load: Load) -> Ran:
+            batch = load.sequences
+            for prompt in task.prompts(load):
+                engine.add(Sequence(prompt, SamplingParams(load.new, ignore_eos=True)))
+            popularity.start_counting()
+            wanted = None
             begun = time.perf_counter()
             # Sequences that decode while the last prompts are computed are not counted, though they work.
             decoding = []
@@ -177,6 +239,9 @@ def run_moedge(task: Task) -> Iterator[Timing]:
                 before, start = engine.metrics.generated_tokens, time.perf_counter()
                 all_live = not engine.scheduler.waiting and len(engine.scheduler.running) == batch
                 decodes = all_live and all(one.num_pending == 1 for one in engine.scheduler.running)
+                if decodes and not decoding:
+                    wanted = popularity.union
+                    popularity.start_counting()
                 engine.step()
                 if not decodes:
                     prompt_end = time.perf_counter()
@@ -184,7 +249,8 @@ def run_moedge(task: Task) -> Iterator[Timing]:
                     decoding.append(time.perf_counter() - start)
             if not decoding:
                 raise ValueError(f"{batch} sequences never decoded together in {task.ram}; give --ram more")
-            return prompt_end - begun, sum(decoding) / len(decoding) * (task.new - 1)
+            decode_s = sum(decoding) / len(decoding) * (load.new - 1)
+            return Ran(prompt_end - begun, decode_s, popularity.union, wanted)
 
         yield from repeated(task, run)
 
@@ -211,40 +277,50 @@ def run_transformers(task: Task) -> Iterator[Timing]:
             task.model, dtype=torch.bfloat16, experts_implementation=task.setting, **offload
         ).eval()
 
-        def run(batch: int) -> tuple[float, float]:
-            ids = torch.tensor(task.prompts(batch))
+        def run(load: Load) -> Ran:
+            ids = torch.tensor(task.prompts(load))
             stamps.clear()
             begun = time.perf_counter()
             model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.new, min_new_tokens=task.new,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=load.new, min_new_tokens=load.new,
                 do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([Stamp()]),
             )  # fmt: skip
-            return stamps[0] - begun, stamps[-1] - stamps[0]
+            return Ran(stamps[0] - begun, stamps[-1] - stamps[0])
 
         yield from repeated(task, run)
 
 
 def run_llama(task: Task) -> Iterator[Timing]:
-    """llama.cpp's own benchmark; `setting` is extra options of its command line, `model` a GGUF file."""
-    context = max(task.batches) * (task.prompt + task.new) + 256
-    sizes = ["-c", context, "-b", 2048, "-ub", 512, "-npp", task.prompt, "-ntg", task.new, "-t", task.threads]
-    batches = ",".join(map(str, task.batches))
-    command = [
-        str(Path(task.binaries) / "llama-batched-bench"), "-m", task.model, *map(str, sizes), "-tb", str(task.threads),
-        "-npl", batches, "--output-format", "jsonl", *task.setting.split(),
-    ]  # fmt: skip
-    for _ in range(task.repeats):
+    """llama.cpp's own benchmark; `setting` is extra options of its command line, `model` a GGUF file.
+
+    A process for each load, because its KV cache has at least 256 tokens for each of the most sequences of a process.
+    """
+    for cell, load in task.cells.items():
+        rates = measured_rates(task)
         bystanders = Bystanders()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(llama_command(task, cell, load), capture_output=True, text=True, check=False)
+        others = bystanders.share()
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
         # What was measured before it was killed or failed counts.
         for line in done.stdout.splitlines():
             if line.startswith("{"):
                 found = json.loads(line)
-                yield Timing(found["pl"], found["speed_pp"], found["speed_tg"], peak, bystanders.share())
+                yield Timing(found["pl"], found["speed_pp"], found["speed_tg"], peak, others, cell, **rates)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
             raise RuntimeError(f"llama-batched-bench ended with {done.returncode}: {said}")
+
+
+def llama_command(task: Task, cell: str, load: Load) -> list[str]:
+    # Where generated tokens are what counts, one prompt is computed and copied to all sequences: less time goes by.
+    shared = [] if cell == PROMPTS else ["-pps"]
+    context = load.sequences * (load.prompt + load.new) + 256
+    sizes = ["-c", context, "-b", 2048, "-npp", load.prompt, "-ntg", load.new - 1, "-t", task.threads]
+    repeats = ",".join([str(load.sequences)] * load.repeats)
+    return [
+        str(Path(task.binaries) / "llama-batched-bench"), "-m", task.model, *map(str, sizes), "-tb", str(task.threads),
+        "-npl", repeats, "--output-format", "jsonl", *shared, *task.setting.split(),
+    ]  # fmt: skip
 
 
 def run_products(task: Task) -> Iterator[Timing]:
@@ -254,10 +330,11 @@ def run_products(task: Task) -> Iterator[Timing]:
 
     with open_source(task.model) as source:
 
-        def run(batch: int) -> tuple[float, float]:
-            tokens = min(PASS_TOKENS, batch * task.prompt)
-            prompt = product_seconds(source.shape, tokens, task.threads) * batch * task.prompt / tokens
-            return prompt, product_seconds(source.shape, batch, task.threads) * (task.new - 1)
+        def run(load: Load) -> Ran:
+            all_tokens = load.sequences * load.prompt
+            tokens = min(PASS_TOKENS, all_tokens)
+            prompt = product_seconds(source.shape, tokens, task.threads) * all_tokens / tokens
+            return Ran(prompt, product_seconds(source.shape, load.sequences, task.threads) * (load.new - 1))
 
         yield from repeated(task, run)
 

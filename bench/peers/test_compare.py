@@ -20,7 +20,8 @@ from support import memory_ceiling as ceiling
 from support import page_cache
 from support.memory_ceiling import Outcome
 
-SIZES = {"batches": [1, 3], "prompt": 6, "new": 3, "repeats": 1, "threads": 2}
+LOADS = {"1": [1, 6, 3, 1], "3": [3, 6, 3, 1]}
+SIZES: dict[str, Any] = {"loads": LOADS, "threads": 2}
 
 
 def task(model: Path, ram: str, **others: Any) -> contenders.Task:
@@ -58,7 +59,7 @@ def test_what_moedge_reads_is_prepared_first(tight: tuple[Path, str], tmp_path: 
 
 def test_one_new_token_decodes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="new is 1"):
-        task(tmp_path, "auto", new=1)
+        task(tmp_path, "auto", loads={"1": [1, 6, 1, 1]})
 
 
 def test_bare_products_are_timed(checkpoint: Callable[[str], Path]) -> None:
@@ -119,9 +120,9 @@ def test_killed_is_what_the_kernel_says() -> None:
 
 
 def test_a_killed_row_shows_what_was_measured_before() -> None:
-    row = compare.Row("peer", {1: (110.04, 0.037)}, 3 * GIB, 5_000_000_000, 0.5, "killed")
+    row = compare.Row("peer", {"1": (110.04, 0.037)}, 3 * GIB, 5_000_000_000, 0.5, "killed")
     assert row.valid
-    assert row.shown([1, 8]) == "| peer | 110 / 0.037 | killed | 3.000 | 5.0 | 0.50 | killed |"
+    assert row.shown(["1", "8"]) == "| peer | 110 / 0.037 | killed | 3.000 | 5.0 | 0.50 | killed |"
 
 
 def test_killed_while_a_store_was_made_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +131,7 @@ def test_killed_while_a_store_was_made_is_killed(tmp_path: Path, monkeypatch: py
     model = {"contender": "moedge", "model": str(tmp_path / "model"), "setting": "none"}
     row = compare.Bench(100, 60, tmp_path).measure(model)
     assert row.valid
-    assert row.shown([1]) == "| moedge none | killed | 0.000 | 0.0 | - | killed while the store was made |"
+    assert row.shown(["1"]) == "| moedge none | killed | 0.000 | 0.0 | - | killed while the store was made |"
 
 
 class Contender:
@@ -161,7 +162,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-TIMING = json.dumps({"batch": 1, "prompt_tok_s": 30.0, "decode_tok_s": 4.0, "peak_gib": 0.5, "others": 0.25})
+TIMING = json.dumps(
+    {"batch": 1, "cell": "1", "prompt_tok_s": 30.0, "decode_tok_s": 4.0, "peak_gib": 0.5, "others": 0.25}
+)
 
 
 @pytest.mark.parametrize(("read", "valid"), [(60_000, True), (0, False)])
@@ -174,7 +177,7 @@ def test_files_are_dropped_before_every_run(
     assert contender.seen == [("prepare", 50_000, 0), ("moedge", 50_000, 0)]
     assert row.valid is valid
     assert row.verdict.startswith("ok" if valid else "invalid: 0.00 GB were read")
-    assert (row.cells, row.peak_nbytes, row.read_nbytes) == ({1: (30.0, 4.0)}, 40_000, read)
+    assert (row.cells, row.peak_nbytes, row.read_nbytes) == ({"1": (30.0, 4.0)}, 40_000, read)
 
 
 def test_without_a_ceiling_nothing_is_dropped(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +212,7 @@ def test_where_no_group_can_be_made_nothing_runs(model: Path, monkeypatch: pytes
 @pytest.mark.parametrize("limit", [None, "1GiB"])
 def test_the_command_runs_to_its_end(limit: str | None, tight: tuple[Path, str], tmp_path: Path) -> None:
     model, ram = tight
-    sizes = ["--batches", "1", "3", "--prompt", "6", "--new", "3", "--repeats", "1"]
+    sizes = ["--batches", "1", "3", "--prompt", "6", "--new", "3", "--prompts", "0", "--repeats", "1"]
     options = ["--moedge", "none", "--transformers", "--ram", ram, *(["--ceiling", limit] if limit else [])]
     command = [
         "env",

@@ -19,6 +19,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 import torch.nn.functional as F
 
+from bench.peers.rates import bandwidth, product_rate
 from moedge.quant.matmul.thread_pool import WorkerPool
 from moedge.quant.native import library
 from moedge.runtime.attention.native_rows import RowAttention, RowQuery, stored
@@ -45,28 +46,6 @@ def median(run: Callable[[], object], repeats: int) -> float:
         run()
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
-
-
-def product_rate() -> float:
-    """Operations per second of torch.mm in bfloat16 with all threads, best of five."""
-    a = torch.randn(2048, 2048).bfloat16()
-    seconds = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        torch.mm(a, a)
-        seconds.append(time.perf_counter() - begun)
-    return 2 * 2048**3 / min(seconds)
-
-
-def bandwidth() -> float:
-    """Bytes per second of reading memory with all threads, best of ten."""
-    data = torch.ones(1 << 27)
-    seconds = []
-    for _ in range(10):
-        begun = time.perf_counter()
-        data.sum()
-        seconds.append(time.perf_counter() - begun)
-    return data.nbytes / min(seconds)
 
 
 class Decode:
