@@ -70,8 +70,8 @@ UNDER_A_CEILING = ("-fa on --no-repack -kvu",)
 # Passes of fewer tokens are one step whatever -ub is.
 SWEPT_TOKENS = 256
 LLAMA_MOST = 256
-# Settings that may be moedge's best. Those that lose more than llama.cpp's Q4_0 should not: bench.quality measures it.
-COUNTED = ("none", "int8", "int8+int8", "int4", "int4+int8", "nf4")
+# Settings whose perplexity rises by no more than that of llama.cpp's Q4_0 (docs/quality.md); nf4's rises by more.
+COUNTED = ("none", "int8", "int8+int8", "int4")
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Bench:
 
     def measure(self, task: Task) -> Row:
         """Raises NoGroup, before anything ran, where no memory group can be made."""
-        row = Row(Contender(*(task[name] for name in ("contender", "model", "setting")), ram="").title)
+        row = Row(Contender(task["contender"], task["model"], task["setting"], ram="").title)
         with tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
             task = task | {"scratch": str(self._stores or scratch)}
             weights = [] if task["contender"] == "products" else [Path(task["model"])]

@@ -234,7 +234,7 @@ def run_moedge(task: Task) -> Iterator[Timing]:
             wanted = None
             begun = time.perf_counter()
             # Sequences that decode while the last prompts are computed are not counted, though they work.
-            decoding = []
+            decoding: list[float] = []
             while engine.busy:
                 before, start = engine.metrics.generated_tokens, time.perf_counter()
                 all_live = not engine.scheduler.waiting and len(engine.scheduler.running) == batch

@@ -36,7 +36,7 @@ def load(path: Path | None, head: Record) -> Record:
     for name in ("model", "ceiling", "cells"):
         if record.get(name) != head[name]:
             raise SystemExit(f"{path} has {name} {record.get(name)}, and {head[name]} was asked for; name another file")
-    return record | {"command": head["command"], "machine": head["machine"]}
+    return record | {"command": head["command"], "machine": head["machine"], "counted": head["counted"]}
 
 
 def save(record: Record, path: Path | None) -> None:
