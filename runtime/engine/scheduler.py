@@ -266,7 +266,8 @@ class Scheduler:
             self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.table.num_tokens)
             sequence.num_lost = 0
         elif not sequence.output_ids:
-            self.counts.prefix_hit_tokens += sequence.table.num_tokens
+            sequence.num_cached = sequence.table.num_tokens
+            self.counts.prefix_hit_tokens += sequence.num_cached
 
     def _limit_forks(self, draft: _Draft) -> None:
         """Queues the samples that a pass cannot hold: they find most of their prompt in the cache later."""

@@ -13,6 +13,8 @@ Document = Mapping[str, Any]
 # The name of a line or row, and the keys that lead to its value in a point.
 Series = Mapping[str, Sequence[str]]
 
+# Behind the name of what was measured: the same as predicted.
+_PREDICTED = ", predicted"
 _THROUGHPUT = {
     "generated": ("throughput", "generated_tok_s"),
     "generated, predicted": ("predicted", "generated_tok_s"),
@@ -54,7 +56,7 @@ def _about(found: Document) -> Iterator[str]:
 def _figures(found: Document) -> Iterator[Figure]:
     points = found["points"]
     waits = {point["predicted"]["bottleneck"] for point in points} - {None, ""}
-    caption = f"Predicted bottleneck: {', '.join(sorted(waits))}." if waits else ""
+    caption = "Dashed: predicted." + (f" Predicted bottleneck: {', '.join(sorted(waits))}." if waits else "")
     yield from _figure("Tokens per second", points, _THROUGHPUT, _number, caption)
     yield from _figure("Time to the first token", points, _FIRST, _seconds)
     yield from _figure("Time per token after the first", points, _FOLLOWING, _seconds)
@@ -71,18 +73,17 @@ def _figure(
     if not values:
         return
     counts = [point["sequences"] for point in points]
-    lines = [
-        Line(
-            [(x, y) for x, y in zip(counts, found, strict=True) if y is not None],
-            f"series-{index}",
-            dots=f"dots-{index}",
-        )
-        for index, found in enumerate(values.values())
-    ]
+    names = [name for name in values if not name.endswith(_PREDICTED)]
+    lines = []
+    for name, found in values.items():
+        known = [(x, y) for x, y in zip(counts, found, strict=True) if y is not None]
+        index = names.index(name.removesuffix(_PREDICTED))
+        dashed = "" if name in names else " dashed"
+        lines.append(Line(known, f"series-{index}{dashed}", dots=f"dots-{index}"))
     head = ["sequences", *(f"{count:,}" for count in counts)]
     rows = [[name, *("-" if y is None else number(y) for y in found)] for name, found in values.items()]
     # A point alone is no curve: its table says all.
-    chart = {"chart": by_count(title, lines, number, "sequences"), "names": list(values)} if len(counts) > 1 else {}
+    chart = {"chart": by_count(title, lines, number, "sequences"), "names": names} if len(counts) > 1 else {}
     yield Figure(title, **chart, caption=caption, head=head, rows=rows)
 
 
