@@ -258,8 +258,8 @@ class Scheduler:
     def _run(self, sequences: list[Sequence]) -> None:
         """Interactive ones before all others, each kind in order of age."""
         interactive = bool(sequences) and sequences[0].interactive
-        place = bisect_left(self.running, True, key=_yields) if interactive else len(self.running)
-        self.running[place:place] = sequences
+        index = bisect_left(self.running, True, key=_yields) if interactive else len(self.running)
+        self.running[index:index] = sequences
 
     def _count_opened(self, sequence: Sequence) -> None:
         if sequence.num_lost:

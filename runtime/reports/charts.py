@@ -89,9 +89,9 @@ def by_count(
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{width}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     for line, kept in zip(lines, drawn, strict=True):
-        places = [at(point) for point in kept]
-        parts.append(f'<path class="{line.style}" d="{_path(places, line.steps)}"/>')
-        parts += [f'<circle class="{line.dots}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places if line.dots]
+        dots = [at(point) for point in kept]
+        parts.append(f'<path class="{line.style}" d="{_path(dots, line.steps)}"/>')
+        parts += [f'<circle class="{line.dots}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in dots if line.dots]
     return _svg(label, _WIDTH, _HEIGHT, [*parts, *_count_ticks(counts, unit, lambda x: at((x, ticks[-1]))[0])])
 
 

@@ -80,7 +80,7 @@ def install_line(extra: str) -> str:
 
 
 def _needed(extra: str) -> Iterator[str]:
-    """The requirements of an extra without their markers; those of the extras that it names in its place."""
+    """The requirements of an extra without their markers; for an extra that it names, those of that one."""
     # Every command imports this file.
     from packaging.requirements import Requirement
 
