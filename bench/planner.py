@@ -247,8 +247,11 @@ def cpu_seconds(checkout: Path, arguments: list[str]) -> float:
 
 def make_headers(name: str, folder: Path) -> Path:
     """A checkpoint folder in as many files as such models come in."""
-    config, num_files = MODELS[name]
-    path = folder / name
+    return make_checkpoint(*MODELS[name], folder / name)
+
+
+def make_checkpoint(config: dict[str, Any], num_files: int, path: Path) -> Path:
+    """A checkpoint folder whose files are sparse: headers, and no weights."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     tensors = list(tensor_shapes(ModelConfig.read(path)).items())

@@ -13,7 +13,14 @@ import pytest
 from bench import micro, toy
 
 HERE = Path(__file__).parent
-SCRIPTS = {path.stem for path in HERE.glob("*.py")} - {"__init__", "conftest", "toy", "test_scripts", "test_picture"}
+SCRIPTS = {path.stem for path in HERE.glob("*.py")} - {
+    "__init__",
+    "conftest",
+    "toy",
+    "test_scripts",
+    "test_picture",
+    "test_scale",
+}
 
 
 def test_every_script_runs_at_toy_size() -> None:

@@ -65,6 +65,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "roofline": (
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),
+    "scale": (
+        "--only sequences experts --largest 64 --record {out}/scale.json --plot {out}/scale.svg --page {out}/s.html",
+        "--draw --record {out}/scale.json",
+    ),
     "structured": ("--rows 4 --repeats 1 --max-sequences 4",),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ SEQUENCES = Annotated[
 PROMPT_TOKENS = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of each prompt; they are random.")]
 MAX_TOKENS = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens that each sequence generates.")]
 JSON = Annotated[Path | None, typer.Option("--json", callback=own_file, help="Write all numbers to this file.")]
+PAGE = Annotated[Path | None, typer.Option("--page", callback=own_file, help="Write an HTML page with charts.")]
 
 
 def bench(
@@ -54,6 +55,7 @@ def bench(
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
     as_json: JSON = None,
+    page: PAGE = None,
 ) -> None:
     """Measure how fast a model generates here: latency, throughput, bytes per token and what was predicted.
 
@@ -66,6 +68,10 @@ def bench(
     print_bench(document)
     if as_json is not None:
         as_json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if page is not None:
+        from ..runtime.reports.speed_page import speed_page
+
+        page.write_text(speed_page(document))
 
 
 def _measure(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,12 @@ def exit_code_of(error: BaseException) -> ExitCode:
     return error.exit_code if isinstance(error, MoedgeError) else ExitCode.BUG
 
 
+class MissingPackage(MoedgeError):
+    """A package that is needed is not installed; the message has the line that installs it."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
 class BadCheckpoint(MoedgeError):
     """A checkpoint's files are missing, damaged or not what they claim; no weight of it was used."""
 

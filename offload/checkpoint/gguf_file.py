@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..errors import BadCheckpoint
+from ..errors import BadCheckpoint, MissingPackage
 from .checkpoint import MAX_FILES, Checkpoint, open_inside
 from .header import MAX_NAME_NBYTES, MAX_TENSORS, TensorEntry
 from .json_object import described
@@ -65,11 +65,11 @@ def split_files(name: str) -> list[str]:
 
 @cache
 def block_sizes() -> dict[int, tuple[str, int, int]]:
-    """By number of a type: its name, and the elements and bytes of its blocks. Raises BadCheckpoint without `gguf`."""
+    """By number of a type: its name, and the elements and bytes of its blocks. Raises MissingPackage without `gguf`."""
     try:
         from gguf.constants import GGML_QUANT_SIZES
     except ImportError:
-        raise BadCheckpoint("GGUF files need the gguf package: pip install 'moedge[formats]'") from None
+        raise MissingPackage("GGUF files need gguf, which is not installed: pip install 'gguf>=0.19'") from None
     return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
 

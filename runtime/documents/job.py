@@ -27,6 +27,7 @@ from .file_walk import FoundFile, Skipped, find_files
 from .iterate import read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
+from .readers.read import refuse_missing_readers
 from .request import DocumentPaths, DocumentsRequest, refuse_foreign
 from .rounds import Answers, Entry, EntryLog, IndexedEntries, Round, Rounds, read_entries, row_id
 from .schemas import KeyedLists
@@ -114,10 +115,12 @@ class DocumentJob:
         return self._paths.index if self._request.sample is None else self._paths.sample
 
     def find(self) -> list[FoundFile]:
-        """The files to read, in their order; counts all of them. Raises InputUnreadable."""
+        """The files to read, in their order; counts all of them. Raises InputUnreadable, MissingExtra."""
         request, folder = self._request, Path(self._request.batch.input)
         listed = find_files(folder, include=request.include, exclude=request.exclude)
         files = self.report.found(each for each in listed if not self._own(folder, each))
+        if request.reading.reader is None:
+            refuse_missing_readers(self.report.suffixes)
         self._files = files
         return files if request.sample is None else spread(files, request.sample)
 

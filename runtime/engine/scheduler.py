@@ -7,6 +7,7 @@ every pass to the others.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,36 +145,38 @@ class Scheduler:
         for sequence in sorted(running, key=lambda each: each.num_pending > 1):
             if sequence.status is SequenceStatus.RUNNING and draft.tokens_left:
                 self._continue(sequence, draft)
-        while draft.tokens_left and self.arriving and (claim := self._accepts(self.arriving[0], others, draft)):
+        tally = _Tally(self._num_claimed, sum(map(_slots, running)), sum(map(_longest, running)))
+        while draft.tokens_left and self.arriving and (claim := self._accepts(self.arriving[0], others, draft, tally)):
+            tally.start(self.arriving[0])
             self._start(self.arriving.popleft(), claim, draft)
         draft.tokens_left += left_to_others
 
-    def _accepts(self, sequence: Sequence, others: bool, draft: _Draft) -> int:
+    def _accepts(self, sequence: Sequence, others: bool, draft: _Draft, tally: _Tally) -> int:
         """The slots of an interactive sequence that may start now, else 0; makes what it needs free where it may.
 
         `others`: they must keep half of the slots of a pass and half of the cache.
         """
-        interactive = [running for running in self.running if running.interactive]
-        claim = min(1 + len(sequence.forks), self.limits.live)
+        claim = min(_slots(sequence), self.limits.live)
         if not self._count(sequence, draft.tokens_left):
             return 0
-        if others and interactive:
-            slots = claim + sum(1 + len(each.forks) for each in interactive)
-            longest = sum(each.max_tokens for first in (sequence, *interactive) for each in (first, *first.forks))
+        if others and tally.interactive:
+            slots, longest = claim + tally.interactive, _longest(sequence) + tally.longest
             if slots > self.limits.live // 2 or not self.cache.fits(2 * longest):
                 return 0
-        while not self._opens(sequence, claim, self._num_claimed, draft):
-            if self.running[-1:] == interactive[-1:]:
+        while not self._opens(sequence, claim, tally.claimed, draft):
+            # Interactive ones come first: if the last is one, all are.
+            if not self.running or self.running[-1].interactive:
                 return 0
             youngest = self.running[-1]
-            draft.spare_rows += 1 + len(youngest.forks)
+            draft.spare_rows += _slots(youngest)
+            tally.claimed -= _slots(youngest)
             self._preempt(youngest)
         return claim
 
     @property
     def _num_claimed(self) -> int:
         """Slots of a pass that running sequences and their forks have."""
-        return sum(1 + len(sequence.forks) for sequence in self.running)
+        return sum(map(_slots, self.running))
 
     def _opens(self, sequence: Sequence, claim: int, claimed: int, draft: _Draft) -> bool:
         """Gives a sequence that waits its stored blocks, if it can start beside those that run."""
@@ -254,16 +257,17 @@ class Scheduler:
 
     def _run(self, sequences: list[Sequence]) -> None:
         """Interactive ones before all others, each kind in order of age."""
-        self.running += sequences
-        if sequences and sequences[0].interactive:
-            self.running.sort(key=lambda running: not running.interactive)
+        interactive = bool(sequences) and sequences[0].interactive
+        index = bisect_left(self.running, True, key=_yields) if interactive else len(self.running)
+        self.running[index:index] = sequences
 
     def _count_opened(self, sequence: Sequence) -> None:
         if sequence.num_lost:
             self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.table.num_tokens)
             sequence.num_lost = 0
         elif not sequence.output_ids:
-            self.counts.prefix_hit_tokens += sequence.table.num_tokens
+            sequence.num_cached = sequence.table.num_tokens
+            self.counts.prefix_hit_tokens += sequence.num_cached
 
     def _limit_forks(self, draft: _Draft) -> None:
         """Queues the samples that a pass cannot hold: they find most of their prompt in the cache later."""
@@ -283,6 +287,37 @@ class Scheduler:
             self.counts.prefix_hit_tokens += len(fork.prompt_ids)
         self._run(sequence.forks)
         sequence.forks = []
+
+
+def _slots(sequence: Sequence) -> int:
+    """Of a pass, for it and its forks."""
+    return 1 + len(sequence.forks)
+
+
+def _longest(sequence: Sequence) -> int:
+    """Tokens that it and its forks hold at most."""
+    return sum(each.max_tokens for each in (sequence, *sequence.forks))
+
+
+def _yields(sequence: Sequence) -> bool:
+    return not sequence.interactive
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Slots that running sequences have, those of interactive ones, and the most tokens of these.
+
+    Kept while interactive ones start: adding all up again for each would take quadratic time.
+    """
+
+    claimed: int
+    interactive: int
+    longest: int
+
+    def start(self, sequence: Sequence) -> None:
+        self.claimed += _slots(sequence)
+        self.interactive += _slots(sequence)
+        self.longest += _longest(sequence)
 
 
 class _Draft:

@@ -233,6 +233,11 @@ class OpenRow:
         opened._continue(before) if before else opened._share()
         return opened
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache; a prompt counts once, as in `usage`."""
+        return sum(each.num_cached for each in self.sequences[:: self.row.num_samples])
+
     def _share(self) -> None:
         for sequence in self.sequences:
             if self.first and self.first[-1].prompt_ids == sequence.prompt_ids:
@@ -352,6 +357,8 @@ class RowRunner:
             generated_tokens=tokens["completion_tokens"],
             cut=cut,
             choices=tuple(map(_choice, completions)) if cut else (),
+            cached_tokens=opened.cached_tokens,
+            reasoning_tokens=sum(each.reasoning_tokens or 0 for each in completions),
         )
 
     def _failed(self, failure: RowFailure) -> Done:

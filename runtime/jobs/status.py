@@ -35,6 +35,12 @@ class JobPhase(StrEnum):
     INTERRUPTED = "interrupted"
 
 
+# The layout of what `moedge jobs` prints as JSON.
+SCHEMA = "moedge.batch/1"
+# The time that OpenAI gives a batch; ours take as long as they take.
+WINDOW = "24h"
+_BATCH_TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "cancelling_at", "cancelled_at",
+                "expires_at", "expired_at")  # fmt: skip
 # In the words of OpenAI's batch object. `expired` is the one for a batch that ended early and keeps what is finished.
 _BATCH_STATUS = {
     JobPhase.RUNNING: "in_progress",
@@ -98,12 +104,10 @@ class JobStatus:
         """OpenAI's batch object; what it has no word for is under `moedge`."""
         opened, counts, finished = self.state.opened, self.state.counts, self.phase is JobPhase.FINISHED
         endpoints = sorted(opened["endpoints"].items(), key=lambda each: -each[1]) or [("short", 0)]
-        return {
+        shown = {
             "id": self.job_id,
-            "object": "batch",
             "endpoint": _ENDPOINTS[endpoints[0][0]],
             "input_file_id": opened["request"]["input"],
-            "completion_window": "24h",
             "status": _BATCH_STATUS[self.phase],
             "output_file_id": str(self.output) if finished else None,
             "error_file_id": str(self.output.with_suffix(".errors.jsonl")) if finished and counts.failed else None,
@@ -111,9 +115,8 @@ class JobStatus:
             "in_progress_at": _at(self.state.started),
             "completed_at": _at(self.state.exported) if finished else None,
             "cancelled_at": _at(self.state.cancelled),
-            "request_counts": {"total": self.state.num_rows, "completed": counts.ok, "failed": counts.failed},
-            "usage": _usage(counts.prompt_tokens, counts.generated_tokens),
             "moedge": {
+                "schema": SCHEMA,
                 "state": self.phase,
                 "model": self.model,
                 "endpoints": opened["endpoints"],
@@ -126,6 +129,27 @@ class JobStatus:
                 "suspects": sorted(row for row, each in self.state.suspects.items() if each.isolated),
             },
         }
+        return openai_batch(shown, self.state.num_rows, counts)
+
+
+def openai_batch(shown: Mapping[str, Any], num_rows: int, counts: Counts) -> dict[str, Any]:
+    """OpenAI's batch object of some rows; `shown` are its keys that are not counts, and more."""
+    return {
+        **dict.fromkeys(_BATCH_TIMES),
+        "object": "batch",
+        "completion_window": WINDOW,
+        "errors": None,
+        "metadata": None,
+        **shown,
+        "request_counts": {"total": num_rows, "completed": counts.ok, "failed": counts.failed},
+        "usage": {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "output_tokens": counts.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+            "total_tokens": counts.prompt_tokens + counts.generated_tokens,
+        },
+    }
 
 
 def _phase(folder: JobFolder, state: JobState, locked: bool) -> JobPhase:
@@ -136,16 +160,6 @@ def _phase(folder: JobFolder, state: JobState, locked: bool) -> JobPhase:
     if state.cancelled is not None:
         return JobPhase.CANCELLED
     return JobPhase.INTERRUPTED if state.running else JobPhase.STOPPED
-
-
-def _usage(prompt: int, generated: int) -> dict[str, Any]:
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + generated,
-    }
 
 
 def _at(record: Mapping[str, Any] | None) -> int | None:

@@ -224,6 +224,10 @@ class KVCache:
         num_blocks = (num_tokens - 1) // self.block if self.sharing else 0
         self._hash(table, tokens, num_blocks)
         hashes = table.hashes[:num_blocks]
+        # A group that looks back to the first token needs all blocks: nothing behind the first that is gone is usable.
+        for group in self.groups:
+            if group.spec.group.window is None:
+                del hashes[group.prefix(hashes) :]
         each = [group.usable(hashes) for group in self.groups]
         usable = zip(*each, *([] if self._slots is None else [self._slots.kept(hashes)]), strict=True)
         count = max(count for count, by_group in enumerate(usable) if all(by_group))

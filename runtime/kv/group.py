@@ -59,6 +59,12 @@ class GroupCache:
             if block_id != NO_BLOCK:
                 self.allocator.share(block_id)
 
+    def prefix(self, hashes: Items[bytes]) -> int:
+        """The number of blocks with these contents that can be found, up to the first that cannot."""
+        return next(
+            (count for count, content in enumerate(hashes) if self.allocator.find(content) is None), len(hashes)
+        )
+
     def usable(self, hashes: Items[bytes]) -> list[bool]:
         """For k = 0 to len(hashes): whether all blocks that a token after k blocks attends to can be found."""
         usable, run = [True], 0

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over time, a bar of parts, a heat map. Colours are classes that the page defines."""
+"""Charts as inline SVG: lines over time or counts, a bar of parts, a heat map. Colours are classes of the page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ LEVELS = 8
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points (seconds, value) in their order; `style` is a class of the page. A break begins a new stroke."""
+    """Points (seconds or count, value) in their order; `style` is a class of the page. A break begins a new stroke.
+    `dots` is a class for a dot at each point."""
 
     points: Sequence[tuple[float, float]]
     style: str = "line"
     steps: bool = False
+    dots: str = ""
 
 
 def over_time(
@@ -58,6 +60,59 @@ def over_time(
         x, text = _LEFT + width * share, escape(short_duration(end * share))
         parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{text}</text>')
     return _svg(label, _WIDTH, _HEIGHT, parts)
+
+
+def by_count(
+    label: str, lines: Sequence[Line], number: Callable[[float], str], unit: str, *, log: bool = False
+) -> Markup:
+    """Lines over counts of `unit` on a logarithmic axis. Values are on one from 0 on, and with `log` on one of powers
+    of ten, which leaves out points that are not above 0; `number` writes them. Counts are above 0."""
+    drawn = [[point for point in line.points if point[1] > 0 or not log] for line in lines]
+    points = [point for line in drawn for point in line] or [(1.0, 1.0)]
+    counts = sorted({x for x, _ in points})
+    ticks = _powers([y for _, y in points]) if log else _ticks(max(y for _, y in points) or 1.0)
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    first, last, low, high = (
+        log10(counts[0]),
+        log10(counts[-1]),
+        *(log10(y) if log else y for y in (ticks[0], ticks[-1])),
+    )
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        across = (log10(point[0]) - first) / ((last - first) or 1)
+        up = ((log10(point[1]) if log else point[1]) - low) / ((high - low) or 1)
+        return _LEFT + width * across, _TOP + height * (1 - up)
+
+    parts = []
+    for tick in ticks:
+        y, text = at((counts[0], tick))[1], escape(number(tick))
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{width}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    for line, kept in zip(lines, drawn, strict=True):
+        dots = [at(point) for point in kept]
+        parts.append(f'<path class="{line.style}" d="{_path(dots, line.steps)}"/>')
+        parts += [f'<circle class="{line.dots}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in dots if line.dots]
+    return _svg(label, _WIDTH, _HEIGHT, [*parts, *_count_ticks(counts, unit, lambda x: at((x, ticks[-1]))[0])])
+
+
+def _count_ticks(counts: Sequence[float], unit: str, x_of: Callable[[float], float]) -> Iterable[str]:
+    """The counts below the axis, as many as do not touch; the last one names what is counted."""
+    edge = float("inf")
+    for count in reversed(counts):
+        last = count == counts[-1]
+        text = f"{count:,.0f} {unit}" if last else f"{count:,.0f}"
+        x, width = x_of(count), 6.5 * len(text)
+        left = x - width if last else max(x - width / 2, _LEFT - 6)
+        if left + width <= edge - 8 or last:
+            edge = left
+            yield f'<text class="tick" x="{left:.1f}" y="{_HEIGHT - 6}">{escape(text)}</text>'
+
+
+def _powers(values: Sequence[float]) -> list[float]:
+    """Powers of ten around values above 0, or of a hundred or more where there are many."""
+    first, last = floor(log10(min(values))), ceil(log10(max(values)))
+    step = max(1, ceil((last - first) / 6))
+    return [10.0**power for power in range(first, max(last, first + 1) + step, step)]
 
 
 def _path(points: Sequence[tuple[float, float]], steps: bool) -> str:

@@ -16,7 +16,7 @@ from ..documents.rounds import Rounds
 from ..jobs.folder import JobFolder, is_locked
 from ..jobs.journal.state import Counts
 from ..jobs.outputs import OutputPaths
-from ..jobs.status import JobPhase, JobStatus, job_id_folders
+from ..jobs.status import JobPhase, JobStatus, job_id_folders, openai_batch
 from ..settings.errors import JobNotFound
 
 
@@ -94,20 +94,15 @@ class DocumentsJob:
             "errors": dict(counts.codes), "reason": self.reason, "folder": str(self.path), "rounds": len(self.rounds),
         }  # fmt: skip
         finished, errors = self.phase is JobPhase.FINISHED, OutputPaths(self.output).errors
-        usage = first["usage"] | {
-            "input_tokens": counts.prompt_tokens, "output_tokens": counts.generated_tokens,
-            "total_tokens": counts.prompt_tokens + counts.generated_tokens,
-        }  # fmt: skip
-        return first | {
+        shown = first | {
             "input_file_id": self.summary.get("folder"),
             "status": {JobPhase.RUNNING: "in_progress", JobPhase.FINISHED: "completed"}.get(self.phase, "expired"),
             "output_file_id": str(self.output) if finished else None,
             "error_file_id": str(errors) if finished and errors.exists() else None,
             "completed_at": self.rounds[-1].batch_object()["completed_at"] if finished else None,
-            "request_counts": {"total": self.num_rows, "completed": counts.ok, "failed": counts.failed},
-            "usage": usage,
             "moedge": own,
         }
+        return openai_batch(shown, self.num_rows, counts)
 
 
 def find_documents(name: str) -> DocumentsJob | None:

@@ -1,14 +1,15 @@
-"""The page of a report: one HTML file that loads nothing, neither script nor font nor picture."""
+"""Pages of a report: one HTML file that loads nothing, neither script nor font nor picture."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...offload.budget import GIB, gib
@@ -19,18 +20,47 @@ from .job_report import JobReport
 
 # The class of each phase in the page: a phase has its colour, whichever others there are.
 PHASES = {name: f"part-{number}" for number, name in enumerate(JobReport.PHASES)}
+# The colours of the lines of one chart, by their order: those of phases, the strongest first.
+SERIES = (1, 2, 3, 4, 0, 5)
 
 
 def page(report: JobReport) -> str:
     """All text of the job is escaped, whatever its rows hold."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": _number, "duration": duration, "gib": gib, "shown": _shown}
-    template = environment.from_string(files(__package__).joinpath("page.html.jinja").read_text())
     charts = dict.fromkeys(("rows", "rates", "memory", "phases", "experts"), Markup("")) | dict(_charts(report))
-    return template.render(
-        report=report, charts=charts, phases=report.phases(), styles=PHASES, levels=LEVELS,
-        documents=_documents(report.documents), version=version("moedge"),
+    return _rendered(
+        "page", report=report, charts=charts, phases=report.phases(), styles=PHASES,
+        documents=_documents(report.documents),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart with the names of its lines in their order, and a table: its first column is text, the others numbers."""
+
+    title: str
+    chart: Markup = field(default_factory=Markup)
+    names: Sequence[str] = ()
+    caption: str = ""
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def figures_page(title: str, about: Sequence[str], figures: Sequence[Figure]) -> str:
+    """A page of charts in the style of a job's report; `about` are the lines below its title. All text is escaped."""
+    return _rendered("figures", title=title, about=about, figures=figures)
+
+
+def _rendered(name: str, **values: Any) -> str:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_text)
+    )
+    environment.filters |= {"number": _number, "duration": duration, "gib": gib, "shown": _shown}
+    template = environment.get_template(f"{name}.html.jinja")
+    return template.render(**values, levels=LEVELS, series=SERIES, version=version("moedge"))
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text()
 
 
 def _charts(report: JobReport) -> Iterator[tuple[str, Markup]]:

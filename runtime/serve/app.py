@@ -61,7 +61,7 @@ def make_app(service: Service) -> FastAPI:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.as_json(), error.status)
+    return JSONResponse(error.as_json(), error.status, error.headers)
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
@@ -206,7 +206,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 async def _answer(request: Request, service: Service, endpoint: Endpoint) -> Response:
     if service.engine.num_live >= service.limits.chats:
-        raise ApiError(429, "too many requests wait for an answer; try again later", code="rate_limit_exceeded")
+        message = "too many requests wait for an answer; try again later"
+        raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
     live = await run_in_threadpool(service.reader.open, await request.body(), endpoint)
     events = _Events(live)
     service.engine.submit(live)

@@ -21,10 +21,11 @@ from ...offload.errors import MoedgeError
 from ..api.batch import batch_request
 from ..jobs.folder import JobFolder
 from ..jobs.job import Measured, Running
+from ..jobs.journal.state import Counts
 from ..jobs.outputs import OutputPaths
 from ..jobs.request import BatchRequest
 from ..jobs.session import CANCELLED, Checked, JobSession
-from ..jobs.status import JobPhase, JobStatus, cancel, export_now
+from ..jobs.status import WINDOW, JobPhase, JobStatus, cancel, export_now, openai_batch
 from ..loading.engine_loader import LoadedModel
 from ..rows.row import Endpoint
 from ..settings.errors import ExportFailed, InputRefused, JournalFailed, MemoryGaveOut, Stalled, counted
@@ -38,7 +39,6 @@ _ENDPOINTS = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
 _ENDED = ("completed", "failed", "cancelled")
 # After these the next batch would not do better: the server ends, and its batches are resumed by the next one.
 _FATAL = (ExportFailed, JournalFailed, MemoryGaveOut, Stalled)
-WINDOW = "24h"
 
 
 @dataclass(slots=True)
@@ -65,6 +65,8 @@ class Batch:
     failed: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def ended(self) -> bool:
@@ -80,27 +82,18 @@ class Batch:
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's batch object."""
-        counts = ("total", "completed", "failed")
-        shown = {name: value for name, value in asdict(self).items() if name not in (*counts, *_TOKENS)}
-        return {
-            **shown,
-            "object": "batch",
-            "completion_window": WINDOW,
-            "errors": None if self.errors is None else {"object": "list", "data": self.errors},
-            "expires_at": None,
-            "expired_at": None,
-            "request_counts": {name: getattr(self, name) for name in counts},
-            "usage": {
-                "input_tokens": self.input_tokens,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": self.output_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": self.input_tokens + self.output_tokens,
-            },
-        }
+        shown = {name: value for name, value in asdict(self).items() if name not in ("total", *_COUNTS)}
+        shown["errors"] = None if self.errors is None else {"object": "list", "data": self.errors}
+        return openai_batch(shown, self.total, Counts(**{of: getattr(self, name) for name, of in _COUNTS.items()}))
+
+    def count(self, counts: Counts) -> None:
+        for name, of in _COUNTS.items():
+            setattr(self, name, getattr(counts, of))
 
 
-_TOKENS = ("input_tokens", "output_tokens")
+# Fields of a batch, and those of the counts of its job.
+_COUNTS = {"completed": "ok", "failed": "failed", "input_tokens": "prompt_tokens", "output_tokens": "generated_tokens",
+           "cached_tokens": "cached_tokens", "reasoning_tokens": "reasoning_tokens"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +315,7 @@ class _BatchRun:
             running.session.folder.cancel.touch()
 
     def _count(self, session: JobSession) -> None:
-        counts, batch = session.journal.state.counts, self._batch
-        batch.completed, batch.failed = counts.ok, counts.failed
-        batch.input_tokens, batch.output_tokens = counts.prompt_tokens, counts.generated_tokens
+        self._batch.count(session.journal.state.counts)
 
     def _enter(self, status: str) -> None:
         self._owner.enter(self._batch, status)

@@ -13,12 +13,18 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 class ApiError(Exception):
     """What a request gets instead of an answer. Never leaves this folder."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """`status` is the HTTP status; below 500 the request is at fault, and `param` names its field."""
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ) -> None:
+        """`status` is the HTTP status; below 500 the request is at fault, and `param` names its field.
+
+        `retry_after` are seconds after which the same request may be taken, 0 if nobody knows.
+        """
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = {"retry-after": str(retry_after)} if retry_after else {}
 
     def as_json(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")

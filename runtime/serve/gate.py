@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -36,6 +39,7 @@ class Gate:
         self._key = None if key is None else key.encode()
         self._limits = limits
         self._num_open = 0
+        self._rates = RequestRates(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +59,9 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if self._num_open > self._limits.requests:
-            raise ApiError(429, "too many requests are open; try again later", code="rate_limit_exceeded")
+            message = "too many requests are open; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
+        self._rates.take((scope.get("client") or ("",))[0])
         if self._key is None:
             _refuse_other_hosts(headers)
         elif scope["path"] not in _OPEN_PATHS:
@@ -68,6 +74,29 @@ class Gate:
         same = hmac.compare_digest(key.strip(), self._key)
         if not same or kind.lower() != b"bearer":
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+class RequestRates:
+    """A token bucket for each address: full with `burst` tokens, of which a request takes one."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        # Tokens and when they were counted, the address that asked last at the end.
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, address: str) -> None:
+        """Raises ApiError where the bucket is empty."""
+        limits, now = self._limits, self._clock()
+        tokens, counted = self._buckets.pop(address, (float(limits.burst), now))
+        tokens = min(limits.burst, tokens + (now - counted) * limits.requests_per_second)
+        self._buckets[address] = (tokens - 1 if tokens >= 1 else tokens, now)
+        if len(self._buckets) > limits.clients:
+            self._buckets.popitem(last=False)
+        if tokens < 1:
+            seconds = math.ceil((1 - tokens) / limits.requests_per_second)
+            message = f"more than {limits.requests_per_second:g} requests a second; try again in {seconds} s"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=seconds)
 
 
 def _refuse_other_hosts(headers: dict[bytes, bytes]) -> None:
@@ -129,6 +158,7 @@ class _Guarded:
         assert not self._answered
         body = json.dumps(error.as_json()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 

@@ -12,7 +12,8 @@ class Limits:
     `upload_nbytes` bounds one file, `body_nbytes` any other body. `files` and `batches` are kept at a time, `queued`
     batches wait, `chats` run or wait, and `requests` are open. Headers must be complete within `header_seconds`, the
     next piece of a body must come and a piece of an answer must be taken within `idle_seconds`, and a body must be
-    complete within `body_seconds`, an upload within `upload_seconds`.
+    complete within `body_seconds`, an upload within `upload_seconds`. Each of at most `clients` addresses may send
+    `burst` requests at once, and `requests_per_second` on and on.
     """
 
     upload_nbytes: int = 512 << 20
@@ -22,6 +23,9 @@ class Limits:
     queued: int = 100
     chats: int = 512
     requests: int = 1000
+    requests_per_second: float = 100.0
+    burst: int = 1000
+    clients: int = 10_000
     header_seconds: float = 10.0
     idle_seconds: float = 30.0
     body_seconds: float = 60.0

@@ -102,7 +102,9 @@ class LiveRequest:
             return ApiError(500, broken.error, code=str(ErrorCode.NUMERICAL_ERROR))
         completions = [completion_of(row, each, text) for each, text in zip(sequences, self.opened.texts, strict=True)]
         answer = openai_answer(row, completions, self.model, self.created, self._token_text)
-        return Finished(answer["response"]["body"])
+        body = answer["response"]["body"]
+        body["usage"]["prompt_tokens_details"] = {"cached_tokens": self.opened.cached_tokens}
+        return Finished(body)
 
 
 class RequestReader:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from typing import Any
 
-from ...offload.errors import ExitCode, MoedgeError
+from ...offload.errors import ExitCode, MissingPackage, MoedgeError
 
 
 class UnsupportedModel(MoedgeError):
@@ -63,10 +64,8 @@ class ModelNotFound(MoedgeError):
     exit_code = ExitCode.MODEL
 
 
-class MissingExtra(MoedgeError):
+class MissingExtra(MissingPackage):
     """A package of an optional extra is needed and not installed."""
-
-    exit_code = ExitCode.ENVIRONMENT
 
     def __init__(self, needs: str, extra: str, otherwise: str = "") -> None:
         """`needs` is half a sentence ("zstd needs zstandard"), `extra` a name of pyproject.toml's."""
@@ -75,13 +74,25 @@ class MissingExtra(MoedgeError):
 
 def install_line(extra: str) -> str:
     """The command that installs what an extra needs, wherever moedge itself was installed from."""
+    # What `uv tool install` makes has no pip.
+    command = ["pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*command, *_needed(extra)])
+
+
+def _needed(extra: str) -> Iterator[str]:
+    """The requirements of an extra without their markers; for an extra that it names, those of that one."""
     # Every command imports this file.
     from packaging.requirements import Requirement
 
-    # What `uv tool install` makes has no pip.
-    command = ["pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", sys.executable]
-    needed = map(Requirement, requires("moedge") or ())
-    return shlex.join(command + [f"{each.name}{each.specifier}" for each in needed if _is_of(extra, each.marker)])
+    for each in map(Requirement, requires("moedge") or ()):
+        if not _is_of(extra, each.marker):
+            continue
+        if each.name == "moedge":
+            for name in sorted(each.extras):
+                yield from _needed(name)
+        else:
+            extras = f"[{','.join(sorted(each.extras))}]" if each.extras else ""
+            yield f"{each.name}{extras}{each.specifier}"
 
 
 class OldTransformers(UnsupportedModel):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+from ...settings.errors import MissingExtra
 from .content import Content, ReadCode, ReadFailure, clean
 from .detection import detect
 from .office import read_docx, read_pptx, read_xlsx
@@ -19,6 +21,18 @@ OwnReader = Callable[[bytes, str], str | list[str] | None]
 _READERS = {
     "docx": read_docx, "pptx": read_pptx, "xlsx": read_xlsx, "epub": read_epub, "html": read_html, "email": read_mail,
 }  # fmt: skip
+
+
+# What the readers of these files import. Other types are found in their bytes, and are errors of their file.
+_NEEDS = {".pdf": "pypdfium2", ".docx": "mammoth", ".pptx": "pptx", ".xlsx": "openpyxl", ".epub": "lxml",
+          ".html": "markdownify", ".htm": "markdownify", ".xhtml": "markdownify"}  # fmt: skip
+
+
+def refuse_missing_readers(suffixes: Iterable[str]) -> None:
+    """Raises MissingExtra for the first suffix whose reader is not installed."""
+    for suffix in suffixes:
+        if suffix in _NEEDS and find_spec(_NEEDS[suffix]) is None:
+            raise MissingExtra(f"reading {suffix} files needs {_NEEDS[suffix]}", "docs", ", or leave them out")
 
 
 def read(data: bytes, name: str, own: OwnReader | None, languages: str | None, progress: Progress) -> Content:

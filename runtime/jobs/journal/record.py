@@ -23,7 +23,7 @@ FINISHED = "finished"
 # What precedes a record's JSON: eight hex digits and a blank.
 HEAD_NBYTES = 9
 _DONE = re.compile(
-    rb'\{"kind":"done","synced":\d+,"row":(\d+),"failed":(true|false),"tokens":\[(\d+),(\d+)\],'
+    rb'\{"kind":"done","synced":\d+,"row":(\d+),"failed":(true|false),"tokens":\[(\d+),(\d+)(?:,(\d+),(\d+))?\],'
     rb'"input":"([0-9a-f]{16})","outcome":(\{[a-z0-9_":,]*\}),"cut":(\d+),"nbytes":(\d+),"answer":'
 )
 _CHOICES = b',"choices":'
@@ -70,7 +70,8 @@ class Done:
 
     `outcome` counts the finish reasons of an answer's choices; of an error it is the code, once. `cut` is the number of
     tokens of the shortest choice that max_tokens ended, 0 for none. `choices` are those of a cut row, all of them; they
-    are empty for every other row, and in a record that was read without its line.
+    are empty for every other row, and in a record that was read without its line. `cached_tokens` of the prompt were
+    found in the prefix cache, and `reasoning_tokens` of the generated ones came before the answer: as this run had it.
     """
 
     row: int
@@ -82,6 +83,8 @@ class Done:
     outcome: Mapping[str, int] = field(default_factory=dict)
     cut: int = 0
     choices: tuple[CutChoice, ...] = ()
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 def encode(kind: Kind, synced: int, content: Mapping[str, Any]) -> bytes:
@@ -93,9 +96,10 @@ def encode(kind: Kind, synced: int, content: Mapping[str, Any]) -> bytes:
 def encode_done(done: Done, synced: int) -> bytes:
     """Like `encode`, for an answer that is already encoded: its bytes are copied, not parsed."""
     failed, outcome = "true" if done.failed else "false", json.dumps(dict(done.outcome), separators=(",", ":"))
+    details = f",{done.cached_tokens},{done.reasoning_tokens}" if done.cached_tokens or done.reasoning_tokens else ""
     return (
         f'{{"kind":"done","synced":{synced},"row":{done.row},"failed":{failed},'
-        f'"tokens":[{done.prompt_tokens},{done.generated_tokens}],"input":"{done.input}","outcome":{outcome},'
+        f'"tokens":[{done.prompt_tokens},{done.generated_tokens}{details}],"input":"{done.input}","outcome":{outcome},'
         f'"cut":{done.cut},"nbytes":{len(done.line)},"answer":{done.line}{_encode_choices(done.choices)}}}'
     ).encode("ascii")
 
@@ -117,7 +121,7 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
     match = _DONE.match(payload)
     if match is None:
         return None
-    row, failed, prompt, generated, digest, outcome, cut, nbytes = match.groups()
+    row, failed, prompt, generated, cached, reasoning, digest, outcome, cut, nbytes = match.groups()
     line, choices = "", tuple[CutChoice, ...]()
     if with_line:
         end = match.end() + int(nbytes)
@@ -132,6 +136,8 @@ def decode_done(payload: bytes, with_line: bool = True) -> Done | None:
         _outcome(outcome),
         int(cut),
         choices,
+        int(cached or 0),
+        int(reasoning or 0),
     )
 
 

@@ -64,7 +64,7 @@ class Counts:
     """Rows that have answers and rows that have errors, and the tokens that both took.
 
     `cut` rows are answers or errors that max_tokens ended. `finish_reasons` counts the choices of answers by finish
-    reason, `codes` counts errors by code.
+    reason, `codes` counts errors by code. `cached_tokens` and `reasoning_tokens` are parts of the tokens.
     """
 
     ok: int = 0
@@ -74,6 +74,8 @@ class Counts:
     cut: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def rows(self) -> int:
@@ -89,6 +91,8 @@ class Counts:
             self.cut + other.cut,
             self.finish_reasons + other.finish_reasons,
             self.codes + other.codes,
+            self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
     def add(self, done: Done, times: int = 1) -> None:
@@ -96,6 +100,8 @@ class Counts:
         self.failed += times * done.failed
         self.prompt_tokens += times * done.prompt_tokens
         self.generated_tokens += times * done.generated_tokens
+        self.cached_tokens += times * done.cached_tokens
+        self.reasoning_tokens += times * done.reasoning_tokens
         self.cut += times * bool(done.cut)
         outcomes = self.codes if done.failed else self.finish_reasons
         for name, count in done.outcome.items():
@@ -124,7 +130,7 @@ def read_state(path: Path) -> JobState:
 class _Counted:
     """What a cut row added to the counts, some 150 bytes a row: all rows of a long job may be cut, and replaced."""
 
-    _LAYOUT = struct.Struct("<QQQ?I")
+    _LAYOUT = struct.Struct("<QQQQQ?I")
 
     def __init__(self) -> None:
         self._packed: dict[int, bytes] = {}
@@ -139,15 +145,17 @@ class _Counted:
 
     def put(self, done: Done) -> None:
         outcome = self._outcomes.setdefault(tuple(sorted(done.outcome.items())), len(self._outcomes))
-        numbers = done.cut, done.prompt_tokens, done.generated_tokens, done.failed, outcome
+        details = done.cached_tokens, done.reasoning_tokens
+        numbers = done.cut, done.prompt_tokens, done.generated_tokens, *details, done.failed, outcome
         self._packed[done.row] = self._LAYOUT.pack(*numbers)
 
     def pop(self, row: int) -> Done | None:
         if (packed := self._packed.pop(row, None)) is None:
             return None
-        cut, prompt, generated, failed, index = self._LAYOUT.unpack(packed)
+        cut, prompt, generated, cached, reasoning, failed, index = self._LAYOUT.unpack(packed)
         outcome = next(dict(each) for each, at in self._outcomes.items() if at == index)
-        return Done(row, failed, prompt, generated, "", "", outcome, cut)
+        counted = {"cached_tokens": cached, "reasoning_tokens": reasoning}
+        return Done(row, failed, prompt, generated, "", "", outcome, cut, **counted)
 
 
 class JobState:

@@ -1,6 +1,7 @@
 """Code for OpenAI's API, run against the server: files, batches, chats, completions, and their errors."""
 
 import json
+import re
 import time
 from typing import Any
 
@@ -128,6 +129,21 @@ def test_chats_are_answered_beside_a_batch_whole_and_in_pieces(client: OpenAI) -
     assert len(content(client, done.output_file_id)) == 40
 
 
+def test_cached_tokens_are_those_of_the_prefix_cache(client: OpenAI) -> None:
+    """Of the second request with the same beginning, its whole blocks; of a batch's rows, what was shared."""
+    asked: dict[str, Any] = {"model": "any", "prompt": "Once there were rivers " * 8, "max_tokens": 3, "temperature": 0}
+    found = [client.completions.create(**asked, n=count).usage for count in (1, 1, 2)]
+    cached = [each.prompt_tokens_details.cached_tokens for each in found if each and each.prompt_tokens_details]
+    assert found[0] is not None
+    assert cached[0] < cached[1] == cached[2] < found[0].prompt_tokens
+    rows = "".join(line(f"r{index}", COMPLETION, prompt=asked["prompt"], max_tokens=2) for index in range(4))
+    done = polled(client, begin(client, rows))
+    assert done.usage.input_tokens_details.cached_tokens == 4 * cached[1]
+    # The answers themselves are those of the rows alone.
+    answers = content(client, done.output_file_id)
+    assert all("prompt_tokens_details" not in each["response"]["body"]["usage"] for each in answers)
+
+
 def test_completions_have_several_samples_whole_and_in_pieces(client: OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "any", "prompt": ["In the", "And the"], "n": 2, "max_tokens": 8, "temperature": 0.9, "seed": 4
@@ -181,6 +197,34 @@ def test_models_health_and_metrics(client: OpenAI) -> None:
     assert 'moedge_memory_budget_bytes{tier="host"} 3221225472' in text
     for each in text.splitlines():
         assert each.startswith("# ") or float(each.rpartition(" ")[2]) >= 0
+
+
+def test_metrics_are_named_as_prometheus_asks(client: OpenAI) -> None:
+    """https://prometheus.io/docs/practices/naming: a prefix, base units in the plural, `_total` for counters only."""
+    kinds: dict[str, str] = {}
+    samples: dict[str, set[str | None]] = {}
+    about, kind = "", ""
+    for each in plain(client, "/metrics").splitlines():
+        if each.startswith("# HELP "):
+            about = each.split()[2]
+            assert about not in kinds
+        elif each.startswith("# TYPE "):
+            _, _, name, kind = each.split()
+            assert name == about
+            kinds[name] = kind
+        else:
+            found = re.fullmatch(r'([a-z_]+)(\{[a-z_]+="[^"\\\n]*"\})? [0-9.e+-]+', each)
+            assert found, each
+            assert found[1] == about, "samples follow their own TYPE"
+            labels = samples.setdefault(about, set())
+            assert found[2] not in labels
+            labels.add(found[2])
+    assert kinds.keys() == samples.keys()
+    for name, kind in kinds.items():
+        assert name.startswith("moedge_")
+        assert kind == ("counter" if name.endswith("_total") else "gauge")
+        assert not re.search(r"(kib|mib|gib|kb|mb|gb|ms|millis|nbytes)(_|$)", name)
+        assert ("memory" in name) == name.endswith("_bytes")
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from moedge.runtime.serve.errors import ApiError
-from moedge.runtime.serve.gate import Gate, bounded_protocol
+from moedge.runtime.serve.gate import Gate, RequestRates, bounded_protocol
 from moedge.runtime.serve.limits import Limits
 from moedge.runtime.serve.server import ServerSettings
 from moedge.runtime.settings.errors import BadArgument
@@ -187,6 +187,34 @@ def test_the_key_opens_every_host_and_health_needs_none(locked: int) -> None:
     options = {"Content_Length": 0, "Connection": "close"}
     assert status_of(exchange(locked, head(host="box.example", Authorization=f"Bearer {KEY}", **options))) == 200
     assert status_of(exchange(locked, head("/health", host="box.example", **options))) == 200
+
+
+def test_a_client_gets_its_rate_and_is_told_when_to_come_again() -> None:
+    now = [100.0]
+    rates = RequestRates(replace(PATIENT, requests_per_second=0.25, burst=3, clients=2), clock=lambda: now[0])
+    for _ in range(3):
+        rates.take("a")
+    with pytest.raises(ApiError, match=r"more than 0\.25 requests a second; try again in 4 s") as refused:
+        rates.take("a")
+    assert refused.value.headers == {"retry-after": "4"}
+    rates.take("b")
+    now[0] += 4
+    rates.take("a")
+    with pytest.raises(ApiError):
+        rates.take("a")
+    # Of the addresses that asked, the last two are known: c takes the place of b.
+    rates.take("c")
+    with pytest.raises(ApiError):
+        rates.take("a")
+
+
+def test_too_many_requests_a_second_are_refused_in_the_shape_of_the_api() -> None:
+    with running(None, replace(PATIENT, requests_per_second=0.001, burst=2)) as port:
+        answers = [exchange(port, head(Content_Length=0, Connection="close")) for _ in range(3)]
+    assert [status_of(each) for each in answers] == [200, 200, 429]
+    assert error_of(answers[2])["code"] == "rate_limit_exceeded"
+    assert error_of(answers[2])["type"] == "rate_limit_error"
+    assert b"\r\nretry-after: 1000\r\n" in answers[2].lower()
 
 
 def test_requests_are_counted(port: int) -> None:

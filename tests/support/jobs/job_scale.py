@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from moedge.offload.memory import host_peak
+from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.job import Measured
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked
+from moedge.runtime.jobs.status import JobStatus
+from moedge.runtime.reports.job_report import JobReport
+from moedge.runtime.reports.page import page
 from support.jobs import fake_engine
 
 TESTS = Path(__file__).parents[2]
@@ -60,17 +64,34 @@ def work(folder: Path, rows: int, rows_per_second: float) -> dict[str, Any]:
         clock.phase("run", (engine.seconds_in_steps, engine.cpu_seconds_in_steps))
         running.end()
     clock.phase("export")
+    outside, cpu_outside, peak = dict(clock.seconds), dict(clock.cpu), host_peak()
     answered = sum(1 for _ in (folder / "out.jsonl").open("rb"))
     if answered != rows:
         raise SystemExit(f"{answered} of {rows} rows were answered")
-    outside = sum(clock.seconds.values())
     return {
-        "seconds": outside + engine.seconds_in_steps,
-        "outside": outside,
-        "cpu_outside": sum(clock.cpu.values()),
-        "cpu": clock.cpu,
-        "peak": host_peak(),
+        "seconds": sum(outside.values()) + engine.seconds_in_steps,
+        "outside": sum(outside.values()),
+        "cpu_outside": sum(cpu_outside.values()),
+        "cpu": cpu_outside,
+        "peak": peak,
+        "job_nbytes": sum(path.stat().st_size for path in (folder / "out.job").iterdir()),
+        "later": look_again(folder),
     }
+
+
+def look_again(folder: Path) -> dict[str, float]:
+    """CPU seconds of what comes after a job: the same command, `moedge jobs show`, `moedge report`."""
+    clock = Clock()
+    with Checked.open(BatchRequest("fake", folder / "in.jsonl", folder / "out.jsonl")) as checked:
+        if not checked.finished:
+            raise SystemExit("the job is not finished")
+        checked.publish()
+    clock.phase("again")
+    JobStatus.read(JobFolder(folder / "out.job")).batch_object()
+    clock.phase("show")
+    page(JobReport.of_batch(JobFolder(folder / "out.job")))
+    clock.phase("report")
+    return clock.cpu
 
 
 def write_rows(path: Path, rows: int) -> None:

@@ -70,10 +70,10 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         assert journal.state.failed_rows == list(range(0, NUM_ROWS, 9))
 
 
-@given(st.text(), st.integers(0, 2**40), st.booleans())
-def test_an_answer_comes_back_byte_for_byte(text: str, synced: int, failed: bool) -> None:
+@given(st.text(), st.integers(0, 2**40), st.booleans(), st.integers(0, 9), st.integers(0, 9))
+def test_an_answer_comes_back_byte_for_byte(text: str, synced: int, failed: bool, cached: int, reasoning: int) -> None:
     line = json.dumps({"id": text, "answer": '"answer":', "x": text})
-    record = Done(3, failed, 1, 2, "0" * 16, line)
+    record = Done(3, failed, 1, 2, "0" * 16, line, cached_tokens=cached, reasoning_tokens=reasoning)
     payload = encode_done(record, synced)
     assert decode_done(payload) == record
     assert json.loads(payload)["answer"] == json.loads(line)
