@@ -5,6 +5,7 @@ The only file that knows which measurements make up a profile.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -105,7 +106,8 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
         machine = measure_machine(folder, hardware, measure_flop_s=_rates, files=files)
         overheads, loading = measure_overheads(), loading_rates()
         profile = replace(machine, overheads=overheads, kernel_lacks=_kernel_lacks(), loading=loading)
-    # What measuring has left free in the heap would count against the budget of the job that comes next.
+    # What measuring has left would count against the budget of the job that comes next; an engine is a circle.
+    gc.collect()
     trim()
     return profile
 

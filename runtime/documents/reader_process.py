@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, BinaryIO
@@ -57,7 +58,7 @@ class ReaderProcess:
         if self._num_files >= FILES_PER_PROCESS:
             self.close()
         # Without an answer, interrupted ones included, the child is ended: a late one must not reach another file.
-        child, self._child = self._child or self._start(), None
+        child, self._child = self._child or self._started(), None
         self._busy = child
         seconds = self._options.limits.seconds
         try:
@@ -122,6 +123,18 @@ class ReaderProcess:
                 return answer
         raise ValueError("too many pages")
 
+    def _started(self) -> Child:
+        """A machine that stands still, or has no memory for a moment, keeps one process from starting, not the job."""
+        with suppress(EOFError, OSError):
+            return self._start()
+        try:
+            return self._start()
+        except (EOFError, OSError) as error:
+            raise SettingError(
+                "the process that reads documents did not start, tried twice "
+                f"({error or 'it ended at once'}); run `{' '.join(_COMMAND)} < /dev/null` to see why"
+            ) from error
+
     def _start(self) -> Child:
         limits, options = self._options.limits, self._options
         hello = {
@@ -133,11 +146,9 @@ class ReaderProcess:
         try:
             child.send(pack(hello), deadline)
             answer = unpack(child.receive(deadline, max_nbytes=4096))
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError):
             child.kill()
-            raise RuntimeError(
-                f"The process that reads documents did not start; run `{' '.join(_COMMAND)} < /dev/null` to see why."
-            ) from error
+            raise
         if "error" in answer:
             child.kill()
             raise SettingError(f"--reader {answer['error']}; give module:function, importable from this folder")

@@ -345,7 +345,7 @@ def _read_checkpoint(loading: Loading) -> Preparation:
         preparation = Preparation(loading.model, checkpoint, loading.compute, window, tensors)
         doing = "loading weights" if plan.quant == "none" else f"quantizing weights to {plan.quant}"
         with stage(doing, loading.shards.nbytes) as advance:
-            preparation.run(loading.shards, MemorySink(loading.memory), advance)
+            preparation.run(loading.shards, MemorySink(loading.memory), advance, head_first=True)
     return preparation
 
 

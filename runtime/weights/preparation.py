@@ -10,6 +10,7 @@ from math import sqrt
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...offload.checkpoint.checkpoint import Checkpoint
@@ -270,9 +271,22 @@ class Preparation:
         self.loss = PackingLoss()
         self._quantized = bool(tensors and tensors.quantized)
 
-    def run(self, shards: ModelShards, sink: ShardSink, advance: Advance = lambda nbytes: None) -> None:
-        """Packs all layers and the head into `sink`; `advance` is called with the bytes of each shard."""
+    def run(
+        self,
+        shards: ModelShards,
+        sink: ShardSink,
+        advance: Advance = lambda nbytes: None,
+        *,
+        head_first: bool = False,
+    ) -> None:
+        """Packs all layers and the head into `sink`; `advance` is called with the bytes of each shard.
+
+        `head_first`: the head is packed while nothing else is in memory. It is the largest matrix, and is there twice
+        meanwhile: a plan that fills its budget has no bytes for that at the end.
+        """
         self._loader.check()
+        if head_first:
+            self._run_rest(shards, sink, advance)
         for index, layer in enumerate(self._model.get_decoder().layers):
             assembly = LayerAssembly(layer, shards.layers[index], self._compute)
             self._loader.load_dense(index, layer, _kept(shards.layers[index].dense))
@@ -285,10 +299,17 @@ class Preparation:
                 advance(assembly.shards.nbytes)
             assembly.install()
             self.layers.append(assembly)
-        self._loader.load_rest()
-        refuse_nonfinite(self._model)
+        if head_first:
+            refuse_nonfinite(self._model)
+        else:
+            self._run_rest(shards, sink, advance)
         if not self._checkpoint.unchanged():
             raise BadCheckpoint(f"{self._checkpoint.folder}: a weight file changed while it was read; start again")
+
+    def _run_rest(self, shards: ModelShards, sink: ShardSink, advance: Advance) -> None:
+        """Loads what is outside of layers, and packs the head."""
+        self._loader.load_rest()
+        refuse_nonfinite(self._model)
         if shards.head is not None:
             self._pack_head(shards.head, sink)
             advance(shards.head.nbytes)
@@ -331,3 +352,4 @@ class Preparation:
         head = self._model.get_output_embeddings()
         with sink.head(layout.nbytes) as shard:
             pack_shard("output", layout, [head.weight], shard, self._compute)
+        head.weight = nn.Parameter(head.weight.detach().to("meta"), requires_grad=False)

@@ -14,6 +14,7 @@ from moedge.runtime.documents.iterate import iter_documents
 from moedge.runtime.documents.reader_process import ReaderProcess, ReadLimits, ReadOptions
 from moedge.runtime.documents.readers import detection
 from moedge.runtime.settings.errors import InputUnreadable, SettingError
+from moedge.runtime.text.template import Child
 from support import document_folder
 from support.document_folder import BAD, GOOD, SKIPPED, pdf
 
@@ -204,6 +205,33 @@ def test_readers_start_no_threads_of_openblas(tmp_path: Path, monkeypatch: pytes
     (found,) = iter_documents(tmp_path, include=["a.txt"], options=options, workers=1)
     assert isinstance(found, Document)
     assert found.text == "1"
+
+
+def _late_starts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The first `count` starts of a process take too long."""
+    start, late = ReaderProcess._start, iter(range(count))
+
+    def started(process: ReaderProcess) -> Child:
+        if next(late, None) is not None:
+            raise TimeoutError
+        return start(process)
+
+    monkeypatch.setattr(ReaderProcess, "_start", started)
+
+
+def test_a_process_that_starts_too_late_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _late_starts(monkeypatch, 1)
+    (tmp_path / "a.txt").write_text("x")
+    (found,) = iter_documents(tmp_path, workers=1)
+    assert isinstance(found, Document)
+    assert found.text == "x"
+
+
+def test_processes_that_never_start_are_an_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _late_starts(monkeypatch, 2)
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(SettingError, match="did not start, tried twice"):
+        list(iter_documents(tmp_path, workers=1))
 
 
 def test_reading_loads_no_torch() -> None:
