@@ -13,6 +13,7 @@ The table says how far each is from the most that it should be.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -80,7 +81,8 @@ def fitted_slope(points: Sequence[tuple[float, float]]) -> float:
     last = [(math.log(x), math.log(y)) for x, y in points if x * DECADE >= most * 0.999 and y > 0]
     if len(last) < 2:
         return 0.0
-    return float(np.polyfit(*zip(*last, strict=True), 1)[0])
+    x, y = np.array(last).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def seconds_of(work: Callable[[], object], least: float = 0.1, most: int = 50) -> float:
@@ -101,6 +103,10 @@ def seconds_of(work: Callable[[], object], least: float = 0.1, most: int = 50) -
 # --- rows
 
 
+def _cpu_of(phase: str, found: dict[str, Any]) -> float:
+    return float(found["cpu"][phase])
+
+
 def rows_laws(counts: Sequence[int]) -> Iterator[Law]:
     # A process each: the peak of a process is that of all of its jobs.
     found = {count: job_scale.measure(count)[0] for count in counts}
@@ -111,7 +117,7 @@ def rows_laws(counts: Sequence[int]) -> Iterator[Law]:
 
     yield law("CPU seconds of a job beside its engine", "s", lambda each: each["cpu_outside"])
     for phase in ("check", "measure", "run", "export"):
-        yield law(f"of these: {phase}", "s", lambda each, phase=phase: each["cpu"][phase])
+        yield law(f"of these: {phase}", "s", functools.partial(_cpu_of, phase))
     yield law("peak memory beyond that of the smallest job", "bytes", lambda each: max(0, each["peak"] - least))
     yield law("job folder on disk", "bytes", lambda each: each["job_nbytes"])
     yield law("CPU seconds of the same command after the end", "s", lambda each: each["later"]["again"])

@@ -127,13 +127,13 @@ def choose(logits: Tensor, ids: Tensor, weights: Tensor, normalised: bool) -> Ar
 
 class Routed(NamedTuple):
     """What routing yields: ids int64 and weights [T, A], counts int64 [E], and by row of the groups [T * A] its token;
-    `places` are the rows of assignments."""
+    `assignment_rows` [T * A] is the row of each assignment."""
 
     ids: Tensor
     weights: Tensor
     counts: Tensor
-    tokens: Tensor
-    places: Tensor
+    token_ids: Tensor
+    assignment_rows: Tensor
 
 
 def experts_table(matrices: Sequence[ExpertMatrices]) -> Array[c_int64]:
@@ -163,10 +163,10 @@ def mixture(
     given = (c_int64 * (11 + count * (3 + MATRICES)))()
     jobs = addressof(given) + 8 * 11
     given[:10] = [
-        hidden.data_ptr(), hidden.stride(0), routed.tokens.data_ptr(), rows.data_ptr(), rows.stride(0),
+        hidden.data_ptr(), hidden.stride(0), routed.token_ids.data_ptr(), rows.data_ptr(), rows.stride(0),
         scratch.data_ptr(), ACTIVATIONS[gate.activation], gate.alternating, 0, jobs,
     ]  # fmt: skip
-    addresses = (routed.counts.data_ptr(), routed.tokens.data_ptr(), routed.places.data_ptr())
+    addresses = (routed.counts.data_ptr(), routed.token_ids.data_ptr(), routed.assignment_rows.data_ptr())
     grouping = _numbers(
         routed.ids.data_ptr(), addressof(table), *addresses, addressof(given), jobs,
         0, routed.ids.shape[1], count, expert_row_nbytes(first),
@@ -186,7 +186,7 @@ COMBINED, NORMED = 4, 0
 
 def combine(rows: Tensor, residual: Tensor, routed: Routed) -> Array[c_int64]:
     """residual [T, D] plus the weighed outputs of each row's experts; the caller sets the address COMBINED."""
-    addresses = (rows.data_ptr(), residual.data_ptr(), routed.places.data_ptr(), routed.weights.data_ptr())
+    addresses = (rows.data_ptr(), residual.data_ptr(), routed.assignment_rows.data_ptr(), routed.weights.data_ptr())
     return _numbers(*addresses, 0, 0, routed.ids.shape[1], residual.shape[1])
 
 

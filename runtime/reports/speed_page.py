@@ -83,8 +83,11 @@ def _figure(
     head = ["sequences", *(f"{count:,}" for count in counts)]
     rows = [[name, *("-" if y is None else number(y) for y in found)] for name, found in values.items()]
     # A point alone is no curve: its table says all.
-    chart = {"chart": by_count(title, lines, number, "sequences"), "names": names} if len(counts) > 1 else {}
-    yield Figure(title, **chart, caption=caption, head=head, rows=rows)
+    if len(counts) > 1:
+        chart = by_count(title, lines, number, "sequences")
+        yield Figure(title, chart, names, caption=caption, head=head, rows=rows)
+    else:
+        yield Figure(title, caption=caption, head=head, rows=rows)
 
 
 def _at(point: Any, keys: Sequence[str]) -> float | None:

@@ -21,7 +21,7 @@ RUNTIME = [
     {"engine", "jobs.journal", "attention.kernels"},
     {"attention", "model.recurrent"},
     {"model", "plan"},
-    {"weights", "source"},
+    {"model.fused", "weights", "source"},
     {"loading"},
     {"calibration"},
     {"jobs", "doctor"},

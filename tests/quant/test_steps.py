@@ -102,8 +102,8 @@ def test_heads_are_normed_rotated_and_stored(
 
 
 def routed_of(rows: int, chosen: int, count: int) -> Routed:
-    ids, tokens, places = (torch.full((rows, chosen), -1) for _ in range(3))
-    return Routed(ids, torch.empty(rows, chosen), torch.empty(count, dtype=torch.int64), tokens, places)
+    ids, token_ids, assignment_rows = (torch.full((rows, chosen), -1) for _ in range(3))
+    return Routed(ids, torch.empty(rows, chosen), torch.empty(count, dtype=torch.int64), token_ids, assignment_rows)
 
 
 @given(ROWS, st.integers(1, 19), st.integers(1, 5), st.booleans(), st.integers(1, 3), st.integers(0, 99))
@@ -167,7 +167,9 @@ def test_mixtures_agree_with_float64_whatever_the_neighbours_and_threads(rows: i
     weights = torch.rand(rows, chosen)
     out, routed = mix(hidden, ids, weights, experts, 3)
     assert routed.counts.tolist() == group_by_expert(ids, count).counts
-    assert torch.equal(routed.tokens.view(-1)[routed.places.view(-1)], torch.arange(rows).repeat_interleave(chosen))
+    assert torch.equal(
+        routed.token_ids.view(-1)[routed.assignment_rows.view(-1)], torch.arange(rows).repeat_interleave(chosen)
+    )
     exact = hidden.double()
     for row, token in enumerate(exact.clone()):
         for expert, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):

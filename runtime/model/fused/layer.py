@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,9 @@ class Buffers:
         self.outputs = _bf16(rows * chosen, hidden)
         self.qkv = (self.q, self.k, self.v)
         self.logits = torch.empty(rows, experts)
-        ids, tokens, places = (torch.empty(rows, chosen, dtype=torch.int64) for _ in range(3))
-        self.routed = Routed(ids, torch.empty(rows, chosen), torch.zeros(experts, dtype=torch.int64), tokens, places)
+        ids, token_ids, assignment_rows = (torch.empty(rows, chosen, dtype=torch.int64) for _ in range(3))
+        counts, weights = torch.zeros(experts, dtype=torch.int64), torch.empty(rows, chosen)
+        self.routed = Routed(ids, weights, counts, token_ids, assignment_rows)
         width = max(linear.packed.shape[1] for linear in parts.linears)
         # The three products of x run at the same time.
         self.packed = torch.empty(3, rows * row_nbytes(width), dtype=torch.uint8)
@@ -128,6 +129,15 @@ class LayerSteps:
         self._last[steps.COMBINED] = out
 
 
+class _Composed(NamedTuple):
+    """The steps of a layer for a rotary embedding of `rotary` elements, and their two runs."""
+
+    rotary: int
+    steps: LayerSteps
+    before: Steps
+    behind: Steps
+
+
 class FusedLayer:
     """Replaces the `forward` of a decoder layer for passes of few rows; for others it calls the one that it replaced.
 
@@ -145,7 +155,7 @@ class FusedLayer:
         self.most_rows = min(buffers.rows, MOST_ROWS, compute.tiled_rows())
         self._compute = compute
         self._source: HeldExperts = parts.source
-        self._rotary = 0
+        self._composed: _Composed | None = None
         self._table = steps.experts_table([expert.operands for expert in parts.source.experts])
         self.routed = buffers.routed._replace(
             ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
@@ -156,16 +166,17 @@ class FusedLayer:
         if not self.takes(hidden, named["position_embeddings"]):
             return self.seam(hidden, *args, **named)
         rows, (cos, sin) = hidden.shape[1], named["position_embeddings"]
-        if self._rotary != cos.shape[-1]:
-            self._compose(cos.shape[-1])
+        composed = self._composed
+        if composed is None or composed.rotary != cos.shape[-1]:
+            composed = self._composed = self._compose(cos.shape[-1])
         packed, out = named["packed"], torch.empty_like(hidden)
-        self._steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
-        self._before.run(rows, self._compute.call_on_all)
+        composed.steps.reads(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr())
+        composed.before.run(rows, self._compute.call_on_all)
         qkv = (each[:rows] for each in self.buffers.qkv)
         attended = packed.attention.attend(self.call, *qkv, packed.batch).contiguous()
-        self._steps.attended(attended.data_ptr())
-        self._steps.writes(out.data_ptr())
-        self._behind.run(rows, self._compute.call_on_all)
+        composed.steps.attended(attended.data_ptr())
+        composed.steps.writes(out.data_ptr())
+        composed.behind.run(rows, self._compute.call_on_all)
         self.count(rows)
         return out
 
@@ -181,9 +192,9 @@ class FusedLayer:
         """Steps of this layer for a rotary embedding of that many elements."""
         return LayerSteps(self.parts, self.buffers, self.routed, self._table, rotary, block)
 
-    def _compose(self, rotary: int) -> None:
-        self._rotary, self._steps = rotary, self.steps(rotary)
-        self._before, self._behind = Steps(self._steps.before), Steps(self._steps.behind)
+    def _compose(self, rotary: int) -> _Composed:
+        composed = self.steps(rotary)
+        return _Composed(rotary, composed, Steps(composed.before), Steps(composed.behind))
 
     def count(self, rows: int) -> None:
         """Counts a pass and what was routed in it, as the seam does; what only streaming needs, in some passes."""
@@ -193,5 +204,6 @@ class FusedLayer:
         if not sampled:
             stats.popularity.observe(layer, rows, counts)
             return
-        tokens, places = (each.view(-1)[: ids.numel()] for each in (self.routed.tokens, self.routed.places))
-        stats.observe(layer, ExpertGroups(ids.clone(), counts, tokens, places, (0, ids.numel())))
+        of_groups = (self.routed.token_ids, self.routed.assignment_rows)
+        token_ids, assignment_rows = (each.view(-1)[: ids.numel()] for each in of_groups)
+        stats.observe(layer, ExpertGroups(ids.clone(), counts, token_ids, assignment_rows, (0, ids.numel())))

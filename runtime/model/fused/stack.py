@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,16 @@ from ...engine.batch import Batch
 from .layer import FusedLayer, LayerSteps
 
 
+class _Composed(NamedTuple):
+    """The steps of all layers for a rotary embedding of `rotary` elements, and the run of all of them."""
+
+    rotary: int
+    layers: list[LayerSteps]
+    together: Steps
+
+
 class FusedStack:
-    """Stands for all layers in passes that `begin` takes. `taken` counts them."""
+    """Computes all layers in passes that `begin` takes. `taken` counts them."""
 
     def __init__(self, layers: Sequence[FusedLayer], compute: ParallelMatmul, backend: Any) -> None:
         self.layers = tuple(layers)
@@ -29,7 +37,7 @@ class FusedStack:
         self._compute = compute
         calls = [layer.call for layer in layers]
         self._attention: AttentionSteps | None = backend.steps(calls, buffers.q, self._attended, compute.num_workers)
-        self._rotary = 0
+        self._composed: _Composed | None = None
         self._slots: list[int] | None = None
 
     @classmethod
@@ -58,31 +66,32 @@ class FusedStack:
         cos, sin = named["position_embeddings"]
         assert slots is not None, "begin took the pass"
         assert self.layers[0].takes(hidden, (cos, sin))
-        if self._rotary != cos.shape[-1]:
-            self._compose(cos.shape[-1])
+        composed = self._composed
+        if composed is None or composed.rotary != cos.shape[-1]:
+            composed = self._composed = self._compose(cos.shape[-1])
         rows, out = hidden.shape[1], torch.empty_like(hidden)
         where, through = hidden.data_ptr(), self._stream.data_ptr()
-        for layer, its_slots in zip(self._steps, slots, strict=True):
+        for layer, its_slots in zip(composed.layers, slots, strict=True):
             layer.reads(where, cos.data_ptr(), sin.data_ptr())
             layer.slots(its_slots)
             where = through
-        self._steps[-1].writes(out.data_ptr())
-        self._together.run(rows, self._compute.call_on_all)
+        composed.layers[-1].writes(out.data_ptr())
+        composed.together.run(rows, self._compute.call_on_all)
         for each in self.layers:
             each.count(rows)
         self.taken += 1
         return out
 
-    def _compose(self, rotary: int) -> None:
+    def _compose(self, rotary: int) -> _Composed:
         attention = self._attention
         assert attention is not None
-        self._rotary, self._steps = rotary, [layer.steps(rotary, attention.block) for layer in self.layers]
+        layers = [layer.steps(rotary, attention.block) for layer in self.layers]
         together: list[Step] = []
-        for index, layer in enumerate(self._steps):
+        for index, layer in enumerate(layers):
             self._join(index, layer)
             attended = (Step(steps.ATTEND, attention.attend[index]), Step(steps.REDUCE, attention.reduce[index]))
             together += [*layer.before, *attended, *layer.behind]
-        self._together = Steps(together)
+        return _Composed(rotary, layers, Steps(together))
 
     def _join(self, index: int, layer: LayerSteps) -> None:
         assert self._attention is not None

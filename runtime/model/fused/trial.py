@@ -28,7 +28,7 @@ _PASTS = ((0, 4), (100, 1), (611, 6), (5, 5))
 
 @dataclass
 class Probe:
-    """Stands for attention in a trial: any function of queries, keys and values shows what they were."""
+    """Replaces attention in a trial: any function of queries, keys and values shows what they were."""
 
     calls: list[AttentionCall]
     given: list[Tensor]
