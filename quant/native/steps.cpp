@@ -269,13 +269,13 @@ void choose(const int64_t* given, int64_t* counters) {
 // `table` [experts, 18] has both matrices of every expert; `nbytes` is the scratch of a row.
 struct Groups {
     const int64_t *ids, *table;
-    int64_t *counts, *tokens, *places, *given_experts, *jobs;
+    int64_t *counts, *token_ids, *assignment_rows, *given_experts, *jobs;
     int64_t rows, most, experts, nbytes;
 
     static constexpr int64_t MATRICES = 18, FIELDS = 3 + MATRICES, NUM_JOBS = 8;
     explicit Groups(const int64_t* given)
         : ids((const int64_t*)given[0]), table((const int64_t*)given[1]), counts((int64_t*)given[2]),
-          tokens((int64_t*)given[3]), places((int64_t*)given[4]), given_experts((int64_t*)given[5]),
+          token_ids((int64_t*)given[3]), assignment_rows((int64_t*)given[4]), given_experts((int64_t*)given[5]),
           jobs((int64_t*)given[6]), rows(given[7]), most(given[8]), experts(given[9]), nbytes(given[10]) {}
 
     void group() const {
@@ -296,9 +296,9 @@ struct Groups {
         }
         given_experts[NUM_JOBS] = number;
         for (int64_t a = 0; a < assignments; a++) {
-            const int64_t place = counts[ids[a]]++;
-            places[a] = place;
-            tokens[place] = a / most;
+            const int64_t row = counts[ids[a]]++;
+            assignment_rows[a] = row;
+            token_ids[row] = a / most;
         }
         for (int64_t e = 0; e < experts; e++) counts[e] = 0;
         for (int64_t a = 0; a < assignments; a++) counts[ids[a]]++;
@@ -308,20 +308,20 @@ struct Groups {
 // out [rows, columns] = residual + the sum of each row's experts, weighed, in the order in which they were chosen.
 struct Combination {
     const uint16_t *outputs, *residual;
-    const int64_t* places;
+    const int64_t* assignment_rows;
     const float* weights;
     uint16_t* out;
     int64_t rows, most, columns;
 
     explicit Combination(const int64_t* given)
-        : outputs((const uint16_t*)given[0]), residual((const uint16_t*)given[1]), places((const int64_t*)given[2]),
+        : outputs((const uint16_t*)given[0]), residual((const uint16_t*)given[1]), assignment_rows((const int64_t*)given[2]),
           weights((const float*)given[3]), out((uint16_t*)given[4]), rows(given[5]), most(given[6]), columns(given[7]) {}
 
     void row(int64_t r) const {
         for (int64_t i = 0; i < columns; i += W) {
             vf total = set1(0.0f);
             for (int64_t a = r * most; a < (r + 1) * most; a++)
-                total = fma(set1(weights[a]), from_bf16(outputs + places[a] * columns + i), total);
+                total = fma(set1(weights[a]), from_bf16(outputs + assignment_rows[a] * columns + i), total);
             to_bf16(add(total, from_bf16(residual + r * columns + i)), out + r * columns + i);
         }
     }

@@ -100,7 +100,7 @@ struct Layer {
         Numbers qs(size_t(rows * q.rows)), ks(size_t(rows * k.rows)), vs(size_t(rows * v.rows));
         const int64_t block = 4, blocks = (rows + block - 1) / block;
         Numbers keys(size_t(blocks * block * k.rows)), values(keys.size()), outputs(size_t(rows * chosen * width));
-        Arguments slots, table, ids(size_t(rows * chosen)), counts(size_t(experts), 0), tokens(ids.size()), places(ids.size());
+        Arguments slots, table, ids(size_t(rows * chosen)), counts(size_t(experts), 0), token_ids(ids.size()), assignment_rows(ids.size());
         for (int64_t r = 0; r < rows; r++) slots.push_back(rows - 1 - r);
         std::vector<float> logits(size_t(rows * experts)), weights(ids.size());
         std::vector<char> packed[4], scratch(ids.size() * size_t(row_nbytes(width) + row_nbytes(inner)));
@@ -110,7 +110,7 @@ struct Layer {
         }
         Arguments mixture(size_t(11 + experts * 21), 0);
         const int64_t jobs = int64_t(mixture.data() + 11);
-        const Arguments fixed = {at(normed), width, at(tokens), at(outputs), width, at(scratch), 0, 0, 0, jobs, own(10)};
+        const Arguments fixed = {at(normed), width, at(token_ids), at(outputs), width, at(scratch), 0, 0, 0, jobs, own(10)};
         std::copy(fixed.begin(), fixed.end(), mixture.begin());
         const std::vector<Arguments> all = {
             {at(hidden), 0, at(norm), 0, at(normed), bits_of(1e-5f), 0, rows, width},
@@ -123,10 +123,10 @@ struct Layer {
             {at(hidden), at(projected), at(norm), at(total), at(normed), bits_of(1e-5f), 1, rows, width},
             {at(normed), at(router), at(logits), rows, width, experts},
             {at(logits), at(ids), at(weights), rows, experts, chosen, 1},
-            {at(ids), at(table), at(counts), at(tokens), at(places), at(mixture), jobs, rows, chosen, experts,
+            {at(ids), at(table), at(counts), at(token_ids), at(assignment_rows), at(mixture), jobs, rows, chosen, experts,
              row_nbytes(width) + row_nbytes(inner)},
             {},
-            {at(outputs), at(total), at(places), at(weights), at(out), rows, chosen, width},
+            {at(outputs), at(total), at(assignment_rows), at(weights), at(out), rows, chosen, width},
         };
         const int64_t kinds[STEPS] = {NORM, MULTIPLY, MULTIPLY, MULTIPLY, HEADS, MULTIPLY, NORM, ROUTER, CHOOSE, GROUP, EXPERTS, COMBINE};
         Arguments given = {STEPS, int64_t(counters.data()), int64_t(counters.data() + COUNTERS)};
