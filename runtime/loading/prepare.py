@@ -185,10 +185,7 @@ class _Making:
 
 
 def _release() -> None:
-    """Returns what packing left free on the heap to the system: the plan of a job in this process has no bytes for it.
-
-    Of a model with 9,000 tensors that was 150 MiB.
-    """
+    """Returns what packing left free on the heap to the system: the plan of a job in this process has no bytes for it."""
     # A model is a cycle of modules.
     gc.collect()
     return_memory()
