@@ -227,7 +227,7 @@ PASS_KINDS = ((1, 16), (8, 16), (48, 16), (64, 64))
 PASS_TOKENS = 4096
 DECODED = 8
 _BUDGET_NBYTES = 2 << 30
-# For the bundled model's store of 11 MiB: the room that stores of jobs leave on a disk is not needed for it.
+# For the bundled model's store of 11 MiB, which need not leave a disk as much free as a job does.
 _STORE_LIMIT = "256MiB"
 LEAST_S = 1e-12
 

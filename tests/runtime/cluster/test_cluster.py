@@ -108,5 +108,5 @@ def test_workers_on_which_the_job_does_not_fit_are_left_out_by_name(tmp_path: Pa
 @pytest.mark.slow
 def test_the_example_reads_and_writes_parquet(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "ray_parquet.py")]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
     assert found.stdout.startswith("20 answers")
