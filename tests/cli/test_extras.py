@@ -43,8 +43,8 @@ def run(blocked: str, folder: Path, *arguments: object) -> subprocess.CompletedP
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "json.jsonl").write_text(json.dumps(ROW | {"response_format": SCHEMA}) + "\n")
     (tmp_path / "plain.jsonl").write_text(json.dumps(ROW) + "\n")
-    for name in ("rows.parquet", "rows.jsonl.zst"):
-        (tmp_path / name).write_bytes(b"PAR1")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     # One tensor `a` of 32 float32, no keys.
     header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"a", 1, 32, 0, 0)
     (tmp_path / "model.gguf").write_bytes(header.ljust(96, b"\0") + bytes(128))

@@ -69,7 +69,7 @@ def shrink(folder: Path) -> list[str]:
         return [leave, lambda: not worker_processes() and join()]
 
     # The second deed comes without a row in between: nobody computes one.
-    return _run(folder, 40, lambda found: [_at_once(deeds(found))], nodes=1, head_cpus=0)
+    return _run(folder, 600, lambda found: [_at_once(deeds(found))], nodes=1, head_cpus=0)
 
 
 def _at_once(deeds: list[Callable[[], bool]]) -> Callable[[], bool]:

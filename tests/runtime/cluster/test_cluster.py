@@ -26,17 +26,17 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 def test_no_row_is_lost_doubled_or_changed_while_workers_are_killed_and_a_node_leaves(tmp_path: Path) -> None:
     rows, wanted, output = tmp_path / "rows.jsonl", tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
-    write_rows(rows, 24)
+    write_rows(rows, 200)
     run_batch(MODEL, rows, wanted, progress=False, **OPTIONS)
     with cluster(nodes=1, head_cpus=1) as found:
         leave, join = leave_and_return(found, seconds=1)
-        chaos = Chaos(output, 24, [kill_one(random.Random(0)), leave, join])
+        chaos = Chaos(output, 200, [kill_one(random.Random(0)), leave, join])
         chaos.start()
         summary = run_batch(MODEL, rows, output, progress=False, ray=found.address, **OPTIONS)
         chaos.end()
     assert chaos.done == 3
     assert wrong(output, wanted) == []
-    assert sum(each.rows for each in summary.workers) >= 24 - summary.rows.failed
+    assert sum(each.rows for each in summary.workers) >= 200 - summary.rows.failed
 
 
 @pytest.mark.slow
