@@ -94,6 +94,8 @@ class Chaos(threading.Thread):
             self.done += 1
             if self._kept is not None:
                 self._kept.write_text(str(self.done))
+        # A node that this thread started ends with it.
+        self._ended.wait()
 
     def end(self) -> None:
         self._ended.set()
