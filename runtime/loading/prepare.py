@@ -185,7 +185,7 @@ class _Making:
 
 
 def _release() -> None:
-    """Returns what packing left free on the heap to the system: the plan of a job in this process has no bytes for it."""
+    """Returns what packing left free on the heap to the system: the plan of a job that follows has no bytes for it."""
     # A model is a cycle of modules.
     gc.collect()
     return_memory()
