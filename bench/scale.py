@@ -394,7 +394,7 @@ def plot(laws: list[Law], out: Path) -> None:
     """A panel for each x and unit, on white; labels carry the slopes."""
     kinds = list(dict.fromkeys((law.x, law.unit) for law in laws))
     with pyplot() as plt:
-        figure, panels = plt.subplots(math.ceil(len(kinds) / 2), 2, figsize=(11, 3.7 * math.ceil(len(kinds) / 2)))
+        figure, panels = plt.subplots(math.ceil(len(kinds) / 2), 2, figsize=(11, 4.6 * math.ceil(len(kinds) / 2)))
         for panel in panels.flat[len(kinds) :]:
             panel.axis("off")
         for panel, (x, unit) in zip(panels.flat, kinds, strict=False):
@@ -403,7 +403,13 @@ def plot(laws: list[Law], out: Path) -> None:
                 panel.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=f"{law.slope:.2f}  {law.name}")
             panel.set(xscale="log", yscale="log", xlabel=x, ylabel="seconds" if unit == "s" else "bytes")
             panel.grid(visible=True, color="#e4e4e4")
-            panel.legend(frameon=False, fontsize=7, title="slope", title_fontsize=7, alignment="left")
+            panel.minorticks_off()
+            ticks = sorted({at for law in laws if (law.x, law.unit) == (x, unit) for at, _ in law.points})
+            if ticks[-1] < 100 * ticks[0]:
+                panel.set_xticks(ticks, [f"{at:,.0f}" for at in ticks])
+            # Above the panel: there are lines everywhere in it.
+            above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "alignment": "left"}
+            panel.legend(frameon=False, fontsize=7, title="slope", title_fontsize=7, **above)
         figure.tight_layout()
         figure.savefig(out, format="svg", facecolor="white", metadata={"Date": None})
 
