@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -74,10 +77,12 @@ class Weights:
     With `skew`, all embeddings share a direction, in which a fifth of the experts, others in every layer, scores high.
     """
 
-    def __init__(self, seed: int, hidden: int, skew: bool) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, layer: int, hidden: int, skew: bool) -> None:
+        common = torch.zeros(hidden)
+        if skew:
+            common.normal_(0, 1, generator=torch.Generator().manual_seed(seed))
+        self._generator = torch.Generator().manual_seed((seed << 16) + layer)
         self.outputs = SKEWED_OUTPUTS if skew else 1.0
-        common = torch.empty(hidden).normal_(0, 1, generator=self._generator) if skew else torch.zeros(hidden)
         self._common = common / max(float(common.norm()), 1e-9)
         self._skew = skew
 
@@ -159,10 +164,11 @@ def layer_tensors(shape: Shape, index: int, weights: Weights) -> dict[str, torch
 
 
 def write_weights(shape: Shape, out: Path, seed: int, skew: bool) -> None:
-    weights, total = Weights(seed, shape.hidden_size, skew), 0
-    weight_map: dict[str, str] = {}
+    """One file per layer, and one for the embedding and the head; layers are drawn at the same time."""
     count = shape.num_hidden_layers + 1
-    for index in range(count):
+
+    def write(index: int) -> dict[str, int]:
+        weights = Weights(seed, index, shape.hidden_size, skew)
         if index < shape.num_hidden_layers:
             tensors = layer_tensors(shape, index, weights)
         else:
@@ -171,13 +177,22 @@ def write_weights(shape: Shape, out: Path, seed: int, skew: bool) -> None:
                 "lm_head.weight": weights.matrix(shape.vocab_size, shape.hidden_size),
                 "model.norm.weight": torch.ones(shape.hidden_size, dtype=torch.bfloat16),
             }
-        file = f"model-{index + 1:05}-of-{count:05}.safetensors"
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, out / _file(index, count), metadata={"format": "pt"})
+        return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+    layer_nbytes = 6 * shape.num_experts * shape.hidden_size * shape.moe_intermediate_size
+    fit = psutil.virtual_memory().available // (4 * layer_nbytes)
+    with ThreadPoolExecutor(max(1, min(len(os.sched_getaffinity(0)), fit))) as pool:
+        written = list(pool.map(write, range(count)))
+    weight_map = {name: _file(index, count) for index, tensors in enumerate(written) for name in tensors}
+    total = sum(sum(tensors.values()) for tensors in written)
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index_json))
     print(f"{total / 1e9:.2f} GB in {count} files")
+
+
+def _file(index: int, count: int) -> str:
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
 def write_tokenizer(vocab_size: int, out: Path) -> None:

@@ -22,7 +22,12 @@ from moedge.runtime.source.model_source import open_source
 from support.device import fake_device, tiny_engine
 from support.tiny_families import save_tiny
 
-FAMILIES = (("mixtral", "none"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("llama", "none"))
+FAMILIES = (
+    ("mixtral", "none"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("llama", "none"),
+    # Latents, and states of four kinds of recurrent layers.
+    ("deepseek_v3", "none"), ("qwen3_next", "none"), ("granitemoehybrid", "none"), ("lfm2_moe", "none"),
+    ("jamba", "none"), ("longcat_flash", "none"),
+)  # fmt: skip
 # With Triton's kernels: weight and KV formats, sinks and windows, no experts.
 WITH_KERNELS = (
     ("mixtral", "none", "fp32"), ("qwen3_moe", "nf4", "int4"), ("gpt_oss", "int8", "int8"),

@@ -19,11 +19,15 @@ SCHEMA = "moedge.gpu/1"
 class Report:
     """Steps by part; each is saved as soon as it is done, and not run again where the file has it.
 
-    A part that has run for `part_seconds` begins no further step: what is left is for the next call.
+    A part that has run for `part_seconds` begins no further step: what is left is for the next call. Steps without
+    the text `only` in their name are passed over.
     """
 
-    def __init__(self, path: Path, again: bool, machine: dict[str, Any], part_seconds: float = 480) -> None:
+    def __init__(
+        self, path: Path, again: bool, machine: dict[str, Any], only: str = "", part_seconds: float = 480
+    ) -> None:
         self.path = path
+        self._only = only
         self.num_left = 0
         self._part_seconds = part_seconds
         self._begun: dict[str, float] = {}
@@ -35,6 +39,8 @@ class Report:
             self.content = found
 
     def step(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        if self._only not in name:
+            return
         steps = self.content["parts"].setdefault(part, {})
         if name not in steps or not steps[name]["ok"]:
             if time.perf_counter() - self._begun.setdefault(part, time.perf_counter()) > self._part_seconds:
@@ -90,7 +96,9 @@ def _version(name: str) -> str | None:
 def _line(part: str, name: str, step: dict[str, Any]) -> str:
     if not step["ok"]:
         return f"| {part} | {name} | FAILED {step['error'][:160]} |"
-    values = ", ".join(f"{key} {_short(value)}" for key, value in step.items() if key not in {"ok", "seconds"})
+    values = ", ".join(
+        f"{key} {_short(value)}" for key, value in step.items() if key not in {"ok", "seconds", "output"}
+    )
     return f"| {part} | {name} | {values} | {step['seconds']} s |"
 
 
