@@ -20,8 +20,8 @@ _PCIE = {(3, 16): 15.75e9, (4, 8): 15.75e9, (4, 16): 31.5e9, (5, 16): 63.0e9}
 # Bytes of a weight by format, with its scales.
 _WEIGHT_NBYTES = {"none": 2.0, "int8": 1.06, "int4": 0.56, "nf4": 0.56, "mxfp4": 0.53}
 _MOST_ROWS = 1024
-# As measured on desktop processors: what launches and Python cost in a layer.
-_OVERHEADS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4)
+# As measured on desktop processors: what launches and Python cost.
+_OVERHEADS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4, 5e-5)
 _RAM_BYTES_S = 4e10
 
 
@@ -88,6 +88,7 @@ def with_preset(name: str, hardware: Hardware, profile: Machine | None) -> Machi
         pin=None,
         device_memory_bytes_s=memory,
         device_flop_s=rates,
+        device_overheads=_OVERHEADS,
         kernel_lacks=dict.fromkeys(("attention", "cache", "experts"), ""),
     )
 

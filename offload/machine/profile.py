@@ -9,7 +9,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,18 @@ class PinLimit:
 @dataclass(frozen=True, slots=True)
 class Overheads:
     """Fixed overhead of a pass in seconds, excluding matmuls: per layer, and in each layer per routed expert, per
-    sequence and per token. `arrival_s` is the additional overhead per streamed expert, whatever its size."""
+    sequence and per token. `arrival_s` is the additional overhead per streamed expert, whatever its size, and
+    `schedule_s` that per sequence outside the layers: to schedule it, draw its token and keep it."""
 
     layer_s: float
     expert_s: float
     sequence_s: float
     token_s: float
     arrival_s: float
+    schedule_s: float
 
     def __post_init__(self) -> None:
-        _check_speed(self.layer_s, self.expert_s, self.sequence_s, self.token_s, self.arrival_s)
+        _check_speed(*astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Machine:
 
     `flop_s` and `device_flop_s` are FLOP/s by weight format and number of rows. `kernel_lacks` says for each family of
     GPU kernels why it does not run; "" if it runs. `measured_at` is UTC in ISO 8601 and `torch` is torch's version;
-    both may be empty.
+    both may be empty. `device_overheads` are those of passes on the GPU.
     """
 
     hardware: Hardware
@@ -156,6 +158,7 @@ class Machine:
     measured_at: str = ""
     torch: str = ""
     overheads: Overheads | None = None
+    device_overheads: Overheads | None = None
     kernel_lacks: Mapping[str, str] | None = None
     loading: LoadingRates | None = None
 
@@ -191,13 +194,14 @@ class Machine:
 
 def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
-    overheads, loading = content["overheads"], content["loading"]
+    overheads, on_device, loading = (content[name] for name in ("overheads", "device_overheads", "loading"))
     return {
         "hardware": Hardware(**{**hardware, "gpus": tuple(GpuInfo(**gpu) for gpu in hardware["gpus"])}),
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
         "overheads": None if overheads is None else Overheads(**overheads),
+        "device_overheads": None if on_device is None else Overheads(**on_device),
         "loading": None if loading is None else LoadingRates(**loading),
         "flop_s": _rates(content["flop_s"]),
         "device_flop_s": _rates(content["device_flop_s"]),
@@ -234,7 +238,7 @@ def _check_flag(value: bool) -> None:
         raise ValueError(f"{value!r} was found; wanted true or false")
 
 
-SCHEMA = "moedge.machine/2"
+SCHEMA = "moedge.machine/3"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ...quant.kernels.upload import upload
@@ -28,7 +29,7 @@ class GroupSlots:
     @classmethod
     def of(cls, batch: Batch, group: int, block: int, device: torch.device | str) -> GroupSlots:
         tables = {chunk: torch.tensor(chunk.sequence.table.blocks[group]) for chunk in batch.chunks}
-        slots = slots_of(batch.chunks, list(tables.values()), block)
+        slots = slots_of(batch.chunks, group, block)
         return cls(
             slots.to(device),
             (slots // block).to(device),
@@ -37,13 +38,27 @@ class GroupSlots:
         )
 
 
-def slots_of(chunks: Sequence[Chunk], tables: Sequence[torch.Tensor], block: int) -> torch.Tensor:
-    """The slots, block id * block + offset, of a pass: int64 [T]. `tables` are the chunks' block tables."""
-    slots = []
-    for chunk, table in zip(chunks, tables, strict=True):
-        positions = torch.arange(chunk.past, chunk.past + chunk.count)
-        slots.append(table[positions // block].long() * block + positions % block)
-    return torch.cat(slots)
+def slots_of(chunks: Sequence[Chunk], group: int, block: int) -> torch.Tensor:
+    """The slots, block id * block + offset, of a pass in one layer group: int64 [T]."""
+    slots = np.empty(chunks[-1].end if chunks else 0, np.int64)
+    for chunk in chunks:
+        blocks, past = chunk.sequence.table.blocks[group], chunk.past
+        if chunk.count == 1:
+            # Most chunks of most passes: arrays of one element would take ten times as long.
+            slots[chunk.begin] = blocks[past // block] * block + past % block
+        else:
+            positions = np.arange(past, past + chunk.count)
+            slots[chunk.begin : chunk.end] = np.array(blocks)[positions // block] * block + positions % block
+    return torch.from_numpy(slots)
+
+
+def padded_tables(chunks: Sequence[Chunk], group: int) -> torch.Tensor:
+    """The block tables of the chunks in one layer group, padded with -1: int32 [B, max blocks]."""
+    tables = [chunk.sequence.table.blocks[group] for chunk in chunks]
+    padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return torch.from_numpy(padded)
 
 
 class PassSlots:
@@ -94,12 +109,10 @@ class PassPages:
     """
 
     def __init__(self, batch: Batch, group: int, block: int, device: torch.device) -> None:
-        tables = [torch.tensor(chunk.sequence.table.blocks[group], dtype=torch.int32) for chunk in batch.chunks]
         self.chunks = batch.chunks
         self.device = device
-        self.slots = upload(slots_of(batch.chunks, tables, block), device)
-        padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
-        self.table = upload(padded, device)
+        self.slots = upload(slots_of(batch.chunks, group, block), device)
+        self.table = upload(padded_tables(batch.chunks, group), device)
         self._divisions: dict[object, Division] = {}
         self._tiled: dict[object, Pages] = {}
         self._fresh: dict[object, Fresh] = {}

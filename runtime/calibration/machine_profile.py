@@ -99,29 +99,31 @@ def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = (
 
 
 def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine:
-    from .pass_rates import loading_rates, measure_overheads
+    from ...offload.device import find_device
+    from ..loading.kernel_trial import try_kernels, usual_needs
+    from .device_rates import device_overheads, device_rates
+    from .pass_rates import loading_rates, measure_overheads, pass_rates, weight_rates
+
+    def rates(where: str) -> FlopRates:
+        return (
+            {**weight_rates(), **pass_rates()}
+            if gpu is None or device is None or where == "cpu"
+            else device_rates(device, gpu)
+        )
 
     announcement = "measuring this machine once (about 20 s): plans need its speeds"
     with stage("measuring this machine", announcement=announcement):
-        machine = measure_machine(folder, hardware, measure_flop_s=_rates, files=files)
-        overheads, loading = measure_overheads(), loading_rates()
-        profile = replace(machine, overheads=overheads, kernel_lacks=_kernel_lacks(), loading=loading)
+        device = find_device()
+        gpu = device and try_kernels(device, usual_needs(device))
+        profile = replace(
+            measure_machine(folder, hardware, measure_flop_s=rates, files=files),
+            overheads=measure_overheads(),
+            device_overheads=device and gpu and device_overheads(device, gpu),
+            # Why each family of kernels does not run on this GPU, "" if it does.
+            kernel_lacks=gpu and gpu.lacks._asdict(),
+            loading=loading_rates(),
+        )
     # What measuring has left would count against the budget of the job that comes next; an engine is a circle.
     gc.collect()
     trim()
     return profile
-
-
-def _kernel_lacks() -> dict[str, str] | None:
-    """Why each family of kernels does not run on this GPU ("" if it does); None without a GPU."""
-    from ...offload.device import find_device
-    from ..loading.kernel_trial import try_kernels, usual_needs
-
-    device = find_device()
-    return None if device is None else try_kernels(device, usual_needs(device)).lacks._asdict()
-
-
-def _rates(device: str) -> FlopRates:
-    from .pass_rates import pass_rates, weight_rates
-
-    return {**weight_rates(device), **(pass_rates() if device == "cpu" else {})}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...moe.expected_rows import expected_union
+from ...offload.device import Device
 from ...offload.machine.profile import LoadingRates, Overheads
 from ...offload.machine.timing import Case, best_seconds, measure_rates
 from ...quant.formats.format import QUANT_FORMATS, get_format
@@ -28,10 +29,11 @@ from ...quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_ord
 from ...quant.native import library
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import PackedTensor, dtype_name, pack, pack_into
-from ..attention.protocol import AttentionCall
+from ..attention.protocol import AttentionBackend, AttentionCall
 from ..attention.torch_backend import TorchAttention
+from ..engine.batch import Batch
 from ..engine.batch import pack as pack_batch
-from ..engine.engine import Engine
+from ..engine.engine import Engine, Model
 from ..engine.sequence import Sequence
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
@@ -115,16 +117,28 @@ def _attention(kv_format: str) -> dict[int, float]:
 
 
 def _attention_rate(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) -> float:
-    attend = _attend(kv_format, dtype, num_sequences, count)
-    looked_at = num_sequences * sum(range(LOOKED_AT - count + 1, LOOKED_AT + 1))
-    return 4 * looked_at * HEADS * HEAD_DIM / best_seconds(attend, _SECONDS)
-
-
-def _attend(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) -> Callable[[], object]:
-    spec = KVSpec(KVGroup((0,), KV_HEADS, HEAD_DIM, None), kv_format)
-    blocks = spec.blocks_for(LOOKED_AT)
-    cache = KVCache([KVPool(spec, num_sequences * blocks)])
+    cache = attention_cache(kv_format, num_sequences, "cpu")
     attention = TorchAttention(cache, dtype, tiled=False, native=library.available())
+    attend = attend_once(cache, attention, dtype, num_sequences, count)
+    return attention_flop(num_sequences, count) / best_seconds(attend, _SECONDS)
+
+
+def attention_flop(num_sequences: int, count: int) -> int:
+    """Operations of attention of the last `count` of LOOKED_AT tokens of each sequence."""
+    return 4 * num_sequences * sum(range(LOOKED_AT - count + 1, LOOKED_AT + 1)) * HEADS * HEAD_DIM
+
+
+def attention_cache(kv_format: str, num_sequences: int, device: torch.device | str) -> KVCache:
+    """A cache of one layer for `num_sequences` of LOOKED_AT tokens."""
+    spec = KVSpec(KVGroup((0,), KV_HEADS, HEAD_DIM, None), kv_format)
+    return KVCache([KVPool(spec, num_sequences * spec.blocks_for(LOOKED_AT), device)])
+
+
+def attend_once(
+    cache: KVCache, attention: AttentionBackend, dtype: torch.dtype, num_sequences: int, count: int
+) -> Callable[[], object]:
+    """Attention of the last `count` of LOOKED_AT tokens of each sequence, as a call, on the device of the cache."""
+    device, blocks = cache.pools[0].memory.bytes.device, cache.pools[0].spec.blocks_for(LOOKED_AT)
     chosen = []
     for index in range(num_sequences):
         sequence = Sequence([0] * LOOKED_AT, SamplingParams(1))
@@ -132,8 +146,8 @@ def _attend(kv_format: str, dtype: torch.dtype, num_sequences: int, count: int) 
         sequence.table.num_tokens = LOOKED_AT - count
         chosen.append((sequence, count))
     batch, rows = pack_batch(chosen), num_sequences * count
-    q = torch.randn(rows, HEADS, HEAD_DIM).to(dtype)
-    k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+    q = torch.randn(rows, HEADS, HEAD_DIM).to(device, dtype)
+    k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM).to(device, dtype) for _ in range(2))
     return lambda: attention.attend(AttentionCall(0, HEAD_DIM**-0.5), q, k, v, batch)
 
 
@@ -180,28 +194,26 @@ WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in QUANT_FORM
 
 
 @torch.inference_mode()
-def weight_rates(device: str = "cpu") -> dict[str, dict[int, float]]:
+def weight_rates() -> dict[str, dict[int, float]]:
     """FLOP/s of bfloat16 rows times matrices of an expert's size, all of torch's threads at work.
 
-    By format of the weights (and "int8xint8" on a CPU), then by rows. A few seconds.
+    By format of the weights and "int8xint8", then by rows. A few seconds.
     """
     rates: dict[str, dict[int, float]] = {}
     for name, format_name in WAYS.items():
-        if name != INTEGER or device == "cpu":
-            case = _case(name == INTEGER, format_name, device)
-            rates |= measure_rates({name: case}, ROWS, 2 * SHAPE[0] * SHAPE[1], _SECONDS_EACH)
+        case = _case(name == INTEGER, format_name)
+        rates |= measure_rates({name: case}, ROWS, 2 * SHAPE[0] * SHAPE[1], _SECONDS_EACH)
     return rates
 
 
-def _case(integer: bool, format_name: str, device: str) -> Case:
-    matrices = cycle(_matrices(format_name, device))
+def _case(integer: bool, format_name: str) -> Case:
+    matrices = cycle(matrices_of(format_name, torch.bfloat16))
     first = next(matrices)
     nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
-    gemv_max_rows = measure_gemv_max_rows(format_name) if device == "cpu" else {}
-    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, gemv_max_rows=gemv_max_rows)
+    compute = ParallelMatmul(Workspace(nbytes), integer=integer, gemv_max_rows=measure_gemv_max_rows(format_name))
 
     def case(num_rows: int) -> Callable[[], None]:
-        x = torch.randn(num_rows, SHAPE[1], device=device).bfloat16()
+        x = torch.randn(num_rows, SHAPE[1]).bfloat16()
         y = x.new_empty(num_rows, SHAPE[0])
         return partial(_multiply_by, compute, x, y, matrices)
 
@@ -210,13 +222,15 @@ def _case(integer: bool, format_name: str, device: str) -> Case:
 
 def _multiply_by(compute: ParallelMatmul, x: Tensor, y: Tensor, matrices: Iterator[PackedTensor]) -> None:
     compute.linear(x, next(matrices), out=y)
-    if y.is_cuda:
-        torch.cuda.synchronize()
 
 
-def _matrices(format_name: str, device: str) -> list[PackedTensor]:
-    packed = pack(torch.randn(SHAPE).bfloat16(), format_name, kernel_order(format_name, torch.bfloat16, device))
-    count = -(-POOL_NBYTES // packed.nbytes)
+def matrices_of(
+    format_name: str, dtype: torch.dtype, device: torch.device | str = "cpu", count: int | None = None
+) -> list[PackedTensor]:
+    """`count` matrices [SHAPE] with the same numbers, or as many as take POOL_NBYTES."""
+    order = kernel_order(format_name, dtype, torch.device(device).type)
+    packed = pack(torch.randn(SHAPE).to(dtype), format_name, order)
+    count = count or -(-POOL_NBYTES // packed.nbytes)
     return [
         PackedTensor(packed.layout, tuple(plane.to(device, copy=True) for plane in packed.planes)) for _ in range(count)
     ]
@@ -234,12 +248,14 @@ LEAST_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One pass: its tokens, the sequences in it, whether experts streamed, and its seconds."""
+    """One pass: its tokens, the sequences in it, whether experts streamed, its seconds, and those before and after the
+    model's own."""
 
     tokens: int
     sequences: int
     streamed: bool
     seconds: float
+    outside_s: float
 
 
 def measure_overheads() -> Overheads:
@@ -267,45 +283,71 @@ def streaming(shape: ModelShape, plan: Plan) -> Plan:
     return replace(plan, placement=Placement(len(shards.layers), (0,) * len(shards.layers), 0, ring))
 
 
-def timed_passes(source: ModelSource, plan: Plan, store: Path | None) -> Iterator[Timed]:
-    with closing(load_engine(source, plan, store)) as loaded:
+def timed_passes(source: ModelSource, plan: Plan, store: Path | None, device: Device | None = None) -> Iterator[Timed]:
+    with closing(load_engine(source, plan, store, device)) as loaded:
         # Prompts are the same each time: found in the cache, hardly a token of them would be computed.
         loaded.engine.scheduler.cache.sharing = False
         for kind in PASS_KINDS:
-            _passes(loaded.engine, source.shape, *kind)
+            _passes(loaded.engine, source.shape, *kind, device)
         for kind in PASS_KINDS:
-            for tokens, seconds in _passes(loaded.engine, source.shape, *kind):
-                yield Timed(tokens, kind[0], plan.streams, seconds)
+            for tokens, seconds, outside_s in _passes(loaded.engine, source.shape, *kind, device):
+                yield Timed(tokens, kind[0], plan.streams, seconds, outside_s)
 
 
-def _passes(engine: Engine, shape: ModelShape, count: int, length: int) -> list[tuple[int, float]]:
-    """Tokens and seconds of the first pass, and of the middle one of those that decode."""
+def _passes(
+    engine: Engine, shape: ModelShape, count: int, length: int, device: Device | None
+) -> list[tuple[int, float, float]]:
+    """Tokens, seconds and those outside the model of the first pass, and of the middle one of those that decode."""
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
         prompt = torch.randint(1, shape.vocab, (length,), generator=generator).tolist()
         engine.add(Sequence(prompt, SamplingParams(DECODED, ignore_eos=True)))
     engine.start_counting()
     timed = []
+    model = engine.model = _TimedModel(engine.model, device)
     while engine.busy:
         before, begun = engine.metrics.pass_tokens, time.perf_counter()
         engine.step()
-        timed.append((engine.metrics.pass_tokens - before, time.perf_counter() - begun))
+        seconds = time.perf_counter() - begun
+        timed.append((engine.metrics.pass_tokens - before, seconds, seconds - model.seconds))
+    engine.model = model.model
     decoding = sorted(timed[1:], key=lambda one: one[1])
     return [timed[0], decoding[len(decoding) // 2]]
 
 
+class _TimedModel:
+    """A model whose last pass took `seconds`, a device's included."""
+
+    def __init__(self, model: Model, device: Device | None) -> None:
+        self.model = model
+        self.seconds = 0.0
+        self._device = device
+
+    def forward(self, batch: Batch) -> Tensor:
+        begun = time.perf_counter()
+        logits = self.model.forward(batch)
+        if self._device is not None:
+            self._device.synchronize()
+        self.seconds = time.perf_counter() - begun
+        return logits
+
+
 def solve_overheads(shape: ModelShape, timed: list[Timed]) -> Overheads:
     """Least squares of relative errors over layers, experts, sequences and tokens where nothing streams;
-    what passes take longer that stream is put down to arrivals."""
+    what passes take longer that stream is put down to arrivals, and what is outside the model to sequences."""
     held, streamed = ([one for one in timed if one.streamed == kind] for kind in (False, True))
     causes, seconds = _causes(shape, held), _seconds(held)
     solved = torch.linalg.lstsq(causes / seconds[:, None], torch.ones_like(seconds)[:, None]).solution.flatten()
     # A cost that noise made negative is none.
     solved = solved.clamp(min=LEAST_S)
-    causes = _causes(shape, streamed)
-    longer = (_seconds(streamed) - causes @ solved) / causes[:, 1]
     layer_s, expert_s, sequence_s, token_s = solved.tolist()
-    return Overheads(layer_s, expert_s, sequence_s, token_s, max(LEAST_S, longer.median().item()))
+    arrival_s = LEAST_S
+    if streamed:
+        causes = _causes(shape, streamed)
+        longer = (_seconds(streamed) - causes @ solved) / causes[:, 1]
+        arrival_s = max(LEAST_S, longer.median().item())
+    schedule_s = sum(one.outside_s * one.sequences for one in timed) / sum(one.sequences**2 for one in timed)
+    return Overheads(layer_s, expert_s, sequence_s, token_s, arrival_s, max(LEAST_S, schedule_s))
 
 
 def _causes(shape: ModelShape, timed: list[Timed]) -> torch.Tensor:
@@ -319,4 +361,5 @@ def _causes(shape: ModelShape, timed: list[Timed]) -> torch.Tensor:
 
 
 def _seconds(timed: list[Timed]) -> torch.Tensor:
-    return torch.tensor([one.seconds for one in timed], dtype=torch.float64)
+    """Those of the model."""
+    return torch.tensor([one.seconds - one.outside_s for one in timed], dtype=torch.float64)

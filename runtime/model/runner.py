@@ -42,7 +42,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] of the batch's `logit_rows`, in fp32, on the device."""
+        """Logits [R, V] of the batch's `logit_rows`, in the dtype of the output head, on the device."""
         if self.attention is None:
             raise RuntimeError("no attention backend: set `attention` before the first pass")
         count, compute = batch.num_tokens, self._compute
@@ -62,4 +62,4 @@ class ModelRunner:
                 packed=PackedPass(batch, self.attention, positions),
             )
         logits: torch.Tensor = out.logits
-        return logits.squeeze(0).float()
+        return logits.squeeze(0)

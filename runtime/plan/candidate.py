@@ -164,7 +164,8 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
         + rows * widest.hidden * item
         + 3 * num_tokens * widest.inner * item
     )
-    logits = num_sampled * widest.vocab * (item + 4) + SAMPLER_NBYTES
+    # Twice, since some families cap them (final_logit_softcapping).
+    logits = 2 * num_sampled * widest.vocab * item + SAMPLER_NBYTES
     gathered = 2 * longest * widest.kv * item
     # Latents are restored in float32 and expanded, for at least one head at a time, with copies (attention/latent.py).
     latents = 2 * longest * widest.kv * 4 + max(EXPANDED_NBYTES, 4 * longest * widest.expanded * item)

@@ -105,6 +105,8 @@ class _Formats(Protocol):
     def kv(self) -> str: ...
     @property
     def kv_block(self) -> int: ...
+    @property
+    def grouped_experts(self) -> bool: ...
 
 
 class _ModelWork:
@@ -159,6 +161,8 @@ class _ComputeCosts:
     def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates) -> None:
         self._shape = model.shape
         self._overheads = rates.overheads
+        # Experts of one launch cost what a layer costs.
+        self._expert_s = 0.0 if formats.grouped_experts else rates.overheads.expert_s
         self._memory_bytes_s = rates.memory_bytes_s
         self._kinds = model.kinds
         self._width = model.attention_width
@@ -171,11 +175,11 @@ class _ComputeCosts:
         names = [name, *filter(None, [get_format(formats.quant).rates])]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
-        self._attending = rates.curve(ATTENTION.format(formats.kv), formats.quant, *names)
+        self._attending = rates.curve(ATTENTION.format(formats.kv), "none", *names)
 
     def seconds(self, load: _PassLoad) -> float:
         compute = sum(kind.count * self._layer(kind, load) for kind in self._kinds)
-        return compute + self._attention(load) + self._head(load)
+        return compute + self._attention(load) + self._head(load) + self._overheads.schedule_s * load.sequences
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
         tokens, overheads = load.tokens, self._overheads
@@ -186,7 +190,7 @@ class _ComputeCosts:
             return seconds
         union = kind.experts.count * wanted_by(tokens, kind.experts.per_token / kind.experts.count)
         rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
-        return seconds + _products(self._together, union * kind.expert_numel, rows) + overheads.expert_s * union
+        return seconds + _products(self._together, union * kind.expert_numel, rows) + self._expert_s * union
 
     def _attention(self, load: _PassLoad) -> float:
         """Seconds of attention over earlier tokens. Keys and values are read once for a chunk."""
@@ -407,6 +411,7 @@ class _CandidateFormats:
     compute: str
     kv: str
     kv_block: int
+    grouped_experts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +497,9 @@ class CostModel:
     ) -> list[_Passes]:
         weights, spec = candidate.weights, candidate.cache.specs[0]
         live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload)
-        formats = _CandidateFormats(weights.dtype, weights.quant, compute, spec.format, spec.block)
+        formats = _CandidateFormats(
+            weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_experts
+        )
         key = (workload, formats, candidate.tokens_per_pass, live)
         if key not in self._passes:
             work = self._work(weights.quant, weights.dtype, weights.shards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ...offload.machine.profile import FlopRates, Machine, Overheads
@@ -17,8 +17,12 @@ SLOW_MEMORY_BYTES_S = 1e10
 SLOW_DEVICE_MEMORY_BYTES_S = 2e11
 SLOW_FLOP_S: Mapping[int, float] = MappingProxyType({1: 2e9, 64: 5e10})
 SLOW_DEVICE_FLOP_S: Mapping[int, float] = MappingProxyType({1: 1e11, 128: 5e12})
-SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s=1e-4, arrival_s=4e-4)
-NO_SECONDS = 1e-12
+SLOW_OVERHEADS = Overheads(layer_s=4e-3, expert_s=3e-4, sequence_s=2e-4, token_s=1e-4, arrival_s=4e-4, schedule_s=2e-4)
+# On a device sequences and tokens of a layer are rows of a launch. 8 layers took 14 ms each beside an H100, with 420
+# sequences (docs/gpu.md).
+SLOW_DEVICE_OVERHEADS = Overheads(
+    layer_s=8e-3, expert_s=1e-4, sequence_s=1e-5, token_s=1e-12, arrival_s=4e-4, schedule_s=2e-4
+)
 # How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
 TOGETHER = "{} together"
 ATTENTION = "attention {}"
@@ -87,13 +91,11 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
 def _device_rates(machine: Machine | None) -> Rates:
     link = machine.link if machine else None
     memory = (machine.device_memory_bytes_s if machine else None) or SLOW_DEVICE_MEMORY_BYTES_S
-    # A launch costs as much as an operation on the CPU; the rest of a token is limited by device memory.
-    overheads = replace((machine and machine.overheads) or SLOW_OVERHEADS, token_s=NO_SECONDS)
     return Rates(
         disk_bytes_s=machine.disk.bytes_s if machine and machine.disk else SLOW_DISK_BYTES_S,
         link_bytes_s=(link.pinned_bytes_s or link.pageable_bytes_s) if link else SLOW_LINK_BYTES_S,
         memory_bytes_s=memory,
-        overheads=overheads,
+        overheads=(machine and machine.device_overheads) or SLOW_DEVICE_OVERHEADS,
         flop_s=machine.device_flop_s if machine else {},
         otherwise=SLOW_DEVICE_FLOP_S,
         measured=link is not None,

@@ -83,6 +83,8 @@ def forbid(logits: Tensor, bits: Tensor) -> None:
 # The most bytes of temporaries per logit of a tile: 55 on a CPU, when all rows need a full sort. The rest is for the
 # allocations of a device's sort.
 BYTES_PER_LOGIT = 96
+# Logits that are widened to fp32 at a time where only the largest is wanted: 1 MiB.
+CACHED_LOGITS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Sampler:
     scratch_nbytes: int = 24 << 20
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], masks: TokenMasks | None = None) -> Sampled:
-        """Draws one token for each row of `logits` [B, V] fp32, on any device; does not change the logits.
+        """Draws one token for each row of `logits` [B, V], of any dtype and on any device; does not change them.
 
         A row gets `NO_TOKEN` and no logprobs if its logits contain NaN or +inf, or only -inf where its mask allows
         tokens. Raises ValueError unless there is one draw per row.
@@ -119,7 +121,7 @@ class Sampler:
     def score(
         self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ) -> tuple[TokenLogprob | None, ...]:
-        """The log-probability of a given token by each row of `logits` [B, V] fp32, with `num_top` alternatives.
+        """The log-probability of a given token by each row of `logits` [B, V], with `num_top` alternatives.
 
         None for a row whose logits contain NaN or +inf. A token that the output head does not have is impossible.
         """
@@ -128,7 +130,7 @@ class Sampler:
         for part in self._tiles(len(token_ids), logits.shape[-1]):
             broken = _argmax(logits[part]) == NO_TOKEN
             ids = [min(token_id, last) for token_id in token_ids[part]]
-            found = token_logprobs(logits[part], ids, num_top[part])
+            found = token_logprobs(logits[part].float(), ids, num_top[part])
             scores += [None if bad else each for bad, each in zip(broken, found, strict=True)]
         return tuple(
             replace(score, token_id=token_id, logprob=-math.inf, rank=last + 2) if score and token_id > last else score
@@ -175,16 +177,23 @@ class Sampler:
 def _argmax(logits: Tensor) -> NDArray[np.int64]:
     """The first largest logit of each row, in one read: NaN counts as the largest, which reveals broken rows."""
     if logits.device.type == "cpu":
-        # numpy's is vectorised, torch's is not; both propagate NaN.
-        token_ids = np.argmax(logits.numpy(), axis=-1)
-        largest = np.take_along_axis(logits.numpy(), token_ids[:, np.newaxis], axis=-1).squeeze(-1)
-        return np.where(np.isfinite(largest), token_ids, NO_TOKEN)
+        # Rows are widened a few at a time, in the cache: all of them would be memory that is mapped anew in every pass.
+        few = max(1, CACHED_LOGITS // logits.shape[-1])
+        return np.concatenate([_argmax_of(rows.float().numpy()) for rows in logits.split(few)])
     peaks, ids = logits.max(dim=-1)
     return ids.masked_fill_(~peaks.isfinite(), NO_TOKEN).cpu().numpy()
 
 
+def _argmax_of(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """`_argmax` of logits in host memory. numpy's is vectorised, torch's is not; both propagate NaN."""
+    token_ids = np.argmax(logits, axis=-1)
+    largest = np.take_along_axis(logits, token_ids[:, np.newaxis], axis=-1).squeeze(-1)
+    return np.where(np.isfinite(largest), token_ids, NO_TOKEN)
+
+
 def _copy_rows(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    """A copy of some rows, in fp32."""
+    return logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
 
 
 def _settings(draws: Sequence[Draw], vocab_size: int) -> Tensor:

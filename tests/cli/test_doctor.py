@@ -26,9 +26,9 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         machine_profile, "measure_disk", lambda folder: measure_disk(folder, 8 * MIB, 0.001, (MIB,), (1,))
     )
     monkeypatch.setattr(machine_profile, "measure_memory", lambda nbytes: 1e10)
-    monkeypatch.setattr(pass_rates, "weight_rates", lambda device: {"nf4": {1: 1e9, 1024: 1e12}})
+    monkeypatch.setattr(pass_rates, "weight_rates", lambda: {"nf4": {1: 1e9, 1024: 1e12}})
     monkeypatch.setattr(pass_rates, "pass_rates", dict)
-    monkeypatch.setattr(pass_rates, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4))
+    monkeypatch.setattr(pass_rates, "measure_overheads", lambda: Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4, 1e-5))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -46,7 +46,7 @@ def test_what_is_measured_is_kept_and_printed_as_a_profile_that_can_be_read_back
     assert machine == saved_profile(stores)
     assert machine.flop_s == {"nf4": {1: 1e9, 1024: 1e12}}
     document = json.loads(printed)
-    assert document["schema"] == "moedge.machine/2"
+    assert document["schema"] == "moedge.machine/3"
     assert {"name", "verdict", "found", "fix"} == set(document["findings"][0])
     assert 0 < document["now"]["host_available_nbytes"] <= document["now"]["host_total_nbytes"]
     assert "cache reads" not in [finding["name"] for finding in document["findings"]], "it is on the same disk"

@@ -17,7 +17,7 @@ from moedge.runtime.source.model_source import open_source
 from support.known_shapes import plain_model
 
 SHAPE = plain_model()
-TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-6, 3e-4)
+TRUE = Overheads(2e-3, 5e-5, 1e-5, 2e-6, 3e-4, 7e-5)
 KINDS = ((16, 1), (1, 1), (128, 8), (8, 8), (4096, 64), (64, 64))
 
 
@@ -27,7 +27,8 @@ def timed(tokens: int, sequences: int, streamed: bool, true: Overheads = TRUE) -
     wanted = expected_union(experts.count, experts.per_token, tokens)
     seconds = true.layer_s + true.expert_s * wanted + true.sequence_s * sequences
     seconds += true.token_s * tokens + streamed * true.arrival_s * wanted
-    return Timed(tokens, sequences, streamed, len(SHAPE.layers) * seconds)
+    outside = true.schedule_s * sequences
+    return Timed(tokens, sequences, streamed, len(SHAPE.layers) * seconds + outside, outside)
 
 
 def test_costs_are_recovered_and_arrivals_kept_apart() -> None:
@@ -43,7 +44,10 @@ def test_what_streaming_costs_does_not_change_what_other_passes_cost() -> None:
 
 def test_a_cost_that_noise_made_negative_is_none() -> None:
     passes = [timed(*kind, streamed) for kind in KINDS for streamed in (False, True)]
-    faster = [replace(one, seconds=one.seconds / 100) if one.streamed else one for one in passes]
+    faster = [
+        replace(one, seconds=one.seconds / 100, outside_s=one.outside_s / 100) if one.streamed else one
+        for one in passes
+    ]
     assert solve_overheads(SHAPE, faster).arrival_s == LEAST_S
 
 
@@ -54,6 +58,11 @@ def test_the_streaming_plan_holds_no_expert_and_every_dense_shard() -> None:
     assert place.held_dense == len(SHAPE.layers)
     assert not any(place.held_experts)
     assert place.expert_ring > 0
+
+
+def test_without_streamed_passes_the_other_costs_are_the_same() -> None:
+    found = solve_overheads(SHAPE, [timed(*kind, streamed=False) for kind in KINDS])
+    assert astuple(found) == pytest.approx(astuple(replace(TRUE, arrival_s=LEAST_S)), rel=1e-4)
 
 
 @pytest.mark.slow

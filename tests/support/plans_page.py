@@ -22,6 +22,7 @@ GIB = 1 << 30
 SIZES = (6, 8, 12, 24)
 HOST = 32 * GIB
 JOB = Workload(2000, 768, 768, 2000 * 512, 2000 * 256)
+COSTS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4, 5e-5)
 # Not a machine that was measured: round numbers of a card with 20 TFLOP/s behind PCIe 4.0, and a good NVMe disk.
 PROFILE = Machine(
     Hardware("any", 8, 64 * GIB, (GpuInfo("any", 8 * GIB),), "nvme"),
@@ -32,7 +33,8 @@ PROFILE = Machine(
     {},
     device_memory_bytes_s=4e11,
     device_flop_s={name: {1: 2e11, 64: 8e12, 1024: 2e13} for name in ("none", "int8", "int4", "nf4")},
-    overheads=Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4),
+    overheads=COSTS,
+    device_overheads=COSTS,
     loading=LoadingRates(1e9, {"none": 4e9, "int8": 1e9, "int4": 3e8, "nf4": 3e8}),
 )
 

@@ -19,6 +19,7 @@ from moedge.offload.machine.profile import (
 
 GIB = 1 << 30
 PACK = {"none": 3e9, "int8": 1e9, "int4": 2e8, "nf4": 2e8}
+COSTS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4, 5e-5)
 RECORDED = Machine(
     Hardware("a desktop's CPU", 8, 32 * GIB, (GpuInfo("RTX 3060 Ti", 8 * GIB, "8.6", 38),), "nvme ext4"),
     4e10,
@@ -27,7 +28,8 @@ RECORDED = Machine(
     PinLimit(4 * GIB, False),
     device_memory_bytes_s=4e11,
     device_flop_s={name: {1: 2e11, 1024: 1.6e13} for name in ("none", "int8", "int4", "nf4")},
-    overheads=Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4),
+    overheads=COSTS,
+    device_overheads=COSTS,
     kernel_lacks={"attention": "", "cache": "", "experts": ""},
     loading=LoadingRates(1e9, PACK),
 )

@@ -51,7 +51,8 @@ MACHINE = Machine(
     {"int8": {1: 1e11}},
     "2026-11-21T14:00:00+00:00",
     "2.13.0",
-    Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4),
+    Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4, 1e-5),
+    Overheads(2e-3, 1e-4, 1e-5, 1e-9, 3e-4, 1e-5),
     {"attention": "does not compile", "cache": ""},
     LoadingRates(6e8, {"nf4": 2e8}),
 )
@@ -73,7 +74,8 @@ MACHINES = st.builds(
     RATES,
     st.just("") | st.datetimes().map(datetime.isoformat),
     st.text(),
-    st.none() | st.builds(Overheads, SPEEDS, SPEEDS, SPEEDS, SPEEDS, SPEEDS),
+    st.none() | st.builds(Overheads, *[SPEEDS] * 6),
+    st.none() | st.builds(Overheads, *[SPEEDS] * 6),
     st.none() | st.dictionaries(st.text(), st.text(), max_size=3),
     st.none() | st.builds(LoadingRates, SPEEDS, st.dictionaries(st.text(), SPEEDS, max_size=3)),
 )
@@ -179,7 +181,7 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
     save_machine(MACHINE, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 7)]
-    wrong += [whole.replace(b"machine/2", b"machine/3"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    wrong += [whole.replace(b"machine/3", b"machine/2"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
     for content in wrong:
         path.write_bytes(content)
         assert load_machine(HARDWARE, path) is None

@@ -23,7 +23,7 @@ GIB = 1 << 30
 SHAPE = replace(plain_model(num_layers=8), model_type="gpt_oss")
 QUICK = LoadingSpeeds(2e9, 2e9, {"none": 2e9, "int8": 1e9, "nf4": 5e8, "int4": 1e9}, 2e9)
 # Arithmetic takes longest, and the same in every format, so that nothing but loading tells formats apart.
-COSTS = Overheads(1e-3, 1e-5, 1e-5, 1e-7, 1e-6)
+COSTS = Overheads(1e-3, 1e-5, 1e-5, 1e-7, 1e-6, 1e-5)
 RATES = Rates(4e9, 2e10, 1e10, COSTS, otherwise={1: 1e10, 64: 1e11}, measured=True, loading=QUICK)
 JOB = Workload(64, 160, 160, 64 * 128, 64 * 32)
 

@@ -23,7 +23,7 @@ from support.known_shapes import choose, known_shape, plain_model
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
-    2e9, 2e10, 3e10, Overheads(2e-3, 6e-5, 1e-4, 5e-5, 3e-4),
+    2e9, 2e10, 3e10, Overheads(2e-3, 6e-5, 1e-4, 5e-5, 3e-4, 1e-12),
     {
         "none": {1: 2e10, 256: 2e12}, "int8": {1: 3e10, 256: 1e12},
         "int4": {1: 6e10, 256: 6e11}, "nf4": {1: 9e9, 256: 1e12},

@@ -16,7 +16,7 @@ from moedge.runtime.shape.shards import model_shards
 from support.known_shapes import choose, plain_model
 
 GIB = 1 << 30
-NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15, 1e-12)
+NOTHING = Overheads(1e-12, 1e-12, 1e-12, 1e-15, 1e-12, 1e-15)
 # Arithmetic that takes no time, so that only reading counts.
 INSTANT = Rates(1e9, 1e10, 1e15, NOTHING, {"none": {1: 1e18}}, measured=True)
 
