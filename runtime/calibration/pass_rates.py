@@ -142,6 +142,12 @@ LOADED_SHAPE, PACKED_SHAPE = (768, 2048), (1536, 2048)
 LOADED_EXPERTS = 8
 
 
+def faster(first: LoadingRates, second: LoadingRates) -> LoadingRates:
+    """The better rate of each: what was slower in one of two moments was disturbed."""
+    packed = {name: max(rate, second.pack_bytes_s[name]) for name, rate in first.pack_bytes_s.items()}
+    return LoadingRates(max(first.convert_bytes_s, second.convert_bytes_s), packed)
+
+
 @torch.inference_mode()
 def loading_rates() -> LoadingRates:
     """How fast one thread converts bfloat16 weights, and all threads pack them."""
@@ -198,7 +204,11 @@ def _case(integer: bool, format_name: str, device: str) -> Case:
     first = next(matrices)
     nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
     gemv_max_rows = measure_gemv_max_rows(format_name) if device == "cpu" else {}
-    compute = ParallelMatmul(Workspace(nbytes, device), integer=integer, gemv_max_rows=gemv_max_rows)
+    # Kernels on codes are divided among the threads of the products, not among torch's.
+    threads = torch.get_num_threads() if device == "cpu" else 1
+    helpers = [Workspace(nbytes) for _ in range(threads - 1)]
+    workspace = Workspace(nbytes, device)
+    compute = ParallelMatmul(workspace, integer=integer, gemv_max_rows=gemv_max_rows, helpers=helpers)
 
     def case(num_rows: int) -> Callable[[], None]:
         x = torch.randn(num_rows, SHAPE[1], device=device).bfloat16()

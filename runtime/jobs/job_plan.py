@@ -92,7 +92,7 @@ class _Machine:
         return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
     def measured(self, budgets: Budgets, weights: Path) -> _Machine:
-        """Measures the machine, in about twenty seconds, its disk by the files in the folder `weights` too."""
+        """Measures the machine, in about thirty seconds, its disk by the files in the folder `weights` too."""
         from ..calibration.machine_profile import machine_profile
 
         files = sorted(weights.glob("*.safetensors"))
