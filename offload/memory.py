@@ -241,6 +241,11 @@ def _statm() -> list[int]:
 # system when it is freed; from the second size on, free bytes at the end of the heap are returned.
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
+# How many heaps threads share. What is free at the end of another heap than the first is never returned, up to 64 MiB
+# of each: two threads that packed weights kept 126 MiB that no plan knew of.
+_M_ARENA_MAX = -8
+# glibc's own, which `keep_memory` raises.
+_TRIMMED_NBYTES = 128 << 10
 # A process may grow by this much between two checks: tables, texts, and cache pages used for the first time.
 MARGIN_NBYTES = 8 << 20
 # The free memory that a heap which keeps buffers may hold; a job needs as much headroom to use `keep_memory`.
@@ -252,8 +257,12 @@ def return_memory() -> None:
 
     By default glibc raises the threshold up to 32 MiB. Then the buffers of a pass share one heap with small objects and
     fragment it: a job of 512 sequences grew by 5 MiB a pass and exceeded its budget (docs/performance.md).
+
+    Call it before threads allocate: those that did keep heaps of their own.
     """
+    _set(_M_ARENA_MAX, 1)
     _set(_M_MMAP_THRESHOLD, 1 << 20)
+    _set(_M_TRIM_THRESHOLD, _TRIMMED_NBYTES)
 
 
 def keep_memory() -> None:
@@ -262,6 +271,7 @@ def keep_memory() -> None:
     A new mapping is zeroed page by page: a norm of 512 tokens takes 4.9 ms with `return_memory`, 1.2 ms with this
     (docs/performance.md).
     """
+    _set(_M_ARENA_MAX, 1)
     _set(_M_MMAP_THRESHOLD, 32 << 20)
     _set(_M_TRIM_THRESHOLD, 256 << 20)
 

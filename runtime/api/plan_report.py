@@ -171,6 +171,7 @@ LETTERS = {
     "scratch of products": ".",
     "activations": "@",
     "slack of allocators": "+",
+    "kept for the next pass": "*",
     "loading": "!",
     "KV cache": "#",
     "parked blocks": "^",

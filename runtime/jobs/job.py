@@ -22,7 +22,8 @@ from ..engine.engine import Metrics
 from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
 from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
 from ..loading.prepare import store_for
-from ..loading.rehearsal import prompt_tokens, rehearse
+from ..loading.rehearsal import Rehearsed, prompt_tokens, rehearse
+from ..plan.cost_model import Prediction
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Plan, Workload
@@ -38,7 +39,7 @@ from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import now_text, seekable
-from .job_plan import plan_job, remember, with_workload
+from .job_plan import as_rehearsed, plan_job, remember, with_workload
 from .journal.run_log import RunLog
 from .journal.state import Counts
 from .report import expert_use, summarise
@@ -129,13 +130,14 @@ class Planned:
         source, request = checked.source, checked.request
         if (given := checked.given) is not None:
             given.engine.start_counting()
-            return Loaded(self, given.engine, given.policy, 0.0, given.longest)
+            return Loaded(self, given.engine, given.policy, 0.0, given.longest, self.chosen.prediction)
         offsets = self.session.key_offsets(source.shape)
         policy = FallbackPolicy(self.plan, self.chosen.request)
         engine, written = load_planned(source, policy, memory, request.budgets, request.experts, offsets)
         checked.resources.callback(engine.close)
-        rehearse_job(engine, policy.plan, self.workload, self.measured.tokenizer, source.shape.vocab)
-        return Loaded(self, engine, policy, time.perf_counter() - begun, policy.plan.kv_tokens, written)
+        shown = rehearse_job(engine, policy.plan, self.workload, self.measured.tokenizer, source.shape.vocab)
+        seconds, prediction = time.perf_counter() - begun, as_rehearsed(self.chosen, policy.plan, shown)
+        return Loaded(self, engine, policy, seconds, policy.plan.kv_tokens, prediction, written)
 
 
 def load_planned(
@@ -162,18 +164,20 @@ def load_planned(
     return load_with_fallback(load, policy), store.nbytes_written if store else 0
 
 
-def rehearse_job(engine: LoadedEngine, plan: Plan, workload: Workload, tokenizer: Tokenizer, vocab: int) -> None:
+def rehearse_job(engine: LoadedEngine, plan: Plan, workload: Workload, tokenizer: Tokenizer, vocab: int) -> Rehearsed:
     """Runs the worst pass of a job once. Raises DoesNotFit where a budget is too small for it."""
     text = tokenizer.encode(TEXT)[:MAX_TOKENS]
-    rehearse(engine, plan, workload, prompt_tokens(text, vocab))
+    shown = rehearse(engine, plan, workload, prompt_tokens(text, vocab))
     engine.ledger.measure().check()
+    return shown
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile.
 
-    Sequences of more than `longest` tokens are refused. `nbytes_written` went to disk as prepared weights meanwhile.
+    Sequences of more than `longest` tokens are refused. `prediction` is what to expect of the rows. `nbytes_written`
+    went to disk as prepared weights meanwhile.
     """
 
     planned: Planned
@@ -181,6 +185,7 @@ class Loaded:
     policy: FallbackPolicy
     load_seconds: float
     longest: int
+    prediction: Prediction
     nbytes_written: int = 0
 
     @property
@@ -248,6 +253,11 @@ class Executor(Protocol):
 
     @property
     def load_seconds(self) -> float: ...
+
+    @property
+    def prediction(self) -> Prediction:
+        """What to expect of the rows, as far as it is known after loading."""
+        ...
 
     @property
     def metrics(self) -> Metrics: ...

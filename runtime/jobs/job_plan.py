@@ -13,7 +13,7 @@ from ...offload.machine.hardware import Hardware, find_hardware
 from ...offload.machine.presets import find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
-from ..plan.cost_model import CostModel
+from ..plan.cost_model import CostModel, Prediction
 from ..plan.history import (
     BESIDE_PASSES,
     RunRecord,
@@ -45,14 +45,17 @@ from ..source.model_source import ModelSource, prepared_nbytes, small_files
 
 if TYPE_CHECKING:
     from ..engine.engine import Metrics
+    from ..loading.rehearsal import Rehearsed
     from ..rows.preflight import Preflight
     from ..rows.row import Defaults
     from .encode import JobSize
 
 # Shorter runs are mostly their beginning and their end.
 LEAST_SECONDS = 1.0
-# Jobs with a longer estimate at the default rates wait until this machine is measured.
+# Jobs with a longer estimate at the default rates wait until this machine is measured, and so do those of models that
+# are large: loading decides their time, and the disk, whose default rate may be wrong by several times.
 LONG_SECONDS = 600.0
+LONG_LOADING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class _Machine:
         return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
     def measured(self, budgets: Budgets, weights: Path) -> _Machine:
-        """Measures the machine, in about twenty seconds, its disk by the files in the folder `weights` too."""
+        """Measures the machine, in about thirty seconds, its disk by the files in the folder `weights` too."""
         from ..calibration.machine_profile import machine_profile
 
         files = sorted(weights.glob("*.safetensors"))
@@ -163,16 +166,20 @@ def plan_job(
 ) -> PlanResult:
     """The best plan within `budget`, which `budgets` came to on this machine; or the plan in the file `saved`.
 
-    A machine without a profile is measured first where the job is long. Raises DoesNotFit, SettingError.
+    A machine without a profile is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     located = _Located(source.name, source.shape, source.weights, source.store is not None)
     on_disk = _with_disk(budget, budgets, settings, located)
     result = _solve(machine.request(source.shape, settings, on_disk, workload), saved)
-    if machine.profile is None and result.prediction.total_s > LONG_SECONDS:
+    if machine.profile is None and _is_long(result.prediction):
         measured = machine.measured(budgets, source.weights)
         result = _solve(measured.request(source.shape, settings, on_disk, workload), saved)
     return result
+
+
+def _is_long(predicted: Prediction) -> bool:
+    return predicted.total_s > LONG_SECONDS or predicted.loading_s > LONG_LOADING_SECONDS
 
 
 def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
@@ -184,6 +191,21 @@ def _solve(request: PlanRequest, saved: Path | None) -> PlanResult:
 def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanResult:
     """What to expect of `workload` from an engine that was loaded for another one; `plan` is what it runs by."""
     return _result(plan, replace(chosen.request, workload=workload))
+
+
+def as_rehearsed(chosen: PlanResult, plan: Plan, shown: Rehearsed) -> Prediction:
+    """What to expect of the rows by what the rehearsal showed of routing and of the disk; `plan` is what it ran by.
+
+    What earlier runs of this kind taught is better, and kept.
+    """
+    request = chosen.request
+    first = PlanResult.of(plan, chosen.seconds, request).prediction
+    if first.bottleneck in request.corrections:
+        return first
+    costs, rate = request.costs, shown.disk_bytes_s
+    rates = costs.rates if rate is None else replace(costs.rates, disk_bytes_s=rate)
+    seen = CostModel(costs.shape, rates, costs.factors, shown.wanted)
+    return PlanResult.of(plan, chosen.seconds, replace(request, costs=seen)).prediction
 
 
 def _result(plan: Plan, request: PlanRequest) -> PlanResult:

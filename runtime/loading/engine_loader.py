@@ -242,7 +242,8 @@ class Loading:
         if self.memory.streamed:
             return []
         vocab, compute = self.source.shape.vocab, self.compute
-        fused = fuse(model, [each.layer for each in layers], vocab, compute, self.plan.free_nbytes)
+        spare = self.plan.kept_nbytes + self.plan.free_nbytes
+        fused = fuse(model, [each.layer for each in layers], vocab, compute, spare)
         stack_of(model, fused, len(layers), vocab, compute)
         return fused
 
@@ -351,7 +352,7 @@ def _read_checkpoint(loading: Loading) -> Preparation:
 
 def _keeps_memory(plan: Plan) -> bool:
     """Whether enough bytes are free for the heap to keep the buffers of a pass for the next one."""
-    return plan.free_nbytes >= KEPT_NBYTES
+    return plan.kept_nbytes > 0 or (plan.staging is not None and plan.free_nbytes >= KEPT_NBYTES)
 
 
 def load_with_fallback(load: Callable[[Plan], LoadedEngine], policy: FallbackPolicy) -> LoadedEngine:

@@ -5,8 +5,10 @@ Too small a budget, or arithmetic that overflows, then shows before the first ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -21,7 +23,19 @@ from .engine_loader import LoadedEngine
 _DRAWN = 4096
 
 
-def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> None:
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What rehearsed passes showed of a model and a disk that estimates had to assume.
+
+    `wanted` is the share of a layer's experts that a number of tokens wants together, each of them the second number;
+    `disk_bytes_s` the rate of the disk, None where nothing was read.
+    """
+
+    wanted: Callable[[float, float], float]
+    disk_bytes_s: float | None
+
+
+def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> Rehearsed:
     """Runs one pass with as many prompt tokens and sampled rows as the plan allows; the engine is as new afterwards.
 
     Where Triton kernels compute attention, the longest prompt of one pass follows, and a pass that decodes over it and
@@ -44,6 +58,8 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
     if plan.attention == "triton":
         _compile_attention(loaded)
     cache.sharing = shared
+    streamed = loaded.streamed
+    shown = Rehearsed(deepcopy(streamed.experts.stats.popularity).wanted_share, streamed.disk_bytes_s)
     loaded.start_counting()
     if failed and plan.dtype == "fp16":
         raise SettingError(
@@ -51,6 +67,7 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
             "largest is 65,504; nothing was run. Give --dtype bf16 or --dtype fp32, and another output: this one's job "
             "was begun in fp16."
         )
+    return shown
 
 
 def _compile_attention(loaded: LoadedEngine) -> None:

@@ -6,7 +6,7 @@ A pass costs seconds of every resource; a job is a few kinds of passes. `CostMod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -22,6 +22,8 @@ from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
 
+# The share of a layer's experts that a number of tokens wants together, each of them the second number.
+Wanted = Callable[[float, float], float]
 # Bytes that a layer moves on a device for each number of the hidden states, beside its products: some 25 times.
 NUMBER_NBYTES = 50
 NOTHING_PREPARED = Prepared()
@@ -110,11 +112,15 @@ class _Formats(Protocol):
 
 
 class _ModelWork:
-    """A model packed in one weight format, its layers grouped by kind: usually one or two."""
+    """A model packed in one weight format, its layers grouped by kind: usually one or two.
 
-    def __init__(self, shape: ModelShape, shards: ModelShards) -> None:
+    `wanted` says how many experts tokens want together.
+    """
+
+    def __init__(self, shape: ModelShape, shards: ModelShards, wanted: Wanted) -> None:
         self.shape = shape
         self.shards = shards
+        self.wanted = wanted
         kinds = Counter((layer.dense, layer.experts) for layer in shape.layers)
         self.kinds = [_LayerKind(count, *kind) for kind, count in kinds.items()]
         self.attention_width = sum(kind.count * kind.width for kind in self.kinds) / len(shape.layers)
@@ -124,21 +130,20 @@ class _ModelWork:
 
     def least_wanted(self, tokens: float) -> float:
         """The least probability, over all bytes of weights, that a pass of `tokens` needs the byte."""
-        return wanted_by(tokens, self._rarest)
+        return self.wanted(tokens, self._rarest)
 
 
 class _PassCosts:
     """Costs of passes under one plan."""
 
     def __init__(self, model: _ModelWork, plan: Plan, rates: Rates) -> None:
-        shape, shards = model.shape, model.shards
         self._rates = rates
         self._computing = _ComputeCosts(model, plan, rates)
         staging = plan.staging
-        self._disk = _Streamed(shape, shards, plan.placement if staging is None else staging.placement)
-        self._link = None if staging is None else _Streamed(shape, shards, plan.placement)
+        self._disk = _Streamed(model, plan.placement if staging is None else staging.placement)
+        self._link = None if staging is None else _Streamed(model, plan.placement)
         # On a device neither was measured.
-        self._unhidden = _unhidden_share(shards, plan.placement) if staging is None else 0.0
+        self._unhidden = _unhidden_share(model.shards, plan.placement) if staging is None else 0.0
         self._arrival_s = rates.overheads.arrival_s if staging is None else 0.0
 
     def cost(self, load: _PassLoad) -> _PassCost:
@@ -160,6 +165,7 @@ class _ComputeCosts:
 
     def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates) -> None:
         self._shape = model.shape
+        self._wanted = model.wanted
         self._overheads = rates.overheads
         # Experts of one launch cost what a layer costs.
         self._expert_s = 0.0 if formats.grouped_experts else rates.overheads.expert_s
@@ -188,7 +194,7 @@ class _ComputeCosts:
         seconds += overheads.token_s * tokens + tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
         if kind.experts is None:
             return seconds
-        union = kind.experts.count * wanted_by(tokens, kind.experts.per_token / kind.experts.count)
+        union = kind.experts.count * self._wanted(tokens, kind.experts.per_token / kind.experts.count)
         rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
         return seconds + _products(self._together, union * kind.expert_numel, rows) + self._expert_s * union
 
@@ -239,7 +245,8 @@ class _GroupReads:
 class _Streamed:
     """Bytes that a pass brings over one link: dense shards that are not held, and wanted experts that are not."""
 
-    def __init__(self, shape: ModelShape, shards: ModelShards, held: Placement) -> None:
+    def __init__(self, model: _ModelWork, held: Placement) -> None:
+        shape, shards, self._wanted = model.shape, model.shards, model.wanted
         self._dense = sum(layer.dense.nbytes for layer in shards.layers[held.held_dense :])
         # By the share of a layer's experts that a token asks for: bytes, and how many.
         self._experts: Counter[float] = Counter()
@@ -251,11 +258,11 @@ class _Streamed:
                 self._counts[share] += packed.num_experts - count
 
     def nbytes(self, tokens: float) -> float:
-        return self._dense + sum(nbytes * wanted_by(tokens, share) for share, nbytes in self._experts.items())
+        return self._dense + sum(nbytes * self._wanted(tokens, share) for share, nbytes in self._experts.items())
 
     def arrivals(self, tokens: float) -> float:
         """Experts that are read."""
-        return sum(count * wanted_by(tokens, share) for share, count in self._counts.items())
+        return sum(count * self._wanted(tokens, share) for share, count in self._counts.items())
 
 
 Resource = Literal["disk", "link", "compute"]
@@ -426,16 +433,22 @@ class _Passes:
 class CostModel:
     """The cost of passes and jobs of a model on a machine, from its rates.
 
-    `factors` multiply the seconds of resources, in every weight format. What no budget changes is kept, so requests
-    that are made from each other share one cost model.
+    `factors` multiply the seconds of resources, in every weight format. `wanted` is the share of a layer's experts that
+    tokens want together; by default they choose independently, and every expert is as likely. What no budget changes is
+    kept, so requests that are made from each other share one cost model.
     """
 
     def __init__(
-        self, shape: ModelShape, rates: Rates | None = None, factors: Mapping[str, float] | None = None
+        self,
+        shape: ModelShape,
+        rates: Rates | None = None,
+        factors: Mapping[str, float] | None = None,
+        wanted: Wanted = wanted_by,
     ) -> None:
         self.shape = shape
         self.rates = rates or Rates()
         self.factors = factors or {}
+        self.wanted = wanted
         self._weights: dict[tuple[object, ...], WeightFootprint] = {}
         self._works: dict[tuple[str, str], _ModelWork] = {}
         self._passes: dict[tuple[object, ...], list[_Passes]] = {}
@@ -513,5 +526,5 @@ class CostModel:
     def _work(self, quant: str, dtype: str, shards: ModelShards | None) -> _ModelWork:
         key = quant, dtype
         if key not in self._works:
-            self._works[key] = _ModelWork(self.shape, shards or model_shards(self.shape, quant, dtype))
+            self._works[key] = _ModelWork(self.shape, shards or model_shards(self.shape, quant, dtype), self.wanted)
         return self._works[key]

@@ -47,7 +47,7 @@ class LoadingSpeeds:
             return cls()
         disk, loading = machine.disk, machine.loading
         return cls(
-            disk.one_thread_bytes_s if disk else SLOW_READ_BYTES_S,
+            min(disk.one_thread_bytes_s, disk.bytes_s) if disk else SLOW_READ_BYTES_S,
             loading.convert_bytes_s if loading else SLOW_CONVERT_BYTES_S,
             {**SLOW_PACK_BYTES_S, **(loading.pack_bytes_s if loading else {})},
             (disk and disk.write_bytes_s) or SLOW_WRITE_BYTES_S,

@@ -23,6 +23,8 @@ OPTIONS = {"device": "--gpu-mem", "host": "--ram", "disk": "--disk"}
 WEIGHTS, RINGS, KV_CACHE = "weights held", "rings of streamed weights", "KV cache"
 STAGED, PARKED, WORKSPACE = "weights staged for the device", "parked blocks", "scratch of products"
 STATES = "states of recurrent layers"
+# What malloc keeps of what loading and passes freed (offload/memory.py); a bound.
+KEPT = "kept for the next pass"
 
 
 @dataclass(slots=True)
@@ -120,12 +122,14 @@ class MemoryLedger:
 def _computing(plan: Plan, process: str) -> dict[str, Arena]:
     """The arenas of the tier that computes."""
     states = {STATES: Arena(plan.states_nbytes)} if plan.states_nbytes else {}
+    kept = {KEPT: Arena(plan.kept_nbytes)} if plan.kept_nbytes else {}
     return {
         process: Arena(plan.process_nbytes),
         "small parameters": Arena(plan.resident_nbytes),
         WORKSPACE: Arena(plan.workspace_nbytes),
         "activations": Arena(plan.activations_nbytes),
         "slack of allocators": Arena(plan.slack_nbytes),
+        **kept,
         KV_CACHE: Arena(plan.kv_nbytes),
         **states,
         WEIGHTS: Arena(plan.held_nbytes),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ...offload.memory import KEPT_NBYTES
 from ..settings.budgets import GIB, MIB, MemoryBudget
 from ..settings.errors import DoesNotFit
 from ..shape.model_shape import ModelShape
@@ -133,6 +134,7 @@ class Plan:
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
     - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
       A prompt is cut at multiples of `prompt_cut`.
+    - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
     - `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
@@ -165,6 +167,7 @@ class Plan:
     slack_nbytes: int
     states_nbytes: int = 0
     prompt_cut: int = 1
+    kept_nbytes: int = 0
     free_nbytes: int = 0
     grouped_experts: bool = False
     stores_by_kernel: bool = False
@@ -192,8 +195,14 @@ class Plan:
     @property
     def used_nbytes(self) -> int:
         """Bytes of the tier that computes."""
+        passes = self.scratch_nbytes + self.kept_nbytes
         sequences = self.kv_nbytes + self.states_nbytes
-        return self.fixed_nbytes + self.scratch_nbytes + sequences + self.held_nbytes + self.placement.ring_nbytes
+        return self.fixed_nbytes + passes + sequences + self.held_nbytes + self.placement.ring_nbytes
+
+    def with_spare(self, nbytes: int) -> Plan:
+        """The plan of a CPU with `nbytes` of its budget to spare: passes keep some of them, if there are enough."""
+        kept = KEPT_NBYTES if nbytes >= KEPT_NBYTES else 0
+        return replace(self, kept_nbytes=kept, free_nbytes=nbytes - kept)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -119,6 +119,8 @@ def _refuse_other_tiers(plan: Plan, request: PlanRequest) -> None:
 
 def _within(plan: Plan, request: PlanRequest) -> Plan:
     """The plan within what is granted now. Raises SettingError where it uses more than that."""
+    # What passes may keep is no need.
+    spare, plan = plan.kept_nbytes + plan.free_nbytes, replace(plan, kept_nbytes=0)
     ledger, granted = MemoryLedger.of(plan, request.shape), request.budget.memory
     budget = plan.budget
     for tier, nbytes in granted.items():
@@ -136,8 +138,8 @@ def _within(plan: Plan, request: PlanRequest) -> Plan:
             f"the plan keeps {store / GIB:.2f} GiB of prepared weights on disk, and --disk and the free space allow "
             f"{max(0, limit + there) / GIB:.2f} GiB now; make a new plan, or free some space"
         )
-    less = plan.budget.host_nbytes - budget.host_nbytes
-    return replace(plan, budget=budget, free_nbytes=max(0, plan.free_nbytes - less))
+    spare, plan = max(0, spare - (plan.budget.host_nbytes - budget.host_nbytes)), replace(plan, budget=budget)
+    return plan.with_spare(spare) if plan.staging is None else replace(plan, free_nbytes=spare)
 
 
 def _refuse_missing_kernels(plan: Plan, lacks: Lacks) -> None:

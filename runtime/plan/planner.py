@@ -384,7 +384,7 @@ class _Search:
         """Raises DoesNotFit where the host cannot take what a device does not hold."""
         plan = self._in_computing_tier(candidate, cached)
         if self._budget.device is None:
-            return replace(plan, free_nbytes=self._budget.host_nbytes - plan.used_nbytes)
+            return plan.with_spare(self._budget.host_nbytes - plan.used_nbytes)
         weights = candidate.weights
         staging = stage_for_device(weights.shape, weights.shards, plan.placement, self._budget, plan.dtype)
         # Where every sequence has its blocks at its longest, none is preempted.

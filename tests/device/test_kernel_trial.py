@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.quant.kernels import trial as products
 from moedge.quant.kernels.gpu import Gpu, Lacks
@@ -25,6 +26,7 @@ from moedge.runtime.jobs import job as states
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.isolated_trial import KernelNeeds
+from moedge.runtime.loading.rehearsal import Rehearsed
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.plan_file import document, load_plan
@@ -63,11 +65,17 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     rows, out, numbers = (folder / f"{len(list(folder.iterdir()))}{name}" for name in (".jsonl", ".out.jsonl", ".json"))
     write_rows(rows, [{"prompt": "a b c", "max_tokens": 3}])
     arguments = ["batch", str(model), str(rows), "-o", str(out), *EXACT, *options]
+
+    def rehearse(*_: Any) -> Rehearsed:
+        """In its place, so that the launches which are counted are those of passes."""
+        if fake:
+            fake.launched.clear()
+        return Rehearsed(wanted_by, None)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(tiers, "find_device", lambda: fake and fake.device)
-        # In its place, so that the launches which are counted are those of passes.
-        patch.setattr(states, "rehearse", lambda *_: fake and fake.launched.clear())
+        patch.setattr(states, "rehearse", rehearse)
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()

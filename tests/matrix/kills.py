@@ -46,7 +46,7 @@ from support.killing import finish, killed, start
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
 FAKED = [(states, name) for name in (
     "plan_job", "load_engine", "load_with_fallback", "FallbackPolicy", "Tokenizer", "rehearse",
-    "store_for", "summarise", "with_workload", "expert_use",
+    "as_rehearsed", "store_for", "summarise", "with_workload", "expert_use",
 )] + [(ledger, "open_source"), (requests, "_model")]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moedge.moe.expected_rows import expected_union
+from moedge.moe.expected_rows import expected_union, wanted_by
 from moedge.moe.routing_stats import Popularity, RoutingStats
 from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency, Waits, guess_savings, num_guesses
 
@@ -45,6 +45,19 @@ def test_what_was_measured_corrects_what_was_expected() -> None:
         stats.observe_union(0, 30, 2 * A)
     assert modes.choose(0, 30, set(), Waits(2.0, 9.0), 0.0) is Mode.WANTED
     assert stats.popularity.layers[0].wanted_by(30).sum() == pytest.approx(expected_union(30, A, E), rel=1e-6)
+
+
+def test_few_popular_experts_are_wanted_together_by_many_tokens() -> None:
+    """The counts of layers count where their tokens want as large a share; else all experts are as likely."""
+    popularity = Popularity({0: E, 1: E})
+    assert popularity.wanted_share(16, A / E) == wanted_by(16, A / E)
+    popularity.observe(0, 1000, [1000 * A // E] * E)
+    assert popularity.wanted_share(16, A / E) == pytest.approx(wanted_by(16, A / E), rel=1e-3)
+    popularity.observe(1, 1000, [1000 * A // 16] * 16 + [0] * (E - 16))
+    skewed = popularity.layers[1].wanted_by(16).mean()
+    assert skewed < 0.3
+    assert popularity.wanted_share(16, A / E) == pytest.approx((wanted_by(16, A / E) + skewed) / 2, rel=1e-3)
+    assert popularity.wanted_share(16, 0.5) == wanted_by(16, 0.5)
 
 
 def test_a_forced_mode_is_forced() -> None:

@@ -69,3 +69,31 @@ def test_a_pass_like_the_one_before_is_given_pages_anew_unless_they_are_kept(how
     faults, trims = numbers(PASSES, how)
     assert trims == 0
     assert faults < 80 if how == "keep" else faults >= 80
+
+
+THREADS = """
+import sys
+from threading import Thread
+from moedge.offload import memory
+from moedge.offload.memory import host_resident, keep_memory, return_memory, trim
+if sys.argv[1] == "own":
+    memory._M_ARENA_MAX = 0
+keep_memory()
+def work():
+    blocks = [bytearray(b"x") * (64 << 10) for _ in range(640)]
+before = host_resident()
+threads = [Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+    thread.join()
+return_memory()
+trim()
+print(host_resident() - before, 0)
+"""
+
+
+@pytest.mark.parametrize(("heaps", "least", "most"), [("one", -8, 8), ("own", 32, 160)])
+def test_what_threads_freed_is_returned_because_they_share_a_heap(heaps: str, least: int, most: int) -> None:
+    """40 MiB of blocks in each thread: glibc returns nothing of the end of a heap of their own."""
+    grown, _ = numbers(THREADS, heaps)
+    assert least < grown / MIB < most

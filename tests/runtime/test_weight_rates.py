@@ -16,10 +16,13 @@ def test_every_format_and_row_count_has_a_rate_and_matrices_take_turns(monkeypat
     monkeypatch.setattr(measuring, "ROWS", (1, 8))
     monkeypatch.setattr(measuring, "POOL_NBYTES", 20 << 20)
     monkeypatch.setattr(measuring, "_SECONDS", 0.001)
+    # An engine divides kernels on codes among as many threads.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     multiplied: list[tuple[str, int, int]] = []
     right = ParallelMatmul.linear
 
     def linear(self: ParallelMatmul, x: Tensor, packed: PackedTensor, out: Tensor) -> Tensor:
+        assert self.num_workers == 3
         multiplied.append((packed.layout.format, len(x), packed.planes[0].data_ptr()))
         return right(self, x, packed, out=out)
 

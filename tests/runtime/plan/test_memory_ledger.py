@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from moedge.runtime.plan.memory_ledger import KV_CACHE, PARKED, STAGED, WEIGHTS, MemoryLedger
+from moedge.offload.memory import KEPT_NBYTES
+from moedge.runtime.plan.memory_ledger import KEPT, KV_CACHE, PARKED, STAGED, WEIGHTS, MemoryLedger
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
@@ -70,3 +71,17 @@ def test_an_arena_that_the_plan_does_not_list_is_not_recorded() -> None:
         ledger.record("host", STAGED, 1)
     ledger.record("host", WEIGHTS, 7)
     assert [(tier, name, arena.actual) for tier, name, arena in ledger.allocated] == [("host", WEIGHTS, 7)]
+
+
+def test_what_passes_keep_for_the_next_one_is_planned_where_the_budget_has_it() -> None:
+    """malloc keeps up to half a GiB of what loading and passes freed; else a peak would be above the plan."""
+    whole = make_plan(SHAPE, Settings(quant="none"), MemoryBudget(64 * GIB), Workload(8, 256))
+    assert whole.kept_nbytes == KEPT_NBYTES
+    assert MemoryLedger.of(whole, SHAPE).computing.arenas[KEPT].planned == KEPT_NBYTES
+    assert whole.used_nbytes + whole.free_nbytes == 64 * GIB
+    tight = replace(whole, kept_nbytes=0, free_nbytes=0)
+    assert KEPT not in MemoryLedger.of(tight, SHAPE).computing.arenas
+    budget = MemoryBudget(tight.used_nbytes + GIB // 4)
+    short = make_plan(SHAPE, Settings(quant="none", kv="bf16"), budget, Workload(8, 256))
+    assert not short.kept_nbytes
+    assert short.used_nbytes + short.free_nbytes == budget.host_nbytes

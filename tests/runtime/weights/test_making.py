@@ -1,10 +1,13 @@
 """A store within a budget: fewer experts at a time, the same bytes; too little is refused with what would do."""
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +18,19 @@ from moedge.offload.stream.lane import ShardKey
 from moedge.quant.formats.format import INT4PACK, ROWS, Layout
 from moedge.quant.matmul.matmul import kernel_order
 from moedge.quant.tensor import PackedTensor
+from moedge.runtime.loading import prepare as module
 from moedge.runtime.loading.engine_loader import load_engine
-from moedge.runtime.loading.prepare import prepare, store_path
+from moedge.runtime.loading.prepare import prepare, prepare_linked, store_path
+from moedge.runtime.model.assembly import LayerAssembly
 from moedge.runtime.model.loading import CheckpointLoader
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit
 from moedge.runtime.settings.settings import Settings
-from moedge.runtime.shape.shards import model_shards
+from moedge.runtime.shape.shards import ShardLayout, model_shards
 from moedge.runtime.source.model_source import ModelSource, open_source
-from moedge.runtime.weights.preparation import WINDOW_NBYTES, window_nbytes
+from moedge.runtime.weights.preparation import WINDOW_NBYTES, Preparation, ShardSink, window_nbytes
 
 
 def smallest(source: ModelSource) -> int:
@@ -137,3 +142,56 @@ def test_stores_for_a_cpu_and_for_a_gpu_hold_the_same_numbers(
                 assert {each.order for each, _ in matrices} <= {"rows", order}
                 found[kind] = [PackedTensor.bind(*each).dequantize() for each in matrices]
     assert all(torch.equal(mine, other) for mine, other in zip(found["cpu"], found["cuda"], strict=True))
+
+
+def test_in_memory_the_head_is_packed_before_the_layers_and_is_there_once(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end, when the layers fill the budget, there are no bytes for the largest matrix twice."""
+    done: list[str] = []
+    pack_head, install = Preparation._pack_head, LayerAssembly.install
+
+    def packed(self: Preparation, layout: ShardLayout, sink: ShardSink) -> None:
+        pack_head(self, layout, sink)
+        done.append(f"head {self._model.get_output_embeddings().weight.device}")
+
+    def installed(self: LayerAssembly) -> None:
+        install(self)
+        done.append("layer")
+
+    monkeypatch.setattr(Preparation, "_pack_head", packed)
+    monkeypatch.setattr(LayerAssembly, "install", installed)
+    with open_source(str(checkpoint("qwen3_moe"))) as source:
+        plan = make_plan(source.shape, Settings(quant="int8"), MemoryBudget(4 << 30), Workload(2, 16))
+        load_engine(source, plan).close()
+        assert done == ["head meta", *["layer"] * len(source.shape.layers)]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_nothing_of_preparing_stays_for_the_job_that_follows(
+    linked: bool, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is a cycle, which the collector frees; then the heap is trimmed, before anything else is loaded."""
+    models: list[weakref.ref[object]] = []
+    left: list[int] = []
+    define = module.define
+
+    def defined(*arguments: Any) -> Any:
+        model = define(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(module, "define", defined)
+    monkeypatch.setattr(module, "trim", lambda: left.append(sum(model() is not None for model in models)))
+    monkeypatch.setattr(module, "_keep_key_offsets", lambda *_: left.append(-1))
+    gc.disable()
+    try:
+        with open_source(str(checkpoint("qwen3_moe"))) as source:
+            if linked:
+                assert prepare_linked(source, tmp_path / "store", "none", source.shape.dtype, Budgets()) is not None
+            else:
+                prepare(source, tmp_path / "store", "int8", "fp32", Budgets())
+    finally:
+        gc.enable()
+    assert len(models) == 1
+    assert left == [0, -1]

@@ -181,6 +181,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
     setattr(sessions, "open_source", open_source)
     setattr(states, "plan_job", lambda source, settings, *_: fake_plan(settings))
     setattr(states, "with_workload", lambda chosen, plan, workload: chosen)
+    setattr(states, "as_rehearsed", lambda chosen, *_: chosen.prediction)
     setattr(states, "load_engine", load_engine)
     setattr(states, "load_with_fallback", lambda load, policy: load(policy.plan))
     setattr(states, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, applied=[]))

@@ -1,0 +1,101 @@
+"""What a job's first estimate is made of: a machine that is measured in time, and what the rehearsal showed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moedge.moe.expected_rows import wanted_by
+from moedge.offload.machine.hardware import Hardware
+from moedge.offload.machine.profile import Disk, DiskRead, LoadingRates, Machine, Overheads
+from moedge.runtime.jobs import job_plan
+from moedge.runtime.jobs.job_plan import as_rehearsed, plan_job
+from moedge.runtime.loading.rehearsal import Rehearsed
+from moedge.runtime.plan.cost_model import CostModel
+from moedge.runtime.plan.loading_cost import LoadingSpeeds
+from moedge.runtime.plan.placement import Workload
+from moedge.runtime.plan.planner import PlanRequest, PlanResult, solve
+from moedge.runtime.plan.rates import Rates, rates_of
+from moedge.runtime.settings.budgets import Budgets, MemoryBudget
+from moedge.runtime.settings.settings import Settings
+from moedge.runtime.source.model_source import open_source
+from support.known_shapes import plain_model
+
+GIB = 1 << 30
+HARDWARE = Hardware("a CPU", 2, 24 * GIB, (), "/dev/vda ext4")
+# In order 2.5 GB/s of a file that was just written, 1.2 GB/s of older ones.
+DISK = Disk(True, GIB, (DiskRead(8 << 20, 1, 2.5e9),), cold_bytes_s=1.2e9, write_bytes_s=1e9)
+PACKED = {"none": 5e9, "int8": 1.9e9, "int4": 4e8, "nf4": 4e8}
+MEASURED = Machine(
+    HARDWARE,
+    2e10,
+    DISK,
+    flop_s={"none": {1: 1e10, 64: 3e11}},
+    overheads=Overheads(1e-3, 6e-5, 1e-5, 6e-6, 1e-4),
+    loading=LoadingRates(1e9, PACKED),
+)
+# A few rows: by far less than ten minutes at the default speeds.
+FEW = Workload(4, 40, 40, 4 * 32, 4 * 8)
+
+
+@pytest.fixture
+def planned(checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """Whether the machine, which has no profile, is measured for a job of a model of so many layers of 400 MB."""
+    unmeasured = job_plan._Machine(HARDWARE, None)
+    monkeypatch.setattr(job_plan._Machine, "here", lambda budgets: unmeasured)
+    monkeypatch.setattr(job_plan._Machine, "measured", lambda self, *_: replace(self, profile=MEASURED))
+
+    def plan(num_layers: int, ram: int) -> bool:
+        with open_source(str(checkpoint("qwen3_moe"))) as source:
+            large = replace(source, shape=plain_model(num_layers=num_layers))
+            budgets = Budgets(disk_dir=tmp_path)
+            result = plan_job(large, Settings(quant="none"), budgets, MemoryBudget(ram, None, 0), FEW)
+        assert result.request.costs.rates == rates_of(result.request.profile)
+        return result.request.profile is MEASURED
+
+    return plan
+
+
+def test_the_machine_is_measured_before_a_job_whose_model_takes_long_to_load(planned: Callable[..., bool]) -> None:
+    """A short job of a large model, in memory or streamed, waits for the disk and for loading, so their rates count."""
+    assert planned(32, 24 * GIB)
+    assert planned(32, 4 * GIB)
+    assert not planned(2, 24 * GIB)
+
+
+def test_a_checkpoint_is_read_as_fast_as_older_files() -> None:
+    """A file that was just written may be in a cache of the storage, where no checkpoint is."""
+    assert LoadingSpeeds.of(MEASURED).read_bytes_s == 1.2e9
+    slow = replace(DISK, reads=(DiskRead(8 << 20, 1, 3e8), DiskRead(8 << 20, 8, 2e9)))
+    assert LoadingSpeeds.of(replace(MEASURED, disk=slow)).read_bytes_s == 3e8
+
+
+def streamed(**found: object) -> PlanResult:
+    """Sixteen sequences, whose experts stream at 1 GB/s."""
+    rates = Rates(1e9, otherwise={1: 1e12}, overheads=Overheads(1e-9, 1e-9, 1e-9, 1e-9, 1e-9))
+    return solve(
+        PlanRequest(
+            costs=CostModel(plain_model(), rates),
+            workload=Workload(16, 64, 64, 16 * 2, 16 * 62),
+            budget=MemoryBudget(3 * GIB),
+            settings=Settings(quant="none"),
+            **found,  # type: ignore[arg-type]
+        )
+    )
+
+
+def test_the_rate_and_the_routing_of_the_rehearsal_are_in_the_estimate() -> None:
+    chosen = streamed()
+    assert chosen.prediction.bottleneck == "disk"
+    faster = as_rehearsed(chosen, chosen.plan, Rehearsed(wanted_by, 2e9))
+    assert faster.disk_nbytes == chosen.prediction.disk_nbytes
+    assert faster.seconds == pytest.approx(chosen.prediction.seconds / 2, rel=1e-3)
+    fewer = as_rehearsed(chosen, chosen.plan, Rehearsed(lambda tokens, share: 0.5 * wanted_by(tokens, share), None))
+    assert fewer.disk_nbytes == pytest.approx(chosen.prediction.disk_nbytes / 2, rel=1e-3)
+    assert fewer.seconds == pytest.approx(chosen.prediction.seconds / 2, rel=1e-3)
+
+
+def test_what_earlier_runs_taught_is_kept() -> None:
+    chosen = streamed(corrections={"disk": 0.7})
+    assert as_rehearsed(chosen, chosen.plan, Rehearsed(wanted_by, 9e9)) == chosen.prediction
