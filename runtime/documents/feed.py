@@ -24,12 +24,15 @@ from ..plan.placement import Workload
 from ..rows.reader import Line, RowIndex
 from .document import Document, UnreadDocument
 from .file_walk import FoundFile
-from .rounds import Answers, Entry, EntryLog, Round, Rounds
+from .rounds import Answers, Entry, EntryLog, Round, Rounds, RowLines
 
 # Documents of all types and sizes that are read before the first row runs: the plan and the estimate come of them.
 READ_FIRST = 16
 # Where they take longer, what there is by then has to do.
 _READ_FIRST_SECONDS = 10.0
+# Rows that wait for the engine while reading goes on: enough for all that it may take in one pass. Whoever reads takes
+# processors from it, so the other files are read at the rate of the answers, not all of them at the beginning.
+ROWS_AHEAD = 512
 _WAIT_SECONDS = 0.2
 
 
@@ -183,7 +186,7 @@ Split = Callable[[Document | UnreadDocument], tuple[Entry, list[AskedRow]]]
 
 
 class Reading:
-    """Reads while it is open. `done` and the counts change meanwhile; `entries` are those of the files read so far.
+    """Reads while it is open, and pauses while ROWS_AHEAD rows wait to be taken; `done` and the counts change then.
 
     A row of more than `longest` tokens is left out and makes `deferred` grow: it is for a later round, whose engine
     has memory for it.
@@ -205,12 +208,16 @@ class Reading:
         self._done = False
         self._failure: BaseException | None = None
         self._thread: Thread | None = None
-        self._known: set[str] = set()
+        # Rows of the round that an earlier run began: of this one, no file is read twice.
+        self._begun: RowLines | None = None
         self._round: Round | None = None
         self._file: GrowingFile | None = None
-        self._given = 0
+        # Rows of the file that were there when it was last looked at, and that are in work or behind it.
+        self._given = self._taken = 0
+        self._whole = False
         if (begun := rounds.unfinished) is not None:
-            self._begin(begun)
+            self._taken = self._begin(begun).num_rows
+            self._begun = RowLines([begun.rows])
 
     @contextmanager
     def running(self, read: Read, split: Split) -> Iterator[Self]:
@@ -220,7 +227,9 @@ class Reading:
         try:
             yield self
         finally:
-            self._stop.set()
+            with self._changed:
+                self._stop.set()
+                self._changed.notify_all()
             self._thread.join()
             self._close()
 
@@ -245,6 +254,8 @@ class Reading:
         """
         begun = time.monotonic()
         with self._changed:
+            self._whole = every
+            self._changed.notify_all()
             while not self._done and (every or not self._enough(time.monotonic() - begun)):
                 self._changed.wait(_WAIT_SECONDS)
                 progress(self.num_read, self.total)
@@ -261,8 +272,9 @@ class Reading:
         with self._changed:
             if self._file is not None:
                 self._file.sync()
-                self._given = self._file.num_rows
+                self._given = self._taken = self._file.num_rows
             yield
+            self._changed.notify_all()
 
     def note_in(self, index: RowIndex) -> None:
         """From now on rows are noted there, behind those that `paused` has found."""
@@ -274,6 +286,7 @@ class Reading:
         with self._changed:
             if self._round is current:
                 self._close()
+            self._changed.notify_all()
 
     def _close(self) -> None:
         if self._file is not None:
@@ -296,6 +309,12 @@ class Reading:
             self._given = growth.num_rows
             return growth
 
+    def took(self, num_rows: int) -> None:
+        """As `RowFeed` says."""
+        with self._changed:
+            self._taken = num_rows
+            self._changed.notify_all()
+
     def _new(self) -> bool:
         return self._file is not None and self._file.num_rows > self._given
 
@@ -304,9 +323,12 @@ class Reading:
             return False
         return self.num_read >= READ_FIRST or seconds > _READ_FIRST_SECONDS
 
-    def _begin(self, current: Round) -> None:
-        self._round, self._file, self._given = current, GrowingFile(current.rows), 0
-        self._known.update(self._file.ids())
+    def _begin(self, current: Round) -> GrowingFile:
+        self._round, self._file = current, GrowingFile(current.rows)
+        self._given = self._taken = 0
+        for _ in self._file.ids():
+            pass
+        return self._file
 
     def _serve(self, read: Read, split: Split) -> None:
         try:
@@ -315,6 +337,7 @@ class Reading:
                 with self._changed:
                     self._take(number, entry, rows)
                     self._changed.notify_all()
+                    self._changed.wait_for(self._may_read_on)
                 if self._stop.is_set():
                     break
         except BaseException as error:
@@ -324,12 +347,18 @@ class Reading:
             self._done = True
             self._changed.notify_all()
 
+    def _may_read_on(self) -> bool:
+        """Whether it was stopped, the first files are not read, or whoever answers rows needs more of them soon."""
+        if self._stop.is_set() or self._whole or self._file is None or self.num_read < READ_FIRST:
+            return True
+        return self._file.num_rows - self._taken < ROWS_AHEAD
+
     def _take(self, number: int, entry: Entry, rows: list[AskedRow]) -> None:
         self.num_read += 1
         self._log.add(number, entry)
         self.expected.add(self._files[number], rows)
         for row in rows:
-            if row.row_id in self._known or row.row_id in self._answers:
+            if row.row_id in self._answers or (self._begun is not None and row.row_id in self._begun):
                 continue
             if self.longest is not None and row.num_tokens > self.longest:
                 self.deferred += 1
@@ -337,5 +366,4 @@ class Reading:
             if self._file is None:
                 self._begin(self._rounds.new())
             assert self._file is not None
-            self._known.add(row.row_id)
             self._file.append(row)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import nsmallest
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,7 +25,7 @@ from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
 from .document import Document, UnreadDocument
 from .feed import READ_FIRST, AskedRow, Expected, Reading
-from .file_walk import FoundFile, Skipped, find_files
+from .file_walk import FoundFile, FoundFiles, Skipped, find_files
 from .iterate import read_as_completed
 from .merging import Merger, Missing, PromptTokens
 from .question import Long, Prompts, document_facts
@@ -56,9 +58,9 @@ class FolderReport:
     removed: int = 0
     split: int = 0
 
-    def found(self, files: Iterable[FoundFile]) -> list[FoundFile]:
+    def found(self, files: Iterable[FoundFile]) -> FoundFiles:
         """Counts files; returns those that are to be read."""
-        taken = []
+        taken = FoundFiles()
         for each in files:
             if each.skipped is not None:
                 self.skipped[each.skipped] += 1
@@ -104,8 +106,8 @@ class DocumentJob:
         self.report = FolderReport()
         self.totals = Totals()
         self._log: EntryLog | None = None
-        self._before: dict[str, str] | None = None
-        self._files: list[FoundFile] = []
+        self._before: IndexedEntries | None = None
+        self._files = FoundFiles()
         self._files_read: Sequence[FoundFile] = ()
         self._expected: Expected | None = None
 
@@ -114,7 +116,7 @@ class DocumentJob:
         """The documents of the folder, or of the sample, when all were read."""
         return self._paths.index if self._request.sample is None else self._paths.sample
 
-    def find(self) -> list[FoundFile]:
+    def find(self) -> Sequence[FoundFile]:
         """The files to read, in their order; counts all of them. Raises InputUnreadable, MissingExtra."""
         request, folder = self._request, Path(self._request.batch.input)
         listed = find_files(folder, include=request.include, exclude=request.exclude)
@@ -141,9 +143,9 @@ class DocumentJob:
 
         Prompts of more than `longest` tokens are left for a later one. Call `count` or `keep_read` behind it.
         """
-        self.close()
+        self._forget()
         if self._before is None:
-            self._before = {each.source: each.sha256 for each in read_entries(self.index)}
+            self._before = IndexedEntries(self.index)
         self._files_read = files
         self._log = EntryLog(self._paths.outputs.job, len(files))
         reading = Reading(self.rounds, self.rounds.answers(), files, self._log, longest)
@@ -154,7 +156,8 @@ class DocumentJob:
     def count(self) -> None:
         """Publishes what was read as the index, and counts what is new since the one before."""
         assert self._log is not None
-        index, before, report = AtomicFile(self.index), dict(self._before or {}), self.report
+        assert self._before is not None
+        index, before, report = AtomicFile(self.index), self._before, self.report
         report.new = report.changed = report.split = 0
         report.unread.clear()
         try:
@@ -164,10 +167,13 @@ class DocumentJob:
         finally:
             index.discard()
         self._so_far.unlink(missing_ok=True)
+        known = 0
         for entry in self._log.entries():
-            self._count(entry, before.pop(entry.source, None))
-        report.removed = len(before)
-        self.close()
+            digest = before.sha256(entry.source)
+            known += digest is not None
+            self._count(entry, digest)
+        report.removed = len(before) - known
+        self._forget()
 
     def keep_read(self) -> None:
         """Notes what a reading that ended early has read; files that it did not get to are as they were before."""
@@ -181,10 +187,17 @@ class DocumentJob:
         finally:
             index.discard()
             before.close()
-        self.close()
+        self._forget()
 
     def close(self) -> None:
-        """Forgets documents that were read in vain, because a reading failed."""
+        """Forgets what was read, and what was known before."""
+        self._forget()
+        if self._before is not None:
+            self._before.close()
+        self._before = None
+
+    def _forget(self) -> None:
+        """What was read: it is in the index, or was read in vain, because a reading failed."""
         if self._log is not None:
             self._log.close()
         self._log = None
@@ -204,8 +217,7 @@ class DocumentJob:
             AtomicFile(outputs.errors, self._paths.folder.unfinished("errors")),
         )
         try:
-            mirror = None if self._request.mirror is None else Mirror(self._request.mirror, self._paths.mirrored)
-            failed = self._write(made_by, out, errors, is_table(outputs.out), mirror)
+            failed = self._write(made_by, out, errors, is_table(outputs.out), mirror := self._mirror())
             hashes = {"out": file_sha256(outputs.out), "errors": file_sha256(outputs.errors)}
             refuse_foreign(self._paths, hashes)
             out.flush()
@@ -253,6 +265,12 @@ class DocumentJob:
         self.totals.unread = len(self._files_read) - self.totals.documents - self.totals.pending
         self.totals.pending += self.totals.unread
 
+    def _mirror(self) -> Mirror | None:
+        if self._request.mirror is None:
+            return None
+        sources = (each.source for each in self._indexed() if each.error is None)
+        return Mirror(self._request.mirror, self._paths.mirrored, sources)
+
     def _own(self, folder: Path, found: FoundFile) -> bool:
         """Whether a file is one of this job: its output may be in the folder of the documents."""
         outputs, path = self._paths.outputs, Path(found.path)
@@ -264,8 +282,11 @@ class DocumentJob:
     def _read(self, files: Sequence[FoundFile], stop: Event) -> Iterator[tuple[int, Document | UnreadDocument]]:
         """Some of all types and sizes first: what is expected of the others comes of them."""
         request, cache = self._request, self._request.cache or self._paths.texts
-        first = {each.path for each in spread(list(files), READ_FIRST)}
-        numbered = sorted(enumerate(files), key=lambda each: each[1].path not in first)
+        first = {each.path for each in spread(files, READ_FIRST)}
+        numbered = chain(
+            (each for each in enumerate(files) if each[1].path in first),
+            (each for each in enumerate(files) if each[1].path not in first),
+        )
         folder = Path(request.batch.input)
         return read_as_completed(folder, numbered, request.reading, cache, request.workers, stop)
 
@@ -369,18 +390,18 @@ class DocumentJob:
         return failed
 
 
-def spread(files: list[FoundFile], count: int) -> list[FoundFile]:
+def spread(files: Sequence[FoundFile], count: int) -> list[FoundFile]:
     """`count` files of all suffixes and sizes, in the order of `files`."""
-    groups: dict[str, list[FoundFile]] = {}
-    for each in sorted(files, key=lambda each: each.nbytes):
-        groups.setdefault(Path(each.path).suffix.lower(), []).append(each)
-    ranked: list[tuple[int, str, str]] = []
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for number, each in enumerate(files):
+        groups.setdefault(Path(each.path).suffix.lower(), []).append((each.nbytes, number))
+    ranked: list[tuple[int, str, int]] = []
     for suffix, group in groups.items():
+        group.sort()
         # The middle size first, then the quarters, and so on.
-        order = sorted(range(len(group)), key=lambda position: (_turn(position, len(group)), position))
-        ranked += [(rank, suffix, group[position].path) for rank, position in enumerate(order)]
-    chosen = {path for _, _, path in sorted(ranked)[:count]}
-    return [each for each in files if each.path in chosen]
+        order = nsmallest(count, range(len(group)), key=lambda position: (_turn(position, len(group)), position))
+        ranked += [(rank, suffix, group[position][1]) for rank, position in enumerate(order)]
+    return [files[number] for number in sorted(number for _, _, number in nsmallest(count, ranked))]
 
 
 def _turn(position: int, size: int) -> int:

@@ -85,7 +85,7 @@ class Round:
 
 
 class Rounds:
-    """The rounds in a folder, and the answers of those that are finished: 200 bytes of memory for each."""
+    """The rounds in a folder, and the answers of those that are finished."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -126,34 +126,106 @@ class Rounds:
         return Answers(path for each in self.all for path in each.files)
 
 
-class Answers:
-    """Answers by the ids of their rows, read from their files one at a time."""
+class LineOffsets:
+    """Where lines begin, by a name that each of them has: 24 to 48 bytes of memory a line.
+
+    Names are not kept, only hashes of them: `find` gives the lines that may have a name, for the caller to compare.
+    A hash table with linear probing (Knuth, The Art of Computer Programming 3, 6.4, algorithm L).
+    """
+
+    def __init__(self) -> None:
+        self._hashes, self._begins = _slots(_FEWEST_SLOTS), _slots(_FEWEST_SLOTS)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, name: str, begin: int) -> None:
+        if 3 * self._count >= 2 * len(self._hashes):
+            self._grow()
+        self._put(_hash(name), begin + 1)
+        self._count += 1
+
+    def find(self, name: str) -> list[int]:
+        """Of lines that were added with the same name, the last one first."""
+        hashed, found = _hash(name), []
+        at = hashed % len(self._hashes)
+        while begin := self._begins[at]:
+            if self._hashes[at] == hashed:
+                found.append(begin - 1)
+            at = (at + 1) % len(self._hashes)
+        return sorted(found, reverse=True)
+
+    def _put(self, hashed: int, begin: int) -> None:
+        at = hashed % len(self._hashes)
+        # One more than where a line begins: 0 is a slot without one.
+        while self._begins[at]:
+            at = (at + 1) % len(self._hashes)
+        self._hashes[at], self._begins[at] = hashed, begin
+
+    def _grow(self) -> None:
+        before = zip(self._hashes, self._begins, strict=True)
+        self._hashes, self._begins = _slots(2 * len(self._hashes)), _slots(2 * len(self._begins))
+        for hashed, begin in before:
+            if begin:
+                self._put(hashed, begin)
+
+
+_FEWEST_SLOTS = 64
+
+
+def _slots(count: int) -> array[int]:
+    return array("Q", bytes(8 * count))
+
+
+def _hash(name: str) -> int:
+    return hash(name) & (1 << 64) - 1
+
+
+# A line of a file: which file, then the byte.
+_OFFSET_BITS = 48
+
+
+class RowLines:
+    """Lines of JSON in files by the `id` in each, read one at a time; of two with one id, that of the later file."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._offsets: dict[str, tuple[Path, int]] = {}
-        for path in paths:
-            if path.exists():
-                self._index(path)
+        self._paths = [path for path in paths if path.exists()]
+        self._offsets = LineOffsets()
+        for number, path in enumerate(self._paths):
+            self._index(number, path)
 
     def __contains__(self, row_id: str) -> bool:
-        return row_id in self._offsets
+        return self._find(row_id) is not None
+
+    def _find(self, row_id: str) -> Mapping[str, Any] | None:
+        for found in self._offsets.find(row_id):
+            with self._paths[found >> _OFFSET_BITS].open("rb") as file:
+                file.seek(found & (1 << _OFFSET_BITS) - 1)
+                row: Mapping[str, Any] = json.loads(file.readline())
+            if row["id"] == row_id:
+                return row
+        return None
+
+    def _index(self, number: int, path: Path) -> None:
+        begin = number << _OFFSET_BITS
+        with path.open("rb") as file:
+            for line in file:
+                self._offsets.add(json.loads(line)["id"], begin)
+                begin += len(line)
+
+
+class Answers(RowLines):
+    """The answers of rows."""
 
     def __getitem__(self, row_id: str) -> Answer:
-        path, offset = self._offsets[row_id]
-        with path.open("rb") as file:
-            file.seek(offset)
-            found = json.loads(file.readline())
+        found = self._find(row_id)
+        if found is None:
+            raise KeyError(row_id)
         return Answer(
             found.get("text"), found.get("finish_reason"), found.get("usage", {}), found.get("error"),
             found.get("partial"), found.get("reasoning_content"),
         )  # fmt: skip
-
-    def _index(self, path: Path) -> None:
-        offset = 0
-        with path.open("rb") as file:
-            for line in file:
-                self._offsets[json.loads(line)["id"]] = path, offset
-                offset += len(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,21 +281,32 @@ def _entry(line: bytes) -> Entry:
 
 
 class IndexedEntries:
-    """The lines of an index by the names of their documents: 200 bytes of memory for each."""
+    """The lines of an index by the names of their documents; those of the file that it was, where it is replaced."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb") if path.exists() else None
-        self._offsets: dict[str, int] = {}
-        offset = 0
+        self._offsets = LineOffsets()
+        begin = 0
         for line in self._file or ():
-            self._offsets[json.loads(line)["source"]] = offset
-            offset += len(line)
+            self._offsets.add(json.loads(line)["source"], begin)
+            begin += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
 
     def get(self, source: str) -> bytes | None:
-        if self._file is None or source not in self._offsets:
-            return None
-        self._file.seek(self._offsets[source])
-        return self._file.readline()
+        for begin in self._offsets.find(source):
+            assert self._file is not None
+            self._file.seek(begin)
+            line = self._file.readline()
+            if json.loads(line)["source"] == source:
+                return line
+        return None
+
+    def sha256(self, source: str) -> str | None:
+        """The hash of the file; "" for one that could not be read, None for one that was not there."""
+        line = self.get(source)
+        return None if line is None else str(json.loads(line)["sha256"])
 
     def close(self) -> None:
         if self._file is not None:

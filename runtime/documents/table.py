@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import nsmallest
@@ -184,14 +184,18 @@ class Mirror:
     Files that are not its own are not replaced. It knows those that it wrote by a list that is written before them.
     """
 
-    def __init__(self, folder: Path, written: Path) -> None:
-        """`written` is the file of that list. Add rows in the order of their documents, then `finish`."""
+    def __init__(self, folder: Path, written: Path, sources: Iterable[str] = ()) -> None:
+        """`written` is the file of that list. Add rows in the order of their documents, then `finish`.
+
+        Of `sources`, the documents that may get files, the list is written once, not again for each of them.
+        """
         self._folder = folder
         self._written = written
-        self._before = set(json.loads(written.read_bytes())) if written.exists() else set[str]()
-        self._now: dict[str, None] = {}
+        self._own = set(json.loads(written.read_bytes())) if written.exists() else set[str]()
+        self._now = set[str]()
         self._name = ""
         self._text = ""
+        self._claim({name for name in map(_file_name, sources) if not os.path.lexists(folder / name)})
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Raises OutputExists where somebody else's file has its name. Rows that failed have no file."""
@@ -207,27 +211,31 @@ class Mirror:
     def finish(self) -> None:
         """Removes the files of documents that have none any more."""
         self._write()
-        for name in self._before - self._now.keys():
+        for name in self._own - self._now:
             (self._folder / name).unlink(missing_ok=True)
-        write_atomically(self._written, json.dumps(list(self._now)).encode())
+        write_atomically(self._written, json.dumps(sorted(self._now)).encode())
 
     def _write(self) -> None:
         if not self._name:
             return
         path, data = self._folder / self._name, self._text.encode("utf-8", "backslashreplace")
         if path.is_file() and path.read_bytes() == data:
-            self._now[self._name] = None
+            self._now.add(self._name)
             return
-        if os.path.lexists(path) and self._name not in self._before:
+        if os.path.lexists(path) and self._name not in self._own:
             raise OutputExists(f"{path} exists and is not what this job wrote; move it away, or mirror elsewhere")
-        if self._name not in self._before:
-            self._before.add(self._name)
-            write_atomically(self._written, json.dumps(sorted(self._before)).encode())
-        self._now[self._name] = None
+        self._claim({self._name})
+        self._now.add(self._name)
         path.parent.mkdir(parents=True, exist_ok=True)
         hidden = own_name(path)
         hidden.write_bytes(data)
         os.replace(hidden, path)
+
+    def _claim(self, names: set[str]) -> None:
+        """Lists files as this job's before they are written: after a kill they are replaced, not refused."""
+        if names - self._own:
+            self._own |= names
+            write_atomically(self._written, json.dumps(sorted(self._own)).encode())
 
 
 _MOST_NAME_NBYTES = 200

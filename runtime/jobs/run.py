@@ -135,6 +135,10 @@ class RowFeed(Protocol):
         """The input as it is now; None where it is as it was. With `wait`, waits for rows, a fraction of a second."""
         ...
 
+    def took(self, num_rows: int) -> None:
+        """Of the rows that were added, those before number `num_rows` are in work or behind it."""
+        ...
+
 
 class FedRows:
     """The rows of an input file that grows while the job runs: first those that it began with, then the others."""
@@ -184,6 +188,8 @@ class FedRows:
                 self._extend(growth)
         rows = range(self._next, min(self._next + most, state.num_rows))
         self._next = rows.stop
+        if rows:
+            self._feed.took(rows.stop)
         return [self._file.new_row(row) for row in rows]
 
     def _extend(self, growth: Growth) -> None:

@@ -1,6 +1,7 @@
 """Rows run while files are still being read: nobody waits for a slow file, and the output is that of a job that did."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 
 from moedge.runtime.api.documents import DocumentsEnded
 from moedge.runtime.documents import feed
-from moedge.runtime.documents.feed import AskedRow, Expected, GrowingFile
+from moedge.runtime.documents.document import Document, UnreadDocument
+from moedge.runtime.documents.feed import AskedRow, Expected, GrowingFile, Reading
 from moedge.runtime.documents.file_walk import FoundFile
 from moedge.runtime.documents.iterate import read_as_completed
 from moedge.runtime.documents.reader_process import ReadOptions
 from moedge.runtime.documents.readers.content import Content
 from moedge.runtime.documents.readers.read import read
+from moedge.runtime.documents.rounds import Entry, EntryLog, Rounds
 from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.jobs.journal.state import read_state
@@ -210,6 +213,80 @@ def test_a_slow_file_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(seen) == list(range(30))
     stop.set()
     assert list(read_as_completed(tmp_path, enumerate(found), ReadOptions(), None, 2, stop)) == []
+
+
+def read_row(number: int) -> tuple[int, Document]:
+    return number, Document(f"{number}.txt", f"{number:02}", "text", "text")
+
+
+def ask_once(found: Document | UnreadDocument) -> tuple[Entry, list[AskedRow]]:
+    return Entry(found.source, found.sha256), [AskedRow(found.sha256, "?", 1)]
+
+
+@pytest.fixture
+def rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    monkeypatch.setattr(feed, "READ_FIRST", 2)
+    monkeypatch.setattr(feed, "ROWS_AHEAD", 4)
+    return Rounds(tmp_path / "rounds")
+
+
+def reading_of(rounds: Rounds, tmp_path: Path, count: int) -> Reading:
+    found = [FoundFile(f"{number}.txt", None, 1) for number in range(count)]
+    return Reading(rounds, rounds.answers(), found, EntryLog(tmp_path, count))
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_files_are_read_as_rows_are_taken(rounds: Rounds, tmp_path: Path) -> None:
+    reading = reading_of(rounds, tmp_path, 20)
+    with reading.running(lambda stop: map(read_row, range(20)), ask_once):
+        assert reading.next_round(lambda done, total: None) is not None
+        for taken in (0, 1, 7):
+            reading.took(taken)
+            wait_until(lambda taken=taken: reading.num_read == taken + 4)  # type: ignore[misc]
+            time.sleep(0.02)
+            assert (reading.num_read, reading.done) == (taken + 4, False)
+        reading.took(19)
+        wait_until(lambda: reading.done)
+        assert reading.complete
+    # Where nobody takes rows before all are known, nothing pauses.
+    again = reading_of(Rounds(tmp_path / "other"), tmp_path, 20)
+    with again.running(lambda stop: map(read_row, range(20)), ask_once):
+        assert again.next_round(lambda done, total: None, every=True) is not None
+        assert again.complete
+
+
+def test_rows_of_an_earlier_run_are_not_in_the_way_of_reading_on(rounds: Rounds, tmp_path: Path) -> None:
+    first = reading_of(rounds, tmp_path, 30)
+    with first.running(lambda stop: map(read_row, range(30)), ask_once):
+        assert first.next_round(lambda done, total: None, every=True) is not None
+    second = reading_of(rounds, tmp_path, 60)
+    with second.running(lambda stop: map(read_row, range(60)), ask_once):
+        begun = second.next_round(lambda done, total: None)
+        assert begun == rounds.first
+        with second.paused():
+            pass
+        wait_until(lambda: second.num_read == 34)
+        second.took(60)
+        wait_until(lambda: second.done)
+    assert len((begun.rows if begun else tmp_path).read_bytes().splitlines()) == 60
+
+
+@pytest.mark.parametrize("passes", [5, 30])
+def test_a_job_that_reads_little_ahead_ends_with_the_same_bytes(
+    ask: Ask, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    ask(folder, out="whole.jsonl", **OPTIONS)
+    monkeypatch.setattr(feed, "ROWS_AHEAD", 1)
+    ended = ask(folder, observer=Stopper(passes=passes), **OPTIONS)
+    assert ended.reason == "stopped by a test"
+    ask(folder, **OPTIONS)
+    assert files(tmp_path, "out") == files(tmp_path, "whole")
 
 
 def test_a_file_that_grows_is_the_same_after_a_kill(tmp_path: Path) -> None:

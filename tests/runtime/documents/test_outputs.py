@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.api.documents import DocumentsEnded, documents_request
+from moedge.runtime.documents import table
 from moedge.runtime.documents.feed import AskedRow, Expected
 from moedge.runtime.documents.file_walk import FoundFile
 from moedge.runtime.documents.merging import Merged, Merger, Missing
@@ -68,6 +69,29 @@ def test_chunks_and_fields_of_a_document_are_in_one_file_of_a_mirror(tmp_path: P
     (long,) = (tmp_path / "notes").glob("y*.md")
     assert long.read_text().endswith("- **title**: A B\n- **sum**: 3\n")
     assert len(json.loads((tmp_path / "written.json").read_text())) == 2
+
+
+def test_files_of_a_mirror_are_listed_once_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, listed = table.write_atomically, list[int]()
+
+    def note(path: Path, data: bytes) -> None:
+        listed.append(len(json.loads(data)))
+        written(path, data)
+
+    monkeypatch.setattr(table, "write_atomically", note)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "9.md").write_text("mine")
+    names = [str(number) for number in range(10)]
+    mirror = Mirror(tmp_path / "notes", tmp_path / "written.json", names)
+    for name in names[:9]:
+        mirror.add({"id": name, "source": name, "text": name})
+    mirror.add({"id": "9", "source": "9", "text": "9"})
+    with pytest.raises(OutputExists):
+        mirror.finish()
+    assert listed == [9]
+    assert (tmp_path / "notes" / "9.md").read_text() == "mine"
 
 
 def answer_of(**fields: Any) -> Answer:
