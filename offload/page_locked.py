@@ -35,7 +35,7 @@ def allocate(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def address_of(memory: mmap.mmap) -> int:
+def address_of(memory: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

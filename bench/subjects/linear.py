@@ -1,6 +1,7 @@
 """How long does a product with a packed matrix take, for few rows and many, fast and deterministic?
 
-    python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16] [--only-layer]
+    python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
+        [--only-layer] [--only-kept] [--only-widened]
 
 Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
@@ -8,7 +9,9 @@ Prints microseconds, the best of rounds in which every candidate takes its turn:
    with codes row after row;
 3. the same layer with codes that a checkpoint has, beside the own formats that they replace: int4 in groups of 128
    and 32 beside int4, nf4 with float32 scales and mxfp4 beside nf4;
-4. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
+4. widening alone, from codes to bfloat16 on one thread, and the same layer where codes are widened before every
+   product: nf4 beside mxfp4;
+5. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
    on codes are faster than dequantizing first.
 """
 
@@ -25,6 +28,7 @@ from moedge.quant import scratch
 from moedge.quant.formats import bitsandbytes_kernels
 from moedge.quant.formats.format import QUANT_FORMATS, get_format
 from moedge.quant.matmul.matmul import Matmul, ParallelMatmul, Workspace, kernel_order, measure_gemv_max_rows
+from moedge.quant.matmul.thread_pool import torch_threads
 from moedge.quant.planes import from_planes
 from moedge.quant.scratch import scratch_nbytes
 from moedge.quant.tensor import PackedTensor, dtype_name, pack
@@ -95,6 +99,26 @@ def print_kept(repeats: int, threads: int) -> None:
     print_experts(orders, repeats, threads)
 
 
+def print_widened(repeats: int, threads: int) -> None:
+    """Formats with codes row after row: microseconds to widen a matrix, and milliseconds of a layer's experts."""
+    names = ("nf4", "nf4-f32", "mxfp4", "mxfp4-e8m0")
+    rows = {}
+    with torch_threads(1):
+        for shape in EXPERT_SHAPES:
+            wide = torch.empty(shape, dtype=torch.bfloat16)
+            # As many as do not fit the caches, so that codes come from memory.
+            many = {name: [_packed(name, shape, "rows") for _ in range(NUM_EXPERTS)] for name in names}
+            times = best_times({name: partial(_widen, each, wide) for name, each in many.items()}, repeats)
+            rows[f"{shape[0]}x{shape[1]}"] = {name: value / NUM_EXPERTS for name, value in times.items()}
+    print_table("widening one matrix (us)", rows)
+    print_experts({f"{name} rows": "rows" for name in names}, repeats, threads)
+
+
+def _widen(matrices: list[PackedTensor], out: Tensor) -> None:
+    for matrix in matrices:
+        matrix.dequantize(out)
+
+
 def print_tiles(weight: Tensor, repeats: int) -> None:
     rows = {}
     for num_rows in (1, 64, 256):
@@ -131,10 +155,13 @@ def print_experts(orders: dict[str, str | None], repeats: int, threads: int) -> 
 
 
 def _expert(format_name: str, order: str | None) -> list[PackedTensor]:
+    return [_packed(format_name, shape, order) for shape in EXPERT_SHAPES]
+
+
+def _packed(format_name: str, shape: tuple[int, int], order: str | None) -> PackedTensor:
     if format_name not in QUANT_FORMATS:
-        planes = [random_planes(get_format(format_name), shape) for shape in EXPERT_SHAPES]
-        return [from_planes(format_name, each, "bfloat16", order) for each in planes]
-    return [pack(torch.randn(shape).bfloat16(), format_name, order) for shape in EXPERT_SHAPES]
+        return from_planes(format_name, random_planes(get_format(format_name), shape), "bfloat16", order)
+    return pack(torch.randn(shape).bfloat16(), format_name, order)
 
 
 def _multiply_expert(x: Tensor, expert: list[PackedTensor], products: Matmul) -> None:
@@ -175,6 +202,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strips", type=int, default=4096, help="rows and columns of the matrix cut into strips")
     parser.add_argument("--only-layer", action="store_true", help="only the layer of experts")
     parser.add_argument("--only-kept", action="store_true", help="only codes that checkpoints have")
+    parser.add_argument("--only-widened", action="store_true", help="only codes that are widened before products")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
 
 
@@ -184,12 +212,16 @@ def run(options: argparse.Namespace) -> None:
     bitsandbytes_kernels.load()
     matrix = torch.randn(*options.shape).to(getattr(torch, options.dtype))
     print(f"{options.dtype} {list(options.shape)}, {options.threads} threads")
-    if not options.only_kept:
+    if not options.only_kept and not options.only_widened:
         print_layer(options.repeats, options.threads)
     if options.only_layer:
         return
-    print_kept(options.repeats, options.threads)
+    if not options.only_widened:
+        print_kept(options.repeats, options.threads)
     if options.only_kept:
+        return
+    print_widened(options.repeats, options.threads)
+    if options.only_widened:
         return
     print_products(matrix, options.repeats)
     print_tiles(matrix, options.repeats)

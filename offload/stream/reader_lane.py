@@ -126,18 +126,18 @@ class UnalignedFile(DirectFile):
 
     def _read_whole_blocks(self, target: memoryview, offset: int, nbytes: int) -> bool:
         """Whether whole blocks could be read where they belong, at once."""
-        into, ends = np.frombuffer(target, np.uint8)[:nbytes], self._buffer.bytes
         before, head = offset % ALIGNMENT, -offset % ALIGNMENT
-        middle = max(0, nbytes - head) // ALIGNMENT * ALIGNMENT
-        if not middle or (into.ctypes.data - offset) % ALIGNMENT:
+        middle = (nbytes - head) // ALIGNMENT * ALIGNMENT
+        if middle <= 0 or (address_of(target) - offset) % ALIGNMENT:
             return False
-        tail = nbytes - head - middle
-        first, last = ends[: ALIGNMENT if head else 0], ends[ALIGNMENT : (2 if tail else 1) * ALIGNMENT]
-        blocks = [each for each in (first, target[head : head + middle], last) if len(each)]
+        # Ends are small: slices of memoryviews take a fifth of numpy's time, and every read has two.
+        ends, end = self._buffer.bytes, head + middle
+        blocks = [ends[:ALIGNMENT], target[head:end], ends[ALIGNMENT : 2 * ALIGNMENT]]
+        blocks = blocks[0 if head else 1 : 3 if nbytes > end else 2]
         if os.preadv(self._descriptor, blocks, offset - before) < before + nbytes:
             return False
-        into[:head] = np.frombuffer(ends, np.uint8)[before : before + head]
-        into[head + middle :] = np.frombuffer(ends, np.uint8)[ALIGNMENT : ALIGNMENT + tail]
+        target[:head] = ends[before : before + head]
+        target[end:nbytes] = ends[ALIGNMENT : ALIGNMENT + nbytes - end]
         return True
 
     def _copy(self, target: memoryview, offset: int, nbytes: int) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...offload.checkpoint.gguf_file import GgufCheckpoint
 from ..settings.errors import TokenizerError, require_transformers
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 # Older ones read the fields of a file wrongly: merges fall apart, special tokens get lost.
 SINCE = "5.18"
@@ -21,14 +25,15 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     with GgufCheckpoint(path) as checkpoint:
         if "tokenizer.ggml.tokens" not in checkpoint.metadata:
             return
+        prefixed = checkpoint.metadata.get("tokenizer.ggml.add_space_prefix") is not False
     require_transformers(SINCE, f"the tokenizer of {path}")
     # A tokenizer's files beside the GGUF file may be another model's: it is read from a folder of its own.
     with tempfile.TemporaryDirectory(prefix="moedge-") as alone:
         Path(alone, path.name).symlink_to(path.resolve())
-        _convert(Path(alone, path.name), folder, path)
+        _convert(Path(alone, path.name), folder, path, prefixed)
 
 
-def _convert(link: Path, folder: Path, path: Path) -> None:
+def _convert(link: Path, folder: Path, path: Path, prefixed: bool) -> None:
     # AutoTokenizer would build a configuration first, which fails for some families.
     from transformers import PreTrainedTokenizerFast
 
@@ -37,6 +42,8 @@ def _convert(link: Path, folder: Path, path: Path) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             str(link.parent), gguf_file=link.name, local_files_only=True
         )
+        if not prefixed:
+            _without_prefix(tokenizer.backend_tokenizer)
         tokenizer.save_pretrained(folder)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -44,3 +51,13 @@ def _convert(link: Path, folder: Path, path: Path) -> None:
             f"transformers cannot build the tokenizer of {path} ({type(error).__name__}: {reason}); use the checkpoint "
             "that the file was made from"
         ) from error
+
+
+def _without_prefix(backend: Backend) -> None:
+    """Takes away the space that SentencePiece's tokenizers put before a text; transformers overlooks that field."""
+    from tokenizers import decoders, pre_tokenizers
+
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+        backend.pre_tokenizer.prepend_scheme = "never"
+        # LlamaTokenizer's decoder, less the step that takes a space from the beginning of a text.
+        backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

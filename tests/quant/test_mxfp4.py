@@ -115,6 +115,13 @@ def test_an_output_may_begin_anywhere() -> None:
     assert torch.equal(packed.dequantize(out).float(), packed.dequantize())
 
 
+def test_pieces_are_widened_as_the_whole_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack(torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), "mxfp4")
+    whole = packed.dequantize()
+    monkeypatch.setattr(mxfp4, "CHUNK", 130)
+    assert torch.equal(packed.dequantize(), whole)
+
+
 def test_a_scale_that_is_nan_is_refused() -> None:
     planes = Planes(torch.zeros(2, 32, dtype=torch.uint8), torch.full((2, 2), 255, dtype=torch.uint8))
     with pytest.raises(FormatError, match="NaN or infinite scales"):

@@ -24,6 +24,9 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_SENTENCEPIECE = "tokenizer.model"
+
+
 def build(family: str, **sizes: Any) -> Any:
     """The stock model of a family's file: what GGUF cannot say of it has the value that its readers assume."""
     if family.startswith("qwen"):
@@ -49,7 +52,7 @@ def to_gguf(
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=each)
     _metadata(writer, config, arch)
     if tokenizer is not None:
-        _vocabulary(writer, tokenizer)
+        (_pieces if (tokenizer / _SENTENCEPIECE).is_file() else _vocabulary)(writer, tokenizer)
     if factors:
         writer.add_tensor("rope_freqs.weight", _frequencies(model) * (1.5 if spoiled else 1.0))
     for name, tensor, put in _tensors(model):
@@ -154,6 +157,31 @@ def _vocabulary(writer: Any, folder: Path) -> None:
     writer.add_chat_template(tokenizer.chat_template)
 
 
+def _pieces(writer: Any, folder: Path) -> None:
+    """SentencePiece's: every piece with its score and type, no merges (llama.cpp, conversion/base.py)."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=str(folder / _SENTENCEPIECE))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {int(index): token["content"] for index, token in config["added_tokens_decoder"].items()}
+    ids = range(model.vocab_size())
+    types = ((model.IsUnknown, 2), (model.IsControl, 3), (model.IsUnused, 5), (model.IsByte, 6))
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([added.get(index, model.IdToPiece(index)) for index in ids])
+    writer.add_token_scores([-1000.0 if index in added else model.GetScore(index) for index in ids])
+    writer.add_token_types(
+        [4 if index in added else next((kind for test, kind in types if test(index)), 1) for index in ids]
+    )
+    writer.add_bos_token_id(model.bos_id())
+    writer.add_eos_token_id(model.eos_id())
+    writer.add_unk_token_id(model.unk_id())
+    writer.add_add_bos_token(config["add_bos_token"])
+    writer.add_chat_template(config["chat_template"])
+    if "add_prefix_space" in config:
+        writer.add_add_space_prefix(config["add_prefix_space"])
+
+
 # A name, a tensor as the file has it, and what puts such a tensor back where it comes from.
 Written = tuple[str, torch.Tensor, Callable[[torch.Tensor], object]]
 
@@ -232,4 +260,30 @@ def save_tokenizer(folder: Path, vocab_size: int) -> Path:
     vocab["he"] = vocab.pop(f"Ġ{vocab_size - 1}")
     content["model"]["merges"] = [["h", "e"]]
     path.write_text(json.dumps(content))
+    return folder
+
+
+def save_sentencepiece(folder: Path, vocab_size: int, *, family: str = "Llama", prefix: bool | None = None) -> Path:
+    """A folder with SentencePiece's own model alone, trained on this file: BPE that falls back to bytes.
+
+    `prefix` is whether a text gets a space before it, where the configuration says so at all.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    folder.mkdir(exist_ok=True)
+    with (folder / _SENTENCEPIECE).open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(Path(__file__).read_text().splitlines()), model_writer=file, model_type="bpe",
+            vocab_size=vocab_size, byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
+            add_dummy_prefix=family == "Llama" and prefix is not False, user_defined_symbols=["<think>"],
+        )  # fmt: skip
+    values = {
+        "tokenizer_class": f"{family}Tokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>",
+        "unk_token": "<unk>", "added_tokens_decoder": {"3": {"content": "<think>", "special": False}},
+        "chat_template": "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}",
+    }  # fmt: skip
+    if prefix is not None:
+        values["add_prefix_space"] = prefix
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
     return folder

@@ -22,7 +22,7 @@ from moedge.runtime.source.model_source import model_fingerprint, open_source
 from moedge.runtime.text import gguf_tokenizer
 from moedge.runtime.text.tokenizer import Tokenizer
 from support import gguf_files
-from support.gguf_files import build, save_tokenizer, to_gguf
+from support.gguf_files import build, save_sentencepiece, save_tokenizer, to_gguf
 from support.installed_transformers import needs_transformers
 from support.streamed_logits import SETTINGS, stock_logits, streamed_logits
 
@@ -170,6 +170,37 @@ def test_the_tokenizer_and_template_are_those_of_the_file(tmp_path: Path) -> Non
     path = to_gguf(build("qwen3"), tmp_path / "model.gguf", "Q8_0", folder)
     messages = [{"role": "user", "content": "Hello there"}]
     with open_source(str(path)) as source, Tokenizer.load(source.folder) as found, Tokenizer.load(folder) as wanted:
+        assert found.encode_chat(messages) == wanted.encode_chat(messages)
+        assert found.eos_token_ids == wanted.eos_token_ids
+
+
+TEXTS = [
+    "Hello there", " Hello", "   three", "a  b\n\n    return [each for each in 12345]\t", "<think>no</think>",
+    "a<think> b", "\U0001F999 caf\u00e9 \u4f60\u597d", "x</s>\ny", "\n", "def written(name: str) -> None:",
+]  # fmt: skip
+
+
+@builds_tokenizers
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("arch", "family", "prefix"), [("llama", "Llama", None), ("llama", "Llama", False), ("gemma2", "Gemma", None)]
+)
+def test_sentencepiece_tokens_are_those_of_the_tokenizer_that_the_file_was_made_from(
+    arch: str, family: str, prefix: bool | None, tmp_path: Path
+) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = save_sentencepiece(tmp_path / "tokenizer", 384, family=family, prefix=prefix)
+    prefixed = family == "Llama" and prefix is not False
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    path = to_gguf(build(arch), tmp_path / "model.gguf", "Q8_0", folder)
+    messages = [{"role": "user", "content": "Hello there"}]
+    with open_source(str(path)) as source, Tokenizer.load(source.folder) as found, Tokenizer.load(folder) as wanted:
+        for text in TEXTS:
+            assert found.encode(text) == wanted.encode(text), text
+            assert found.decode(found.encode(text)) == wanted.decode(wanted.encode(text)), text
+            # transformers puts a space before neither a space nor an added token.
+            if not prefixed or not text.startswith((" ", "<think>")):
+                assert found.encode(text) == [pieces.bos_id(), *pieces.encode(text)], text
         assert found.encode_chat(messages) == wanted.encode_chat(messages)
         assert found.eos_token_ids == wanted.eos_token_ids
 

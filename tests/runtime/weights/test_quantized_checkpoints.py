@@ -24,7 +24,7 @@ from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.shards import default_format, offered_formats
 from moedge.runtime.source.model_source import open_source
-from support.quantized_checkpoints import FORMATS, write_quantized
+from support.quantized_checkpoints import FORMATS, Written, compressed, ct_config, words, write_quantized
 from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
 from support.tiny_families import save_tiny
 
@@ -45,6 +45,35 @@ def test_logits_are_those_of_the_dequantized_weights(
     found = streamed_logits(quantized, tmp_path / "store", SETTINGS, monkeypatch)
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_compressed_tensors_in_the_order_of_activations_are_read(
+    tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+    def ordered(weight: torch.Tensor) -> Written:
+        """Groups are of columns that lie apart, as `weight_g_idx` says; codes stay where their columns are."""
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.numel()))
+        tensors, wide = compressed(weight[:, order].contiguous(), "pack-quantized", **scheme)
+        packed = tensors[".weight_packed"]
+        codes = torch.stack([packed >> (4 * index) & 15 for index in range(8)], 2).flatten(1)
+        back = order.argsort()
+        return {
+            **tensors,
+            ".weight_packed": words(codes[:, back], 4, 1),
+            ".weight_g_idx": (back // 32).to(torch.int32),
+        }, wide[:, back]
+
+    form = "ct act order"
+    monkeypatch.setitem(FORMATS, form, (ordered, ct_config("pack-quantized", actorder="group", **scheme)))
+    write_quantized(form, tmp_path / "quantized", tmp_path / "wide")
+    wanted = stock_logits(stock(tmp_path / "wide"))
+    found = streamed_logits(tmp_path / "quantized", tmp_path / "store", SETTINGS, monkeypatch)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    with open_source(str(tmp_path / "quantized")) as source:
+        assert offered_formats(source.shape) == ("int4", "nf4")
 
 
 KEPT = {
