@@ -193,7 +193,7 @@ class CacheReader:
 
     def _take(self, length: int, group: KVGroup) -> list[torch.Tensor]:
         """Uninitialized keys and values [H, length, D]."""
-        widths = (group.head_dim, group.rope_dim or group.head_dim)
+        widths = (group.head_dim, group.value_dim)
         numels = [group.kv_heads * length * width for width in widths]
         if self._scratch.numel() < sum(numels):
             self._scratch = self._scratch.new_empty(sum(numels))

@@ -11,16 +11,15 @@ import torch
 from moedge.quant.kv.codec import decode, encode, rotation
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.latent import LatentAttention
-from moedge.runtime.attention.protocol import LatentWeights
+from moedge.runtime.attention.protocol import AttentionCall, LatentWeights
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.settings.settings import Settings
-from moedge.runtime.shape.families import LATENT
+from moedge.runtime.shape.families import INDEXED, LATENT
 from moedge.runtime.source.model_source import open_source
 from support.family_run import LENGTHS, NEW_TOKENS, prompts
 from support.heldout import predict
@@ -55,6 +54,7 @@ def test_tokens_are_those_of_transformers(
             generated = sum(len(sequence.output_ids) - 1 for sequence in sequences) + LENGTHS.count(1)
             assert generated > len(LENGTHS) * NEW_TOKENS / 2
             assert backend.num_absorbed >= layers * generated
+            assert (backend.chooser.num_chosen > 0) == (family in INDEXED)
             chunks = backend.num_expanded // layers
             assert chunks > len(LENGTHS) if tokens_per_pass == 16 else chunks == len(LENGTHS) - LENGTHS.count(1)
         found.append([sequence.output_ids for sequence in sequences])
@@ -64,16 +64,22 @@ def test_tokens_are_those_of_transformers(
         assert [tokens[row] for tokens in found] == [wanted[0, len(ids) :].tolist()] * 2
 
 
-@pytest.mark.parametrize("count", [256, 257])
-def test_a_sequence_that_an_indexer_would_choose_from_is_refused(count: int, checkpoint: Callable[[str], Path]) -> None:
-    ids = torch.randint(5, 380, (count,), generator=torch.Generator().manual_seed(4)).tolist()
-    with closing(load(checkpoint("glm_moe_dsa"), tokens_per_pass=512, max_sequences=2)) as loaded:
-        loaded.engine.add(Sequence(ids, SamplingParams(1), frozenset({2})))
-        if count == 256:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tokens_that_an_indexer_does_not_choose_are_left_out(
+    deterministic: bool, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: attention to all tokens gives others, from the one on that reaches back farther."""
+    ids = torch.randint(5, 380, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    model, found = stock(checkpoint("glm_moe_dsa")), []
+    wanted = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    for leaves_out in (AttentionCall.leaves_out, lambda self, length: False):
+        monkeypatch.setattr(AttentionCall, "leaves_out", leaves_out)
+        with closing(load(checkpoint("glm_moe_dsa"), deterministic=deterministic)) as loaded:
+            sequence = Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2}))
+            loaded.engine.add(sequence)
             list(loaded.engine.run())
-        else:
-            with pytest.raises(UnsupportedModel, match="a sequence has 257 tokens, of which this model's indexer"):
-                list(loaded.engine.run())
+            found.append(sequence.output_ids)
+    assert found[0] == wanted[0, len(ids) :].tolist() != found[1]
 
 
 def predicted(folder: Path, kv: str) -> torch.Tensor:
