@@ -119,7 +119,10 @@ class RecordLayout:
 
         Raises FormatError if the format cannot hold the head size.
         """
-        parts = {"keys": (format.keys, head_dim), "values": (format.values, head_dim if value_dim is None else value_dim)}
+        parts = {
+            "keys": (format.keys, head_dim),
+            "values": (format.values, head_dim if value_dim is None else value_dim),
+        }
         for vectors, dim in parts.values():
             if dim % vectors.packed:
                 raise FormatError(

@@ -2,8 +2,8 @@
 
 Prompts expand the latents that they attend to, some heads at a time. Decode uses the absorbed form: queries and sums of
 latents are multiplied with the two parts of the matrix that makes keys and values, so that all heads read one latent
-per token. With an indexer (sparse attention) a token attends to the tokens that it chooses: rows of prompts with a mask,
-generated tokens to what is gathered.
+per token. With an indexer (sparse attention) a token attends to the tokens that it chooses: a prompt's rows with a mask,
+a generated token to what is gathered.
 """
 
 from __future__ import annotations

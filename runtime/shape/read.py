@@ -230,8 +230,7 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
     matrices = tuple(
         Matrix(
             name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found),
-            # Attention multiplies queries and sums of latents with parts of the one; transformers keeps the other, which
-            # is small, in float32.
+            # Attention multiplies queries and sums of latents with parts of the one; the other is small, and decides.
             unpacked=config.is_latent and name.endswith(("kv_b_proj.weight", "indexer.weights_proj.weight")),
         )
         for name, entry in sorted(dense.items())

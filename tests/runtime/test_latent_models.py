@@ -66,7 +66,10 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tokens_that_an_indexer_does_not_choose_are_left_out(
-    deterministic: bool, checkpoint: Callable[[str], Path], stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+    deterministic: bool,
+    checkpoint: Callable[[str], Path],
+    stock: Callable[[Path], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: attention to all tokens gives others, from the one on that reaches back farther."""
     ids = torch.randint(5, 380, (40,), generator=torch.Generator().manual_seed(4)).tolist()
