@@ -2,7 +2,7 @@
 
 Prompts expand the latents that they attend to, some heads at a time. Decode uses the absorbed form: queries and sums of
 latents are multiplied with the two parts of the matrix that makes keys and values, so that all heads read one latent
-per token. With an indexer (sparse attention) a token attends to the tokens that it chooses: a prompt's rows with a mask,
+per token. With an indexer (sparse attention) a token attends to tokens that it chooses: a prompt's rows with a mask,
 a generated token to what is gathered.
 """
 
