@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from moedge.quant.kv.codec import decode, encode, rotation
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.latent import LatentAttention
-from moedge.runtime.attention.protocol import AttentionCall, LatentWeights
+from moedge.runtime.attention.protocol import AttentionCall, IndexQuery, LatentWeights
+from moedge.runtime.attention.sparse import TokenChooser
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
@@ -111,8 +113,11 @@ def quantized(x: torch.Tensor, kv: str, *, rotate: bool) -> torch.Tensor:
 def test_quantized_latents_lose_at_most_twice_what_the_keys_and_values_of_all_heads_do(
     kv: str, family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same model: random ones differ much in what a small error becomes on its way through the layers."""
-    folder, expand = checkpoint(family), LatentWeights.expand
+    """In the same model: random ones differ much in what a small error becomes on its way through the layers.
+
+    Where an indexer chooses tokens, its keys are in 8 bits on both sides: a choice is not rounded but made otherwise.
+    """
+    folder, expand, store = checkpoint(family), LatentWeights.expand, TokenChooser.store
     exact = predicted(folder, "fp32")
     latents = divergence(exact, predicted(folder, kv))
 
@@ -120,7 +125,11 @@ def test_quantized_latents_lose_at_most_twice_what_the_keys_and_values_of_all_he
         keys, values = expand(self, *rest)
         return quantized(keys, kv, rotate=True), quantized(values, kv, rotate=False)
 
+    def store_rounded(self: TokenChooser, index: IndexQuery, batch: Any) -> None:
+        store(self, replace(index, k=quantized(index.k, "int8", rotate=True)), batch)
+
     monkeypatch.setattr(LatentWeights, "expand", rounded)
+    monkeypatch.setattr(TokenChooser, "store", store_rounded)
     assert 0 < latents <= 2 * divergence(exact, predicted(folder, "fp32"))
 
 
