@@ -72,6 +72,10 @@ SCAN_TOKENS = 64
 # caches hold, because a step goes over them several times.
 STEP_NBYTES = 64 << 20
 CPU_STEP_NBYTES = 4 << 20
+# A CPU gathers states of less than this, and changes larger ones where they are, a few in one call.
+GATHERED_NBYTES = 256 << 10
+# States of a layer from which on a CPU's threads share a step of one token of each sequence.
+SHARED_STEP_NBYTES = 1 << 20
 # The format of a scan's states by that of keys. Every token's rounding stays in a state, so they keep more bits.
 _STATE_FORMATS = {"int8": "bf16", "int4": "int8"}
 _STATE_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
