@@ -75,7 +75,12 @@ def load_random(source: ModelSource, plan: Plan, device: Device | None) -> Loade
     _fill_resident(loading.model)
     _fill(loading.memory, loading.shards)
     # There is no tokenizer to measure any with, and random keys have no bias.
-    shapes = {layer: (group.kv_heads, group.head_dim) for group in source.shape.kv_groups for layer in group.layers}
+    shapes = {
+        layer: (group.kv_heads, group.head_dim)
+        for group in source.shape.kv_groups
+        if not group.is_index
+        for layer in group.layers
+    }
     offsets = KeyOffsets({layer: torch.zeros(shapes[layer]) for layer in sorted(shapes)})
     return loading.finish(layers, key_offsets=offsets)
 

@@ -15,7 +15,7 @@ the others are group 1, in the high bits: a kernel computes two dots of half the
 
 Latent attention caches one vector of each of two kinds for all heads, and a record holds them as if they were keys and
 values of one head: the latent, which keys and values are computed from, in `keys`, and the rotated part of keys, which
-is shorter, in `values` (`KVFormat.of_latents`).
+is shorter, in `values` (`KVFormat.of_latents`). Keys of an indexer are records without values (`of_index_keys`).
 
 A token's codes depend on that token alone (there are scales per token and head), so blocks can be appended to, shared,
 copied and moved without being encoded again.
@@ -74,6 +74,15 @@ class KVFormat:
         return cls(VECTOR_FORMATS[keys], VECTOR_FORMATS[values or keys])
 
     @classmethod
+    def of_index_keys(cls, name: str) -> KVFormat:
+        """The formats of an indexer's keys, which have no values, where a run asks for `name`. Raises FormatError.
+
+        Quantized ones keep 8 bits, as in DeepSeek's own code: what they choose is not rounded, it is there or not.
+        """
+        keys = cls.parse(name).keys
+        return cls(VECTOR_FORMATS["int8"] if keys.quantized else keys, VECTOR_FORMATS["bf16"])
+
+    @classmethod
     def of_latents(cls, name: str) -> KVFormat:
         """The formats of latents and of rotated keys where a run asks for `name`. Raises FormatError.
 
@@ -105,11 +114,15 @@ class RecordLayout:
     def of(
         cls, format: KVFormat, kv_heads: int, head_dim: int, block: int, value_dim: int | None = None
     ) -> RecordLayout:
-        """The layout for blocks of `block` tokens; values have `value_dim` elements where that is not `head_dim`.
+        """The layout for blocks of `block` tokens; values have `value_dim` elements where that is not `head_dim`, 0
+        for none.
 
         Raises FormatError if the format cannot hold the head size.
         """
-        parts = {"keys": (format.keys, head_dim), "values": (format.values, value_dim or head_dim)}
+        parts = {
+            "keys": (format.keys, head_dim),
+            "values": (format.values, head_dim if value_dim is None else value_dim),
+        }
         for vectors, dim in parts.values():
             if dim % vectors.packed:
                 raise FormatError(

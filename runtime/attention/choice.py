@@ -84,6 +84,10 @@ def stores_by_kernel(wanted: str, taken: str, needs: AttentionNeeds) -> bool:
     return taken == "triton" if needs.gpu is None else not needs.gpu.lacks.cache
 
 
+# Query rows of one masked call of a prompt: its scores have at most ROWS * heads * length elements.
+ROWS = 256
+# Products of an indexer's queries and keys at a time (sparse attention).
+SCORED_NUMEL = 4 << 20
 # Elements of keys (and of values) in a tile, which one thread multiplies in one call: enough to hide the call's cost.
 TILE_NUMEL = 1 << 20
 # One thread multiplies this many elements before a second one has woken up.

@@ -13,7 +13,7 @@ from ..engine.batch import Chunk
 from ..kv.cache import KVCache
 from .choice import PARTIALS_NBYTES, PIECE_TOKENS, SINGLE_THREAD_NUMEL, TILE_NUMEL
 from .pass_pages import GroupSlots
-from .protocol import AttentionCall
+from .protocol import AttentionCall, decodes
 
 Ints = npt.NDArray[np.int64]
 # A range of the pool is multiplied in place where at least this fraction of its blocks is wanted; else it is gathered.
@@ -245,7 +245,7 @@ class DecodePlanCache:
     def _make(self, call: AttentionCall, group: int, slots: GroupSlots, num_heads: int) -> DecodePlan:
         pool = self._cache.pools[group]
         kv_heads, dim, block = pool.spec.group.kv_heads, pool.spec.group.head_dim, pool.spec.block
-        tables = {chunk: table for chunk, table in slots.tables.items() if chunk.count == 1}
+        tables = {chunk: table for chunk, table in slots.tables.items() if decodes(call, chunk)}
         pieces = Pieces.of(call, tables, block)
         tokens = pieces.block_ids.shape[1] * block
         single_threaded = len(pieces) * kv_heads * tokens * dim <= SINGLE_THREAD_NUMEL

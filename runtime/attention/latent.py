@@ -2,7 +2,8 @@
 
 Prompts expand the latents that they attend to, some heads at a time. Decode uses the absorbed form: queries and sums of
 latents are multiplied with the two parts of the matrix that makes keys and values, so that all heads read one latent
-per token.
+per token. With an indexer (sparse attention) a token attends to tokens that it chooses: a prompt's rows with a mask,
+a generated token to what is gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .decode_plan import DecodePlan, DecodePlanCache
 from .dense import attend_fresh, attend_rows, visibility
 from .native_rows import RowAttention, RowQuery, stored
 from .pass_pages import PassSlots
-from .protocol import AttentionCall, LatentWeights, check_reach, is_causal_prefill
+from .protocol import AttentionCall, LatentWeights, check_reach, decodes, is_causal_prefill
+from .sparse import TokenChooser
 from .torch_backend import CacheReader, key_range, row_tiles
 
 
@@ -51,6 +53,7 @@ class LatentAttention:
         self.num_absorbed = 0
         self._reader = CacheReader(cache, dtype, device)
         self._slots = PassSlots(cache, device)
+        self.chooser = TokenChooser(cache, self._slots, device)
         # On a GPU one thread keeps the device busy; deterministic rows all take the path of prompts.
         workers = WorkerPool(1 if tiled or torch.device(device).type != "cpu" else num_workers())
         self._native = RowAttention(cache, dtype, workers) if native and not tiled else None
@@ -65,6 +68,8 @@ class LatentAttention:
         pool, slots = self.cache.pools[layer_index.group], self._slots.of(batch, layer_index.group)
         check_reach(call, pool.spec.group)
         pool.write(layer_index.index, slots.block_ids, slots.offsets, k, v)
+        if call.index is not None and call.index.layer == call.layer:
+            self.chooser.store(call.index, batch)
         out = q.new_empty(*q.shape[:2], weights.value_rows)
         for chunk in batch.chunks:
             rows = slice(chunk.begin, chunk.end)
@@ -78,9 +83,11 @@ class LatentAttention:
                 low = call.first_visible(chunk.past)
                 past = self._reader.read(layer_index, blocks, low, end, end)
                 self._expanded(call, layer_index, chunk, q[rows], (past[0][0, :, None], past[1][0, :, None]), out[rows])
+            elif not decodes(call, chunk):
+                self._chosen_row(call, layer_index, chunk, q[rows], slots.tables[chunk], out[rows])
         if self._native is not None:
             self._decode_natively(call, layer_index, q, batch, out)
-        elif not self.tiled and any(chunk.count == 1 for chunk in batch.chunks):
+        elif not self.tiled and any(decodes(call, chunk) for chunk in batch.chunks):
             self._decode(call, layer_index, q, self._plans.of(call, layer_index.group, slots, q.shape[1]), out)
         return out
 
@@ -111,6 +118,8 @@ class LatentAttention:
             for begin, last in row_tiles(chunk, aligned=False):
                 rows = slice(begin - chunk.past, last - chunk.past)
                 mask = visibility(call, range(begin, last), range(end - len(latents), end), keys)
+                if call.index is not None and call.leaves_out(end):
+                    mask = self.chooser.hide(mask, call.index, chunk, range(begin, last), keys)
                 result = attend_rows(call, mine[rows], keys, values, mask)
                 out[rows, heads] = result[..., : weights.value_rows]
 
@@ -131,9 +140,31 @@ class LatentAttention:
             # Latents are values too; the columns behind them cost less than another copy.
             keys = torch.cat([latents, rotated], -1)
             mask = visibility(call, range(begin, end), range(low, high), keys)
+            if call.index is not None and call.leaves_out(end):
+                mask = self.chooser.hide(mask, call.index, chunk, range(begin, end), keys)
             sums = attend_rows(call, _absorbed(weights, pool, tile), keys, keys, mask)[..., : latents.shape[-1]]
             values = weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype))
             out[rows] = values[first - begin : last - begin]
+
+    def _chosen_row(
+        self,
+        call: AttentionCall,
+        layer_index: LayerIndex,
+        chunk: Chunk,
+        q: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Fills out [1, Hq, V] for the one row q of a chunk; `table` are the ids of its sequence's blocks."""
+        assert call.index is not None
+        self.num_absorbed += 1
+        weights, pool = _weights(call), self.cache.pools[layer_index.group]
+        end, block = chunk.past + 1, self.cache.block
+        positions = self.chooser.choose(call.index, chunk, range(chunk.past, end), end)[0].long()
+        latents, rotated = pool.tokens(layer_index.index, table[positions // block], positions % block, q.dtype)
+        keys = torch.cat([latents, rotated], -1).transpose(0, 1)
+        sums = attend_rows(call, _absorbed(weights, pool, q), keys, keys, None)[..., : latents.shape[-1]]
+        out.copy_(weights.values_of(pool.restored(layer_index.index, sums).to(q.dtype)))
 
     def _decode(
         self, call: AttentionCall, layer_index: LayerIndex, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor

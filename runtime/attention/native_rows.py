@@ -20,7 +20,7 @@ from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from .choice import PARTIALS_NBYTES, SINGLE_THREAD_NUMEL
 from .decode import Stored
-from .protocol import AttentionCall
+from .protocol import AttentionCall, decodes
 
 Ints = npt.NDArray[np.int32]
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -118,7 +118,7 @@ class RowAttention:
             self._batch, self._plans = batch, {}
         key = (group, rows)
         if key not in self._plans:
-            chosen = [chunk for chunk in batch.chunks if rows == "all" or chunk.count == 1]
+            chosen = [chunk for chunk in batch.chunks if rows == "all" or decodes(call, chunk)]
             self._plans[key] = self._make(call, chosen, group, rows == "gathered") if chosen else None
         return self._plans[key]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -43,6 +43,23 @@ class LatentWeights:
         return torch.bmm(latents.transpose(0, 1), self.matrix[:, self.key_rows :].transpose(1, 2)).transpose(0, 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexQuery:
+    """What the indexer of `layer` made of a pass: q [T, H, D], k [T, 1, D] and weights float32 [T, H]; rows behind the
+    batch's tokens are padding.
+
+    Each token attends to `count` tokens. `chosen` are those of rows that were asked for, by the row where their chunk
+    begins and the first position: layers behind that have no indexer of their own attend to them, too.
+    """
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+    count: int
+    chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The parameters of one layer's attention.
@@ -50,7 +67,7 @@ class AttentionCall:
     A token attends to the last `window` tokens, itself included, or to those since the start of its `chunk` of
     positions; to all where both are None. `softcap` c bounds scores to c * tanh(s / c). `sinks` [Hq] are logits that
     enter the softmax and contribute no value. With `latent` weights, keys and values of a pass are latents [T, 1, R]
-    and rotated keys [T, 1, P].
+    and rotated keys [T, 1, P]. With an `index` a token attends to those of them that it chooses.
     """
 
     layer: int
@@ -60,11 +77,16 @@ class AttentionCall:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None
+    index: IndexQuery | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether softmax takes the scaled scores and nothing else: no softcap, no sinks."""
         return self.softcap is None and self.sinks is None
+
+    def leaves_out(self, length: int) -> bool:
+        """Whether the last of `length` tokens attends to some that an indexer chooses."""
+        return self.index is not None and length > self.index.count
 
     def first_visible(self, position: int) -> int:
         """The first position that the token at `position` attends to."""
@@ -90,7 +112,12 @@ class AttentionBackend(Protocol):
 def is_causal_prefill(call: AttentionCall, chunk: Chunk) -> bool:
     """Whether a chunk is a whole prompt whose rows attend to all rows before them: causal attention without a past."""
     reaches_all = all(reach is None or chunk.count <= reach for reach in (call.window, call.chunk))
-    return chunk.past == 0 and chunk.count > 1 and reaches_all and call.is_plain
+    return chunk.past == 0 and chunk.count > 1 and reaches_all and call.is_plain and not call.leaves_out(chunk.count)
+
+
+def decodes(call: AttentionCall, chunk: Chunk) -> bool:
+    """Whether a chunk is one token that attends to all tokens that it can reach."""
+    return chunk.count == 1 and not call.leaves_out(chunk.past + 1)
 
 
 def check_reach(call: AttentionCall, group: KVGroup) -> None:

@@ -15,6 +15,7 @@ from ..kv.allocator import NO_BLOCK
 from ..kv.cache import KVCache, LayerIndex
 from ..kv.pool import KVPool
 from ..shape.model_shape import KVGroup
+from .choice import ROWS
 from .decode import Decoder, Query
 from .decode_plan import DecodePlan, DecodePlanCache
 from .dense import attend_fresh, attend_rows, visibility
@@ -23,8 +24,6 @@ from .native_steps import AttentionSteps, stores_plainly
 from .pass_pages import PassSlots
 from .protocol import AttentionCall, Store, check_reach, is_causal_prefill
 
-# Query rows of one masked call: its scores have at most ROWS * heads * length elements.
-ROWS = 256
 # Rows and keys of a deterministic call start at multiples of these, however the prompt was cut into chunks.
 TILE_ROWS = 16
 TILE_KEYS = 64
@@ -193,7 +192,7 @@ class CacheReader:
 
     def _take(self, length: int, group: KVGroup) -> list[torch.Tensor]:
         """Uninitialized keys and values [H, length, D]."""
-        widths = (group.head_dim, group.rope_dim or group.head_dim)
+        widths = (group.head_dim, group.value_dim)
         numels = [group.kv_heads * length * width for width in widths]
         if self._scratch.numel() < sum(numels):
             self._scratch = self._scratch.new_empty(sum(numels))

@@ -49,12 +49,18 @@ class KVCache:
         self.sharing = sharing and (states is None or states.most_snapshots > 0)
         self.states = states
         self._slots = None if states is None else StateSlots(states, self.block)
-        self.layer_indices = {
+        # By layer, for keys and values, and for the keys of indexers.
+        self.layer_indices = self._indices(of_indexers=False)
+        self.indexers = self._indices(of_indexers=True)
+        self._root = root
+
+    def _indices(self, *, of_indexers: bool) -> dict[int, LayerIndex]:
+        return {
             layer: LayerIndex(group, index)
-            for group, pool in enumerate(pools)
+            for group, pool in enumerate(self.pools)
+            if pool.spec.group.is_index == of_indexers
             for index, layer in enumerate(pool.spec.group.layers)
         }
-        self._root = root
 
     @property
     def block(self) -> int:

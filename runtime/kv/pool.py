@@ -35,6 +35,9 @@ class BlockMemory:
     def plane(self, layer: int, plane: Plane) -> torch.Tensor:
         """A contiguous view [num_blocks, *plane.shape] of one layer."""
         part = self._part(plane)[layer].flatten()
+        if not plane.nbytes:
+            # The values of a group that has none: a view of nothing may begin anywhere.
+            return torch.empty(self._num_blocks, *plane.shape, dtype=torch_dtype(plane.dtype), device=part.device)
         return part.view(torch_dtype(plane.dtype)).view(self._num_blocks, *plane.shape)
 
     def get(self, block_id: int) -> torch.Tensor:
@@ -58,7 +61,7 @@ class BlockMemory:
         """[layers, num_blocks, plane.nbytes]. It begins at a multiple of 64, because planes do so in a record."""
         begin = plane.offset * self._num_blocks
         part = self._by_layer[:, begin : begin + plane.nbytes * self._num_blocks]
-        return part.view(-1, self._num_blocks, plane.nbytes)
+        return part.view(len(part), self._num_blocks, plane.nbytes)
 
 
 # Blocks that are decoded at a time: this bounds the float32 copies.
@@ -140,11 +143,22 @@ class KVPool:
                 if view is not None and values is not None:
                     view[block_ids, :, :, offsets] = values
 
+    def tokens(
+        self, layer: int, block_ids: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Keys and values [T, H, D] of single tokens at `offsets` [T] of blocks `block_ids` [T], as they are stored."""
+        found = []
+        for vectors, (codes, *others) in zip(self._formats, self._views[layer], strict=True):
+            taken = (None if view is None else view[block_ids, :, :, offsets] for view in others)
+            found.append(decode(Coded(codes[block_ids, :, offsets], *taken), vectors, dtype))
+        return found
+
     def gather(self, layer: int, block_ids: torch.Tensor, out: Iterable[torch.Tensor]) -> None:
         """Fills out, two times [H, len(block_ids) * block, D], with the keys and values of whole blocks."""
         for side, vectors, views in zip(out, self._formats, self._views[layer], strict=True):
-            target = side.view(side.shape[0], len(block_ids), -1, side.shape[-1])
-            _gather(views, vectors, block_ids, target)
+            if side.numel():
+                target = side.view(side.shape[0], len(block_ids), -1, side.shape[-1])
+                _gather(views, vectors, block_ids, target)
 
 
 def take_blocks(plane: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

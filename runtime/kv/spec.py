@@ -26,7 +26,7 @@ class KVSpec:
     @property
     def layout(self) -> RecordLayout:
         """Raises SettingError for a format that cannot hold the group's heads."""
-        return _layout(self.format, self.group.kv_heads, self.group.head_dim, self.block, self.group.rope_dim)
+        return _layout(self.format, self.group, self.block)
 
     @property
     def record_nbytes(self) -> int:
@@ -72,6 +72,10 @@ SCAN_TOKENS = 64
 # caches hold, because a step goes over them several times.
 STEP_NBYTES = 64 << 20
 CPU_STEP_NBYTES = 4 << 20
+# A CPU gathers states of less than this, and changes larger ones where they are, a few in one call.
+GATHERED_NBYTES = 256 << 10
+# States of a layer from which on a CPU's threads share a step of one token of each sequence.
+SHARED_STEP_NBYTES = 1 << 20
 # The format of a scan's states by that of keys. Every token's rounding stays in a state, so they keep more bits.
 _STATE_FORMATS = {"int8": "bf16", "int4": "int8"}
 _STATE_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -125,9 +129,15 @@ class StateSpec:
 
 
 @cache
-def _layout(kv_format: str, kv_heads: int, head_dim: int, block: int, rope_dim: int | None) -> RecordLayout:
+def _layout(kv_format: str, group: KVGroup, block: int) -> RecordLayout:
     try:
-        format = KVFormat.parse(kv_format) if rope_dim is None else KVFormat.of_latents(kv_format)
-        return RecordLayout.of(format, kv_heads, head_dim, block, rope_dim)
+        format = _kv_format(kv_format, group)
+        return RecordLayout.of(format, group.kv_heads, group.head_dim, block, group.value_dim)
     except FormatError as error:
         raise SettingError(str(error)) from None
+
+
+def _kv_format(kv_format: str, group: KVGroup) -> KVFormat:
+    if group.is_index:
+        return KVFormat.of_index_keys(kv_format)
+    return KVFormat.of_latents(kv_format) if group.is_latent else KVFormat.parse(kv_format)

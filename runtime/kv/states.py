@@ -62,14 +62,23 @@ class LayerStates:
 
 
 def _taken(memory: torch.Tensor, slots: Slots) -> torch.Tensor:
-    return memory.index_select(0, slots) if isinstance(slots, torch.Tensor) else memory[slots]
+    if not isinstance(slots, torch.Tensor):
+        return memory[slots]
+    if memory.is_contiguous():
+        return memory.index_select(0, slots)
+    # Whole slots are copied one after the other only where their memory is in order.
+    return memory.mT.index_select(0, slots).mT
 
 
 def _put(memory: torch.Tensor, slots: Slots, values: torch.Tensor | float) -> None:
-    if isinstance(slots, torch.Tensor):
-        memory.index_copy_(0, slots, torch.as_tensor(values).to(memory.dtype))
-    else:
+    if not isinstance(slots, torch.Tensor):
         memory[slots] = values
+        return
+    values = torch.as_tensor(values).to(memory.dtype)
+    if memory.is_contiguous() or values.dim() < 2:
+        memory.index_copy_(0, slots, values)
+    else:
+        memory.mT.index_copy_(0, slots, values.mT)
 
 
 class StatePool:

@@ -313,7 +313,13 @@ def _cache(
     states: StatePool | None,
 ) -> KVCache:
     pools = [
-        KVPool(spec, count, torch_device, None if offsets is None else offsets.of(spec.group), plan.deterministic)
+        KVPool(
+            spec,
+            count,
+            torch_device,
+            None if offsets is None or spec.group.is_index else offsets.of(spec.group),
+            plan.deterministic,
+        )
         for spec, count in zip(specs, plan.kv_blocks, strict=True)
     ]
     # One cache serves one model: keys and values depend on tokens and on these settings alone.

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention.protocol import AttentionBackend, AttentionCall
+from ..attention.protocol import AttentionBackend, AttentionCall, IndexQuery
 from ..engine.batch import Batch
 from ..settings.errors import UnsupportedModel
-from .latent_seam import EveryToken, latent_weights
+from .latent_seam import latent_weights
 from .llama4 import RESCALE
 
 _HONOURED = {"sliding_window", "softcap", "s_aux"}
@@ -106,9 +106,8 @@ def _attention(
     For latent attention key and value are latents [1, 1, T, R] and rotated keys [1, 1, T, P].
     Raises UnsupportedModel for a feature that moedge does not know.
     """
-    if isinstance(indices := features.pop("indices", None), EveryToken):
-        indices.check(packed.batch)
-    elif indices is not None:
+    index = features.pop("indices", None)
+    if not isinstance(index, IndexQuery | None):
         raise UnsupportedModel(f"{type(module).__name__} chooses tokens itself, which moedge cannot do for it")
     asked = {name for name, value in features.items() if value is not None}
     if unknown := asked - _HONOURED - _HARMLESS:
@@ -127,6 +126,7 @@ def _attention(
         softcap=features.get("softcap"),
         sinks=features.get("s_aux"),
         latent=latent_weights(module),
+        index=index,
     )
     if rescale := getattr(module, RESCALE, None):
         query = rescale(query, packed.positions)

@@ -16,7 +16,8 @@ from ..shape.families import SUPPORTED
 # The fields of a config that runtime/shape reads.
 _FIELDS = (
     "attention_chunk_size", "attention_k_eq_v", "conv_kernel", "conv_L_cache", "enable_moe_block",
-    "first_k_dense_replace", "global_attn_every_n_layers", "head_dim", "hidden_size", "index_topk",
+    "first_k_dense_replace", "global_attn_every_n_layers", "head_dim", "hidden_size", "index_head_dim",
+    "index_topk",
     "intermediate_size", "kv_lora_rank", "linear_conv_kernel_dim", "linear_head_dim", "linear_key_head_dim",
     "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "mamba_d_conv",
     "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_n_groups", "mamba_n_heads",

@@ -3,24 +3,26 @@
 transformers' own caches store the same: `expand_kv` is called after the cache was updated.
 
 Sparse attention (DeepSeek-AI, DeepSeek-V3.2, 2025) is latent attention with an indexer that chooses `index_topk` tokens
-for each token. No sequence is longer here (`ModelConfig.context`), so its choice is known without computing it.
+for each token. Indexers mix tokens, so their `forward` ends here before it does, and attention goes on from there.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..attention.protocol import LatentWeights
-from ..engine.batch import Batch
+from ..attention.protocol import IndexQuery, LatentWeights
 from ..settings.errors import UnsupportedModel
 from ..shape.config import ModelConfig
 
 
 def keep_latents(model: nn.Module, config: ModelConfig) -> None:
-    """Replaces `expand_kv` of every attention module; their parameters and names stay.
+    """Replaces `expand_kv` of every attention module, and `forward` of indexers; their parameters and names stay.
 
     Raises UnsupportedModel where the family's modules have none.
     """
@@ -32,28 +34,37 @@ def keep_latents(model: nn.Module, config: ModelConfig) -> None:
         )
     for module in modules:
         module.expand_kv = _as_they_are
-        if hasattr(module, "indexer"):
-            module.indexer = EveryToken(int(module.config.index_topk))
+        if (indexer := getattr(module, "indexer", None)) is not None:
+            indexer.forward = partial(_index, indexer, _rotation_of(indexer))
 
 
-class EveryToken(nn.Module):
-    """Replaces an indexer; modules give what it returns to the attention function as `indices`."""
+def _index(
+    indexer: Any, rotate: Any, hidden: torch.Tensor, queries: torch.Tensor, positions: Any, *args: Any, **kwargs: Any
+) -> IndexQuery:
+    """Replaces `forward` of an indexer: its projections, norm and rotation, without scores.
 
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
+    Modules give what it returns to the attention function as `indices`, and to layers that share their choice.
+    """
+    heads, rotated = indexer.n_heads, indexer.qk_rope_head_dim
+    q = indexer.wq_b(queries).unflatten(-1, (heads, indexer.head_dim))
+    k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
+    q_rotated, k_rotated = rotate(q[..., :rotated], k[..., :rotated], *positions, unsqueeze_dim=2)
+    q, k = (torch.cat([each, x[..., rotated:]], -1)[0] for each, x in ((q_rotated, q), (k_rotated, k)))
+    # The scale of products is positive, and so it may be one of their weights.
+    weights = indexer.weights_proj(hidden).float()[0] * (heads**-0.5 * indexer.softmax_scale)
+    return IndexQuery(int(indexer.layer_idx), q, k, weights, int(indexer.index_topk))
 
-    def check(self, batch: Batch) -> None:
-        """Raises UnsupportedModel where an indexer would leave tokens out."""
-        longest = max(chunk.past + chunk.count for chunk in batch.chunks)
-        if longest > self._limit:
-            raise UnsupportedModel(
-                f"a sequence has {longest} tokens, of which this model's indexer chooses {self._limit} (index_topk); "
-                "moedge does not compute its choice: give it shorter rows"
-            )
 
-    def forward(self, *args: Any, **kwargs: Any) -> EveryToken:
-        return self
+def _rotation_of(indexer: Any) -> Any:
+    """The function that an indexer's `forward` rotates with: families rotate pairs of elements, or of halves.
+
+    Raises UnsupportedModel for an indexer of another make.
+    """
+    code = inspect.unwrap(type(indexer).forward).__code__
+    found = [name for name in code.co_names if name.startswith("apply_rotary_pos_emb")]
+    if len(found) != 1 or not {"wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "relu"} <= set(code.co_names):
+        raise UnsupportedModel(f"{type(indexer).__name__} chooses tokens in a way that moedge does not know")
+    return getattr(sys.modules[type(indexer).__module__], found[0])
 
 
 def _as_they_are(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from ...offload.machine.hardware import num_workers
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import whole_vectors
-from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, TILE_NUMEL
+from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, ROWS, SCORED_NUMEL, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
 from ..shape.model_shape import ModelShape
@@ -112,7 +112,8 @@ class Widest:
     """The largest sizes that any layer has; activations are sized by them.
 
     `sums` is the width of attention's sums over the cache, of all heads; `expanded` that of one head's key and value
-    together where they are expanded from latents, else 0.
+    together where they are expanded from latents, else 0. `index` are the elements of an indexer's key, of which each
+    token attends to `chosen` tokens; 0 without one.
     """
 
     hidden: int
@@ -124,6 +125,8 @@ class Widest:
     num_experts: int
     sums: int
     expanded: int
+    index: int = 0
+    chosen: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape) -> Widest:
@@ -140,6 +143,8 @@ class Widest:
             max((each.count for each in experts), default=0),
             max([dense, *((group.query_heads or 0) * (group.head_dim + (group.rope_dim or 0)) for group in latent)]),
             max((_head_width(shape) + (group.rope_dim or 0) for group in latent), default=0),
+            max((group.head_dim for group in shape.kv_groups if group.is_index), default=0),
+            max((group.chosen or 0 for group in shape.kv_groups), default=0),
         )
 
 
@@ -170,7 +175,15 @@ def pass_nbytes(widest: Widest, dtype: str, num_tokens: int, num_sampled: int, l
     # Latents are restored in float32 and expanded, for at least one head at a time, with copies (attention/latent.py).
     latents = 2 * longest * widest.kv * 4 + max(EXPANDED_NBYTES, 4 * longest * widest.expanded * item)
     # One sequence of a prompt, keys and values twice.
-    return max(layer, logits) + 2 * gathered + (latents if widest.expanded else 0)
+    indexed = _indexed_nbytes(widest, num_tokens, longest) if longest > widest.chosen > 0 else 0
+    return max(layer, logits) + 2 * gathered + (latents if widest.expanded else 0) + indexed
+
+
+def _indexed_nbytes(widest: Widest, num_tokens: int, longest: int) -> int:
+    """Bytes of an indexer's choice (attention/sparse.py): products, scores and masks of a tile of rows, with the best
+    and their positions sorted out, the keys of a sequence twice, and what was chosen for every token."""
+    tile = min(num_tokens, ROWS) * (4 * 4 * longest + 3 * 4 * widest.chosen)
+    return 2 * 4 * SCORED_NUMEL + tile + 2 * 4 * longest * widest.index + 4 * num_tokens * widest.chosen
 
 
 def decoding_nbytes(widest: Widest, dtype: str, num_sequences: int, longest: int) -> int:

@@ -92,9 +92,13 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence: those that positions are made for or, with an indexer, that it chooses."""
-        positions = self.size("max_position_embeddings")
-        return min(positions, self.size("index_topk")) if self.family.model_type in INDEXED else positions
+        """Tokens of the longest sequence: those that positions are made for."""
+        return self.size("max_position_embeddings")
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether indexers choose the tokens that layers attend to."""
+        return self.family.model_type in INDEXED
 
     @property
     def num_experts(self) -> int | None:
@@ -245,6 +249,7 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if model_type in INDEXED:
         # All of one kind, which releases of transformers call otherwise.
         found.pop("layer_types", None)
+        found |= _indexer_types(values) if found.get("indexer_types") is None else {}
     if model_type in _NEVER_TIED:
         found["tie_word_embeddings"] = False
     if model_type == "nemotron_h":
@@ -256,6 +261,21 @@ def _as_now(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(kinds := found.get("layers_block_type"), list):
             found["num_hidden_layers"] = len(kinds)
     return found
+
+
+def _indexer_types(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Which layers choose tokens themselves, from the fields by which GLM's files say it; nothing where all do."""
+    pattern, every = values.get("index_topk_pattern"), values.get("index_topk_freq", 1)
+    num_layers = values.get("num_hidden_layers")
+    if isinstance(pattern, str) and set(pattern) <= set("FS"):
+        return {"indexer_types": ["full" if letter == "F" else "shared" for letter in pattern]}
+    if not isinstance(every, int) or every <= 1 or not isinstance(num_layers, int):
+        return {}
+    offset = values.get("index_skip_topk_offset", 2)
+    if not isinstance(offset, int):
+        raise out_of_range("index_skip_topk_offset", offset, "a number")
+    own = [max(layer - offset + 1, 0) % every == 0 for layer in range(min(num_layers, MAX_LAYERS))]
+    return {"indexer_types": ["full" if each else "shared" for each in own]}
 
 
 def _kimi_layers(inner: Mapping[str, Any], num_layers: object) -> dict[str, Any]:

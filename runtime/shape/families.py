@@ -38,8 +38,7 @@ SINCE = {
     "aria_text": "5.18", "bailing_hybrid": "5.23", "beam": "5.21", "flint": "5.21", "internlm3": "5.23",
     "iquestcoder": "5.23", "kolibri1": "5.20", "lfm3": "5.23",
 }  # fmt: skip
-# Those with an indexer that chooses `index_topk` tokens for each token to attend to: DeepSeek's sparse attention. In
-# sequences that are no longer it chooses all of them; longer ones do not run yet.
+# Those with an indexer that chooses `index_topk` tokens for each token to attend to: DeepSeek's sparse attention.
 INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
 # Those with latent attention (MLA): layers that attend cache a latent and a rotated key for all their heads.
 LATENT = INDEXED | {
@@ -49,7 +48,7 @@ LATENT = INDEXED | {
 # Model types that checkpoints name and transformers does not, and the family whose model they are.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 WANTING = {
-    "sparse attention: its indexer chooses tokens by keys of its own, which the paged cache does not store": (
+    "sparse attention: its indexer chooses tokens in another way than DeepSeek's": (
         "dots3_note_text", "glm5_next_text", "hy_v4", "mistral_large4_text",
     ),
     "no class for text alone in transformers": ("mistral4",),

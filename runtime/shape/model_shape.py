@@ -63,6 +63,9 @@ class KVGroup:
 
     Layers with latent attention have a `rope_dim`: they cache one latent of `head_dim` elements, and one rotated key of
     `rope_dim` elements, for all `query_heads`.
+
+    A group may also be the indexers of layers that are in another group (sparse attention): they cache one key of
+    `head_dim` elements and no value, and choose the `chosen` tokens that each token attends to.
     """
 
     layers: tuple[int, ...]
@@ -71,6 +74,18 @@ class KVGroup:
     window: int | None
     rope_dim: int | None = None
     query_heads: int | None = None
+    chosen: int | None = None
+
+    @property
+    def is_index(self) -> bool:
+        return self.chosen is not None
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of what is cached as a value; 0 for none."""
+        if self.is_index:
+            return 0
+        return self.head_dim if self.rope_dim is None else self.rope_dim
 
     @property
     def is_latent(self) -> bool:

@@ -18,9 +18,9 @@ from .states import RECURRENT, attends, is_convolution, state_groups
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
-# Tensors that no pass needs: indexers of sparse attention, whose choice is every token (families.py), and decays of
-# lightning attention, which a model computes itself.
-_UNUSED = re.compile(r"\.(indexer\.|(slope_rate|query_decay|key_decay|diagonal_decay)$)")
+# Tensors that no pass needs: decays of lightning attention, which a model computes itself.
+_UNUSED = re.compile(r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$")
+_INDEXER = re.compile(r"(^|\.)indexer\.wk\.weight$")
 _ROUTER = re.compile(r"(^|\.)(gate|gate\.wg|shared_expert_gate|router|router\.\w+)\.weight$")
 _DOWN = re.compile(r"(^|\.)(down_proj|w2|fc2|output_linear)(\.weight)?$")
 _OPTION_OF = {each.safetensors: name for name, each in OPTION_DTYPES.items()}
@@ -140,7 +140,7 @@ def model_shape(
         vocab=vocab,
         context=config.context,
         layers=tuple(_layer(index, layers[index], config, found) for index in range(num_layers)),
-        kv_groups=kv_groups(config, _attending(config, layers)),
+        kv_groups=kv_groups(config, _attending(config, layers), _indexing(layers)),
         head=None if tied or head is None else Matrix("lm_head", head.shape[0], head.shape[1]),
         resident_numel=sum(entry.numel for entry in outside.values() if entry not in (head, embedding)),
         stored=stored_formats(found, tensors),
@@ -196,14 +196,27 @@ def _attending(config: ModelConfig, layers: Mapping[int, Mapping[str, TensorEntr
     return [index for index, tensors in sorted(layers.items()) if not hybrid or attends(tensors)]
 
 
-def kv_groups(config: ModelConfig, attending: Iterable[int] | None = None) -> tuple[KVGroup, ...]:
-    """Layers that attend, by default all, grouped by what their cache must hold, in the order of their first layer."""
+def _indexing(layers: Mapping[int, Mapping[str, TensorEntry]]) -> list[int]:
+    """The layers that have an indexer; others of the same model attend to what one before them has chosen."""
+    return [index for index, tensors in sorted(layers.items()) if any(map(_INDEXER.search, tensors))]
+
+
+def kv_groups(
+    config: ModelConfig, attending: Iterable[int] | None = None, indexing: Iterable[int] = ()
+) -> tuple[KVGroup, ...]:
+    """Layers that attend, by default all, grouped by what their cache must hold, in the order of their first layer.
+
+    The last group are the layers that are `indexing`, if there are any.
+    """
     groups: dict[tuple[int, int, int | None], list[int]] = defaultdict(list)
     for layer in range(config.size("num_hidden_layers")) if attending is None else attending:
         key = kv_heads(config, layer), head_dim(config, layer), window(config, layer)
         groups[key].extend(attention_modules(config, layer))
     latent = (rope_dim(config), config.size("num_attention_heads")) if config.is_latent else ()
-    return tuple(KVGroup(tuple(layers), *key, *latent) for key, layers in groups.items())
+    found = [KVGroup(tuple(layers), *key, *latent) for key, layers in groups.items()]
+    if config.is_indexed and (layers := tuple(indexing)):
+        found.append(KVGroup(layers, 1, config.size("index_head_dim"), None, chosen=config.size("index_topk")))
+    return tuple(found)
 
 
 def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, found: ModelTensors) -> LayerShape:
@@ -217,8 +230,8 @@ def _layer(index: int, tensors: Mapping[str, TensorEntry], config: ModelConfig, 
     matrices = tuple(
         Matrix(
             name.removesuffix(".weight"), entry.shape[0], entry.shape[1], *_stored_as([entry], found),
-            # Attention multiplies queries and sums of latents with parts of this one.
-            unpacked=config.is_latent and name.endswith("kv_b_proj.weight"),
+            # Attention multiplies queries and sums of latents with parts of the one; the other is small, and decides.
+            unpacked=config.is_latent and name.endswith(("kv_b_proj.weight", "indexer.weights_proj.weight")),
         )
         for name, entry in sorted(dense.items())
     )  # fmt: skip

@@ -57,7 +57,7 @@ class KeyOffsets:
         return sha256(b"".join(self.layers[layer].numpy().tobytes() for layer in sorted(self.layers))).hexdigest()[:16]
 
     def of(self, group: KVGroup) -> torch.Tensor:
-        """The offsets of a layer group, [layers of the group, H, D]."""
+        """The offsets of a layer group that attends, [layers of the group, H, D]."""
         return torch.stack([self.layers[layer] for layer in group.layers])
 
 
@@ -92,9 +92,8 @@ def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
     path = store / FILE
     if not path.is_file():
         return None
-    wanted = {
-        f"layers.{layer}": (group.kv_heads, group.head_dim) for group in shape.kv_groups for layer in group.layers
-    }
+    groups = [group for group in shape.kv_groups if not group.is_index]
+    wanted = {f"layers.{layer}": (group.kv_heads, group.head_dim) for group in groups for layer in group.layers}
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -102,5 +101,5 @@ def kept(store: Path, shape: ModelShape) -> KeyOffsets | None:
     sound = all(tensor.dtype == torch.float32 and bool(tensor.isfinite().all()) for tensor in tensors.values())
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted or not sound:
         raise BadStore(f"{path} belongs to another model or is damaged; delete it, and it is measured again")
-    layers = sorted(layer for group in shape.kv_groups for layer in group.layers)
+    layers = sorted(layer for group in groups for layer in group.layers)
     return KeyOffsets({layer: tensors[f"layers.{layer}"] for layer in layers})

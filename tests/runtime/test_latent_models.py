@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import torch
 from moedge.quant.kv.codec import decode, encode, rotation
 from moedge.quant.kv.format import VECTOR_FORMATS
 from moedge.runtime.attention.latent import LatentAttention
-from moedge.runtime.attention.protocol import LatentWeights
+from moedge.runtime.attention.protocol import AttentionCall, IndexQuery, LatentWeights
+from moedge.runtime.attention.sparse import TokenChooser
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import load_engine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.errors import UnsupportedModel
 from moedge.runtime.settings.settings import Settings
-from moedge.runtime.shape.families import LATENT
+from moedge.runtime.shape.families import INDEXED, LATENT
 from moedge.runtime.source.model_source import open_source
 from support.family_run import LENGTHS, NEW_TOKENS, prompts
 from support.heldout import predict
@@ -55,6 +56,7 @@ def test_tokens_are_those_of_transformers(
             generated = sum(len(sequence.output_ids) - 1 for sequence in sequences) + LENGTHS.count(1)
             assert generated > len(LENGTHS) * NEW_TOKENS / 2
             assert backend.num_absorbed >= layers * generated
+            assert (backend.chooser.num_chosen > 0) == (family in INDEXED)
             chunks = backend.num_expanded // layers
             assert chunks > len(LENGTHS) if tokens_per_pass == 16 else chunks == len(LENGTHS) - LENGTHS.count(1)
         found.append([sequence.output_ids for sequence in sequences])
@@ -64,16 +66,25 @@ def test_tokens_are_those_of_transformers(
         assert [tokens[row] for tokens in found] == [wanted[0, len(ids) :].tolist()] * 2
 
 
-@pytest.mark.parametrize("count", [256, 257])
-def test_a_sequence_that_an_indexer_would_choose_from_is_refused(count: int, checkpoint: Callable[[str], Path]) -> None:
-    ids = torch.randint(5, 380, (count,), generator=torch.Generator().manual_seed(4)).tolist()
-    with closing(load(checkpoint("glm_moe_dsa"), tokens_per_pass=512, max_sequences=2)) as loaded:
-        loaded.engine.add(Sequence(ids, SamplingParams(1), frozenset({2})))
-        if count == 256:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tokens_that_an_indexer_does_not_choose_are_left_out(
+    deterministic: bool,
+    checkpoint: Callable[[str], Path],
+    stock: Callable[[Path], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: attention to all tokens gives others, from the one on that reaches back farther."""
+    ids = torch.randint(5, 380, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    model, found = stock(checkpoint("glm_moe_dsa")), []
+    wanted = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    for leaves_out in (AttentionCall.leaves_out, lambda self, length: False):
+        monkeypatch.setattr(AttentionCall, "leaves_out", leaves_out)
+        with closing(load(checkpoint("glm_moe_dsa"), deterministic=deterministic)) as loaded:
+            sequence = Sequence(ids, SamplingParams(NEW_TOKENS), frozenset({2}))
+            loaded.engine.add(sequence)
             list(loaded.engine.run())
-        else:
-            with pytest.raises(UnsupportedModel, match="a sequence has 257 tokens, of which this model's indexer"):
-                list(loaded.engine.run())
+            found.append(sequence.output_ids)
+    assert found[0] == wanted[0, len(ids) :].tolist() != found[1]
 
 
 def predicted(folder: Path, kv: str) -> torch.Tensor:
@@ -102,8 +113,11 @@ def quantized(x: torch.Tensor, kv: str, *, rotate: bool) -> torch.Tensor:
 def test_quantized_latents_lose_at_most_twice_what_the_keys_and_values_of_all_heads_do(
     kv: str, family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same model: random ones differ much in what a small error becomes on its way through the layers."""
-    folder, expand = checkpoint(family), LatentWeights.expand
+    """In the same model: random ones differ much in what a small error becomes on its way through the layers.
+
+    Where an indexer chooses tokens, its keys are in 8 bits on both sides: a choice is not rounded but made otherwise.
+    """
+    folder, expand, store = checkpoint(family), LatentWeights.expand, TokenChooser.store
     exact = predicted(folder, "fp32")
     latents = divergence(exact, predicted(folder, kv))
 
@@ -111,7 +125,11 @@ def test_quantized_latents_lose_at_most_twice_what_the_keys_and_values_of_all_he
         keys, values = expand(self, *rest)
         return quantized(keys, kv, rotate=True), quantized(values, kv, rotate=False)
 
+    def store_rounded(self: TokenChooser, index: IndexQuery, batch: Any) -> None:
+        store(self, replace(index, k=quantized(index.k, "int8", rotate=True)), batch)
+
     monkeypatch.setattr(LatentWeights, "expand", rounded)
+    monkeypatch.setattr(TokenChooser, "store", store_rounded)
     assert 0 < latents <= 2 * divergence(exact, predicted(folder, "fp32"))
 
 

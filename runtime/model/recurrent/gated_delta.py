@@ -5,7 +5,7 @@ Kimi Delta Attention (Kimi Team, Kimi Linear, 2025), of Kimi Linear and Ling, ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,35 +64,48 @@ def _replaced(states: PassStates, layer: int, chunks: Function, recurrent: Funct
             return out, after
 
         def step(rows: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v, decay, strength = rows
             if state.device.type == "cpu":
-                return delta_step(rows, state, use_qk_l2norm_in_kernel), state
+                return delta_step(rows, state).to(value.dtype), state
+            q, k, v, decay, strength = rows
             out, after = recurrent(q, k, v, g=decay, beta=strength, initial_state=state, **same)
             return out, after
 
-        return states.run(states.pool.recurrent(layer), (query, key, value, g, beta), scan, step), None
+        def prepare(rows: Any) -> Any:
+            on_cpu = value.device.type == "cpu"
+            return delta_operands(rows, use_qk_l2norm_in_kernel) if on_cpu else rows
+
+        inputs = (query, key, value, g, beta)
+        return states.run(states.pool.recurrent(layer), inputs, scan, step, prepare), None
 
     return forward
 
 
-def delta_step(rows: Any, state: torch.Tensor, normalized: bool) -> torch.Tensor:
-    """One token of n sequences, as both rules get it -> [n, 1, H, V]; changes `state` [n, H, K, V] in place.
+def delta_operands(rows: Any, normalized: bool) -> tuple[torch.Tensor, ...]:
+    """What `delta_step` multiplies, in float32, of one token of n sequences, as both rules get it.
+
+    Queries and keys [n, H, 2, K], values [n, H, V], decays [n, H, 1] or [n, H, K] and, [n, H, 1], strengths and the
+    products of each query with its key.
+    """
+    q, k, v, decay, strength = (row.squeeze(1).float() for row in rows)
+    both = torch.stack((q, k), 2)
+    if normalized:
+        both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + 1e-6)
+    both[:, :, 0] *= both.shape[-1] ** -0.5
+    overlap = (both[:, :, 0] * both[:, :, 1]).sum(-1, keepdim=True)
+    both, overlap = (each.repeat_interleave(v.shape[1] // each.shape[1], 1) for each in (both, overlap))
+    return both, v, decay.exp().view(*v.shape[:2], -1), strength.unsqueeze(-1), overlap
+
+
+def delta_step(operands: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    """One token of n sequences, of which it gets `delta_operands`, -> [n, 1, H, V]; changes `state` [n, H, K, V].
 
     transformers' code makes five copies of the state, this none: with S' = exp(g) S + k d^T, where d is what k does not
     yet read right, the output S'^T q is exp(g) S^T q + (k . q) d. So one product reads S for q and for k. There is a
     decay for each head, or for each element of its keys (Kimi).
     """
-    q, k, v, decay, strength = (row.squeeze(1).float() for row in rows)
-    n, heads, keys, values = state.shape
-    both = torch.stack((q, k), 2)
-    if normalized:
-        both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + 1e-6)
-    both[:, :, 0] *= keys**-0.5
-    both = both.repeat_interleave(heads // both.shape[1], 1).flatten(0, 1)
-    own = state.view(n * heads, keys, values).mul_(decay.exp().view(n * heads, -1, 1))
+    both, v, decay, strength, overlap = (each.flatten(0, 1) for each in operands)
+    own = state.view(-1, *state.shape[2:]).mul_(decay.unsqueeze(-1))
     read = torch.bmm(both, own)
-    missing = ((v.flatten(0, 1) - read[:, 1]) * strength.view(-1, 1)).unsqueeze(1)
-    own.baddbmm_(both[:, 1].unsqueeze(-1), missing)
-    overlap = (both[:, 0] * both[:, 1]).sum(-1, keepdim=True)
-    out: torch.Tensor = (read[:, 0] + overlap * missing.squeeze(1)).view(n, 1, heads, values).to(rows[0].dtype)
-    return out
+    missing = (v - read[:, 1]) * strength
+    own.baddbmm_(both[:, 1].unsqueeze(-1), missing.unsqueeze(1))
+    return torch.addcmul(read[:, 0], overlap, missing).view(len(state), 1, -1, v.shape[-1])

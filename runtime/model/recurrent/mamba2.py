@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,9 @@ def chunk_scan(states: PassStates, layer: int, known: Mapping[str, Callable[...,
             return out.to(x.dtype), after
 
         def step(rows: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            own_x, own_dt, own_b, own_c = (row.squeeze(1) for row in rows)
             if state.device.type == "cpu":
-                own_dt = own_dt + dt_bias.to(own_dt.dtype)
-                own_dt = F.softplus(own_dt) if dt_softplus else own_dt
-                out = ssm_step((own_x, own_dt, own_b, own_c), state, A)
-                return (out.to(x.dtype) + own_x * D.view(-1, 1)).to(x.dtype).unsqueeze(1), state
+                return ssm_step(rows, state), state
+            own_x, own_dt, own_b, own_c = (row.squeeze(1) for row in rows)
             heads, width, size = state.shape[1:]
             by_channel = (heads, width)
             # It changes the state in place.
@@ -58,20 +55,37 @@ def chunk_scan(states: PassStates, layer: int, known: Mapping[str, Callable[...,
             )  # fmt: skip
             return out.unsqueeze(1).to(x.dtype), state
 
-        return states.run(states.pool.recurrent(layer), (x, dt, B, C), scan, step)
+        def prepare(rows: Any) -> Any:
+            if x.device.type != "cpu":
+                return rows
+            own_x, own_dt, own_b, own_c = (row.squeeze(1) for row in rows)
+            own_dt = own_dt + dt_bias.to(dt.dtype)
+            return ssm_operands((own_x, F.softplus(own_dt) if dt_softplus else own_dt, own_b, own_c), A, D)
+
+        return states.run(states.pool.recurrent(layer), (x, dt, B, C), scan, step, prepare)
 
     return forward
 
 
-def ssm_step(rows: Any, state: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-    """One token of n sequences: x [n, H, P], dt [n, H], B and C [n, G, N] -> [n, H, P] in float32.
+def ssm_operands(rows: Any, A: torch.Tensor, D: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `ssm_step` multiplies of one token of n sequences: x [n, H, P], dt [n, H], B and C [n, G, N].
+
+    In float32 what is fed [n, H, P, 1] and decays [n, H, 1, 1], B [n, H, 1, N] and C [n, H, N, 1]; x times D [n, H, P].
+    """
+    x, dt, b, c = (row.float() for row in rows)
+    b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], 1) for each in (b, c))
+    fed, decay = x * dt.unsqueeze(-1), (dt * A.float()).exp()
+    return fed.unsqueeze(-1), decay.view(*decay.shape, 1, 1), b.unsqueeze(2), c.unsqueeze(3), rows[0] * D.view(-1, 1)
+
+
+def ssm_step(operands: Sequence[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    """One token of n sequences, of which it gets `ssm_operands`, -> [n, 1, H, P] in the dtype of x.
 
     Changes `state` [n, H, P, N] in place: exp(dt A) S + dt x B^T, of which C reads the output. transformers' code makes
     three copies of it.
     """
-    x, dt, b, c = (row.float() for row in rows)
-    n, heads, width, size = state.shape
-    b, c = (each.repeat_interleave(heads // each.shape[1], 1).reshape(-1, size, 1) for each in (b, c))
-    own = state.view(n * heads, width, size).mul_((dt * A.float()).exp().view(-1, 1, 1))
-    own.baddbmm_((x * dt.unsqueeze(-1)).reshape(-1, width, 1), b.transpose(1, 2))
-    return torch.bmm(own, c).view(n, heads, width)
+    fed, decay, b, c, skipped = (each.flatten(0, 1) for each in operands)
+    own = state.view(-1, *state.shape[2:]).mul_(decay)
+    own.baddbmm_(fed, b)
+    out = torch.bmm(own, c).squeeze(-1).to(skipped.dtype) + skipped
+    return out.view(len(state), 1, *state.shape[1:3])

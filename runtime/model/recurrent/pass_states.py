@@ -12,17 +12,21 @@ from itertools import pairwise, zip_longest
 
 import torch
 
+from ....offload.machine.hardware import num_workers
 from ....quant.kernels.upload import upload
+from ....quant.matmul.thread_pool import WorkerPool
 from ...engine.batch import Batch, Chunk
-from ...kv.spec import CPU_STEP_NBYTES, SCAN_CHUNK, SCANNED_TOKENS, STEP_NBYTES
+from ...kv.spec import CPU_STEP_NBYTES, GATHERED_NBYTES, SCAN_CHUNK, SCANNED_TOKENS, SHARED_STEP_NBYTES, STEP_NBYTES
 from ...kv.states import NO_SLOT, LayerStates, Slots, StatePool
 
 # Tokens [1, t, ...] of one sequence and its state [1, ...], or None at its beginning, to outputs [1, t, ...] and the
 # state after them. It must not change the state that it gets, which others may begin with too.
 Scan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 # One token [n, 1, ...] of n sequences and their states [n, ...] to outputs [n, 1, ...] and the new states, which best
-# are the ones that it got, changed in place.
+# are the ones that it got, changed in place. Threads call it for several sequences each.
 Step = Callable[[Sequence[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# What a step gets instead of tokens [n, 1, ...], [n, ...]: it is computed for all sequences in one call.
+Prepare = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +61,22 @@ class _Turn:
     rows: torch.Tensor
     order: torch.Tensor
     slots: list[int]
-    _parts: dict[int, list[_Part]] = field(default_factory=dict)
+    _parts: dict[tuple[int, bool], list[_Part]] = field(default_factory=dict)
 
-    def parts(self, together: int) -> list[_Part]:
-        """The turn in calls of up to `together` sequences; slots that follow one another need not be gathered."""
-        if together not in self._parts:
-            found = []
-            for begin in range(0, len(self.slots), together):
-                slots = self.slots[begin : begin + together]
-                follow = slots[-1] - slots[0] == len(slots) - 1
-                chosen = slice(slots[0], slots[-1] + 1) if follow else upload(torch.tensor(slots), self.rows.device)
-                found.append(_Part(begin, begin + len(slots), chosen))
-            self._parts[together] = found
-        return self._parts[together]
+    def parts(self, together: int, gathered: bool) -> list[_Part]:
+        """The turn in calls of up to `together` sequences; their slots follow one another, or are `gathered`."""
+        key = (together, gathered)
+        if key not in self._parts:
+            ends = [0, *(i for i, (a, b) in enumerate(pairwise(self.slots), 1) if b != a + 1 and not gathered)]
+            bounds = [each for a, b in pairwise([*ends, len(self.slots)]) for each in range(a, b, together)]
+            self._parts[key] = [self._part(a, b) for a, b in pairwise([*bounds, len(self.slots)])]
+        return self._parts[key]
+
+    def _part(self, begin: int, end: int) -> _Part:
+        slots = self.slots[begin:end]
+        if slots[-1] - slots[0] == len(slots) - 1:
+            return _Part(begin, end, slice(slots[0], slots[-1] + 1))
+        return _Part(begin, end, upload(torch.tensor(slots), self.rows.device))
 
 
 class PassStates:
@@ -87,6 +94,7 @@ class PassStates:
         self.pool: StatePool | None = None
         self.tiled = self.stepwise = False
         self.num_scans = self.num_steps = self.num_stepped = 0
+        self._workers: WorkerPool | None = None
         self._pieces: list[_Piece] = []
         self._begun: list[tuple[int, int]] = []
         self._turns: list[_Turn] = []
@@ -113,14 +121,21 @@ class PassStates:
     def _stepped(self, chunk: Chunk) -> range:
         return range(chunk.begin + self._scanned(chunk), chunk.end)
 
-    def _together(self, states: LayerStates, device: torch.device) -> int:
-        """Sequences whose next tokens one call computes."""
+    def _together(self, states: LayerStates, count: int, shared: bool, device: torch.device) -> int:
+        """Sequences whose next tokens one call computes, where `count` have one and threads may share the calls."""
         if self.tiled:
             return 1
-        nbytes = CPU_STEP_NBYTES if device.type == "cpu" else STEP_NBYTES
-        return max(1, nbytes // states.slot_nbytes)
+        most = (CPU_STEP_NBYTES if device.type == "cpu" else STEP_NBYTES) // states.slot_nbytes
+        return max(1, min(most, -(-count // num_workers()) if shared else most))
 
-    def run(self, states: LayerStates, inputs: Sequence[torch.Tensor], scan: Scan, step: Step) -> torch.Tensor:
+    def run(
+        self,
+        states: LayerStates,
+        inputs: Sequence[torch.Tensor],
+        scan: Scan,
+        step: Step,
+        prepare: Prepare = lambda rows: rows,
+    ) -> torch.Tensor:
         """Outputs [1, T, ...] of a layer's function for `inputs` [1, T, ...]; zeros for rows behind the pass's tokens.
 
         `states` are the layer's, which it replaces by those after the pass.
@@ -139,7 +154,12 @@ class PassStates:
         for source, target in self._begun:
             states[target] = states[source]
         for turn in self._turns:
-            result = self._step(turn, states, inputs, step)
+            rows = [each[0].index_select(0, turn.rows).unsqueeze(1) for each in inputs]
+            if self.tiled:
+                # An exponential at the end of a vector may have other bits than one inside.
+                result = self._step(turn, states, rows, lambda row, state: step(prepare(row), state))
+            else:
+                result = self._step(turn, states, prepare(rows), step)
             if len(turn.slots) == length:
                 # The whole pass: reading it in the order of rows is faster than writing it there.
                 return result.index_select(0, turn.order).transpose(0, 1)
@@ -148,19 +168,35 @@ class PassStates:
         assert out is not None, "a pass has tokens"
         return out
 
-    def _step(self, turn: _Turn, states: LayerStates, inputs: Sequence[torch.Tensor], step: Step) -> torch.Tensor:
-        """Outputs [n, 1, ...] of one token of each sequence of the turn."""
-        rows = [each[0].index_select(0, turn.rows).unsqueeze(1) for each in inputs]
-        results = []
-        for part in turn.parts(self._together(states, turn.rows.device)):
+    def _step(self, turn: _Turn, states: LayerStates, rows: Sequence[torch.Tensor], step: Step) -> torch.Tensor:
+        """Outputs [n, 1, ...] of one token of each sequence of the turn, of which `rows` has what the step gets."""
+        device, count = turn.rows.device, len(turn.slots)
+        shared = device.type == "cpu" and count * states.slot_nbytes >= SHARED_STEP_NBYTES
+        gathered = device.type != "cpu" or states.slot_nbytes < GATHERED_NBYTES
+        parts = turn.parts(self._together(states, count, shared, device), gathered)
+        results: list[torch.Tensor] = [turn.rows] * len(parts)
+
+        def compute(index: int, worker: int) -> None:
+            part = parts[index]
             before = states[part.slots]
-            result, after = step([row[part.begin : part.end] for row in rows], before)
+            results[index], after = step([row[part.begin : part.end] for row in rows], before)
             if not states.holds(after):
                 states[part.slots] = after
-            results.append(result)
-            self.num_steps += 1
-        self.num_stepped += len(turn.slots)
+
+        if shared and len(parts) > 1:
+            # A thread takes one part after the other, with torch on that thread alone.
+            self._pool_of_threads().run(range(len(parts)), compute, deterministic=True)
+        else:
+            for index in range(len(parts)):
+                compute(index, 0)
+        self.num_steps += len(parts)
+        self.num_stepped += count
         return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _pool_of_threads(self) -> WorkerPool:
+        if self._workers is None:
+            self._workers = WorkerPool(num_workers())
+        return self._workers
 
 
 def _like(out: torch.Tensor | None, result: torch.Tensor, length: int) -> torch.Tensor:

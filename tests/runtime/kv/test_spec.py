@@ -39,6 +39,15 @@ def test_bytes_per_token_of_latents(name: str, layers: int, parameters: float) -
     assert KVSpec(group, "bf16").record_nbytes == 32 * 1152
 
 
+@pytest.mark.parametrize(
+    ("kv", "nbytes"), [("bf16", 256), ("fp32", 512), ("int8", 130), ("int8/int4", 130), ("int4", 130)]
+)
+def test_bytes_per_token_of_an_indexer(kv: str, nbytes: int) -> None:
+    """Of DeepSeek-V3.2: one key of 128 elements, which keeps 8 bits, and no value."""
+    spec = KVSpec(KVGroup((0, 1), 1, 128, None, chosen=2048), kv)
+    assert spec.token_nbytes == 2 * nbytes
+
+
 @pytest.mark.parametrize(("kv", "share"), [("bf16", 0), ("int8", 2 / 130), ("int4", 8 / 72)])
 def test_share_of_scales(kv: str, share: float) -> None:
     """For each head of 128 elements: int8 has one of 16 bits, int4 two groups with a scale and a zero each."""

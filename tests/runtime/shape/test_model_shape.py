@@ -26,7 +26,7 @@ from moedge.runtime.shape import families
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.families import INDEXED, MOE, SINCE, SUPPORTED
 from moedge.runtime.shape.formula import shape_of_config
-from moedge.runtime.shape.model_shape import ModelShape
+from moedge.runtime.shape.model_shape import KVGroup, ModelShape, shape_from_json, shape_to_json
 from moedge.runtime.shape.read import model_shape
 from moedge.runtime.shape.shards import model_shards
 from moedge.runtime.shape.states import is_convolution
@@ -83,12 +83,25 @@ def test_a_checkpoint_that_calls_itself_kimi_k2_is_deepseek_v3(
 
 
 @pytest.mark.parametrize("family", sorted(INDEXED))
-def test_an_indexer_bounds_the_context_and_is_not_read(family: str, checkpoint: Callable[[str], Path]) -> None:
-    with Checkpoint(checkpoint(family)) as files:
-        assert any(".indexer." in name for name in files.entries)
+def test_an_indexer_has_keys_of_its_own(family: str, checkpoint: Callable[[str], Path]) -> None:
     shape = read(checkpoint(family))
-    assert shape.context == 256 < tiny_config(family).max_position_embeddings
-    assert not any("indexer" in matrix.name for layer in shape.layers for matrix in layer.dense)
+    layers = (0, 2) if family == "glm_moe_dsa" else (0, 1, 2, 3)
+    latents, indexers = shape.kv_groups
+    assert latents.layers == (0, 1, 2, 3)
+    assert indexers == KVGroup(layers, 1, 32, None, chosen=24)
+    assert shape.context == tiny_config(family).max_position_embeddings
+    assert shape_from_json(json.loads(json.dumps(shape_to_json(shape)))) == shape
+    unpacked = {matrix.name for layer in shape.layers for matrix in layer.dense if matrix.unpacked}
+    assert unpacked == {"self_attn.kv_b_proj", "self_attn.indexer.weights_proj"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"index_topk_freq": 4, "index_skip_topk_offset": 3}, {"index_topk_pattern": "FSSF"}, {}]
+)
+def test_which_layers_have_an_indexer_is_what_transformers_says(fields: dict[str, Any]) -> None:
+    values = {"model_type": "glm_moe_dsa", "num_hidden_layers": 4, **fields}
+    wanted = CONFIG_MAPPING["glm_moe_dsa"](num_hidden_layers=4, **fields).indexer_types
+    assert (ModelConfig(values).get("indexer_types") or ["full"] * 4) == wanted
 
 
 def test_layers_of_kimi_linear_count_from_1_in_its_files() -> None:
@@ -142,6 +155,11 @@ def check_heads(shape: ModelShape, layers: Any) -> None:
             assert [one.layer_idx for one in modules] == list(group.layers)
             sizes = {(one.kv_lora_rank, one.qk_rope_head_dim, one.num_heads) for one in modules}
             assert sizes == {(group.head_dim, group.rope_dim, group.query_heads)}
+            continue
+        if group.is_index:
+            indexers = [one.indexer for one in modules if one.indexer is not None]
+            assert [one.layer_idx for one in indexers] == list(group.layers)
+            assert {(one.head_dim, one.index_topk) for one in indexers} == {(group.head_dim, group.chosen)}
             continue
         for index in group.layers:
             attention = getattr(layers[index], "self_attn", None) or layers[index].mixer
