@@ -37,16 +37,6 @@ inline float float_of(int64_t bits) {
     return number;
 }
 
-inline void to_bf16(vf x, uint16_t* to) {
-#if MOEDGE_LEVEL >= 3
-    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x));
-#else
-    float lanes[W];
-    store(lanes, x);
-    for (int i = 0; i < W; i++) to[i] = float_to_bf16(lanes[i]);
-#endif
-}
-
 // The weights of a norm, at W elements; `plus_one` where 1 + weight multiplies.
 inline vf norm_weight(const uint16_t* weight, int64_t at, bool plus_one) {
     const vf found = from_bf16(weight + at);

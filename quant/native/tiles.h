@@ -404,12 +404,7 @@ inline void put_row(const uint16_t* from, int64_t columns, int64_t row, int64_t 
 }
 
 inline void round_all(const float* from, uint16_t* to) {
-#if MOEDGE_LEVEL >= 3
-    for (int v = 0; v < VECTORS; v++)
-        _mm256_storeu_si256((__m256i*)(to + v * W), (__m256i)_mm512_cvtneps_pbh(load(from + v * W)));
-#else
-    for (int i = 0; i < OUTPUTS; i++) to[i] = float_to_bf16(from[i]);
-#endif
+    for (int v = 0; v < VECTORS; v++) to_bf16(load(from + v * W), to + v * W);
 }
 
 }  // namespace
