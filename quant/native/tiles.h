@@ -19,7 +19,7 @@ namespace {
 
 constexpr int OUTPUTS = 32, CHUNK = 32;
 // Rows that one sweep over a tile's codes serves: their inputs and sums stay in a core's second and first cache.
-constexpr int64_t MOST_ROWS = 128;
+constexpr int64_t MOST_ROWS = MOEDGE_MOST_ROWS;
 // Bytes of codes that are requested before they are multiplied.
 constexpr int64_t AHEAD = 4096;
 // Longer groups are summed in parts of this many columns, each of which is scaled.

@@ -133,7 +133,8 @@ class Plan:
     - `workspace_nbytes`, `activations_nbytes` and `slack_nbytes` are what a pass computes with.
     - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
       A prompt is cut at multiples of `prompt_cut`.
-    - `free_nbytes` of the host's budget are of no use to this job.
+    - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
+      else could use. `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
     - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
@@ -165,6 +166,7 @@ class Plan:
     slack_nbytes: int
     states_nbytes: int = 0
     prompt_cut: int = 1
+    fused_nbytes: int = 0
     free_nbytes: int = 0
     grouped_experts: bool = False
     stores_by_kernel: bool = False
@@ -193,7 +195,8 @@ class Plan:
     def used_nbytes(self) -> int:
         """Bytes of the tier that computes."""
         sequences = self.kv_nbytes + self.states_nbytes
-        return self.fixed_nbytes + self.scratch_nbytes + sequences + self.held_nbytes + self.placement.ring_nbytes
+        weights = self.held_nbytes + self.placement.ring_nbytes
+        return self.fixed_nbytes + self.scratch_nbytes + self.fused_nbytes + sequences + weights
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

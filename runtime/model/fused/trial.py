@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ....quant.matmul.matmul import ParallelMatmul
-from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.library import available
 from ...attention.protocol import AttentionCall
 from ...engine.batch import Batch, pack
@@ -51,11 +50,12 @@ class Record:
 
 
 def fuse(
-    runner: Any, layers: Sequence[nn.Module], vocab: int, compute: ParallelMatmul, nbytes: int
+    runner: Any, layers: Sequence[nn.Module], vocab: int, compute: ParallelMatmul, nbytes: int, most_rows: int
 ) -> list[FusedLayer]:
     """Replaces `forward` of the decoder layers that the library's steps compute, and returns what replaces them.
 
-    `runner` is the model's ModelRunner, whose weights are all held in memory; `nbytes` may be taken for buffers.
+    `runner` is the model's ModelRunner, whose weights are all held in memory; `nbytes` may be taken for buffers of at
+    most `most_rows` rows.
     """
     if not available() or compute.deterministic or compute.device.type != "cpu" or compute.integer:
         return []
@@ -64,7 +64,7 @@ def fuse(
     with torch.inference_mode():
         found = {index: parts for index, layer in enumerate(layers) if (parts := parts_of(layer))}
         kinds = len({Buffers.key(parts) for parts in found.values()})
-        rows = {index: min(MOST_ROWS, nbytes // kinds // Buffers.nbytes(parts)) for index, parts in found.items()}
+        rows = {index: min(max(most_rows, _TOKENS), nbytes // kinds // Buffers.nbytes(parts)) for index, parts in found.items()}
         found = {index: parts for index, parts in found.items() if rows[index] >= _TOKENS}
         if not found:
             return []
