@@ -243,8 +243,9 @@ class Loading:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
         if self.memory.streamed:
             return []
-        vocab, compute = self.source.shape.vocab, self.compute
-        fused = fuse(model, [each.layer for each in layers], vocab, compute, self.plan.fused_nbytes, self.plan.tokens_per_pass)
+        vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
+        found = [each.layer for each in layers]
+        fused = fuse(model, found, vocab, compute, plan.fused_nbytes, plan.tokens_per_pass)
         stack_of(model, fused, len(layers), vocab, compute)
         return fused
 

@@ -160,8 +160,8 @@ class FusedLayer:
         self.seam = seam
         self.call = call
         self.taken = 0
-        # A row of many takes as long as one of MOST_ROWS, and what dequantizing first may save is less than what torch's
-        # operations around the products take.
+        # A row of many takes as long as one of MOST_ROWS, and what dequantizing first may save is less than what
+        # torch's operations around the products take.
         many = compute.tiled_rows() >= MOST_ROWS
         self.most_rows = buffers.rows if many else min(buffers.rows, compute.tiled_rows())
         self._compute = compute
