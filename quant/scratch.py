@@ -3,7 +3,7 @@
 Torch-free, because the planner counts these bytes. Knows sizes, not kernels.
 """
 
-from .formats.format import Layout, Plane, end_of, lay_out
+from .formats.format import TILE_COLUMNS, Layout, Plane, end_of, lay_out
 
 # The number of weights that are dequantized at a time: 8 MiB of bfloat16. Larger strips are not faster, and the strip
 # of an output head would be hundreds of MiB. It is constant, not part of a budget: it may change a result's last bits.
@@ -28,6 +28,14 @@ VECTOR_ROWS = 64
 def whole_vectors(num_rows: int) -> int:
     """`num_rows` rounded up to a multiple of VECTOR_ROWS."""
     return -(-num_rows // VECTOR_ROWS) * VECTOR_ROWS
+
+
+def row_nbytes(num_columns: int) -> int:
+    """The scratch of one row of an input of a product with a matrix in order `tiles`.
+
+    That is the row, in bfloat16, and a float32 sum for every chunk of its columns.
+    """
+    return 2 * num_columns + 4 * (num_columns // TILE_COLUMNS)
 
 
 def strip_rows(layout: Layout, deterministic: bool) -> int:

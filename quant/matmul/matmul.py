@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import bitsandbytes_kernels, int4, int8, nf4
 from ..formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, TILES, FormatError, Layout, end_of, get_format
-from ..scratch import TILE, is_direct, scratch_nbytes, scratch_planes, strip_rows
+from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
 from . import tiled
 from .thread_pool import WorkerPool, torch_threads
@@ -154,7 +154,7 @@ class Matmul:
         return ALL_ROWS if self.deterministic else self.gemv_max_rows.get(TILES, 0)
 
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
-        enough = self.workspace.nbytes >= tiled.row_nbytes(packed.shape[1])
+        enough = self.workspace.nbytes >= row_nbytes(packed.shape[1])
         return enough and tiled.takes(x, packed) and x.shape[0] <= self.tiled_rows()
 
     def _on_threads(self, x: Tensor, packed: PackedTensor) -> tiled.OnThreads:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..kernels.operands import Gate
 from ..native.library import function
+from ..scratch import row_nbytes
 from ..tensor import PackedTensor
-from .tiled import ACTIVATIONS, ExpertMatrices, OnThreads, describe, row_nbytes
+from .tiled import ACTIVATIONS, MOST_ROWS, ExpertMatrices, OnThreads, describe
 
 # Enum of steps.cpp, and for each kind where its arguments have the number of rows.
 MULTIPLY, EXPERTS, NORM, HEADS, ROUTER, CHOOSE, GROUP, COMBINE, ATTEND, REDUCE = range(10)
@@ -63,7 +64,7 @@ class Steps:
         self._rows = -1
 
     def run(self, num_rows: int, on_threads: OnThreads) -> None:
-        """Computes `num_rows` rows, at most tiled.MOST_ROWS."""
+        """Computes `num_rows` rows, at most as many as all tensors have."""
         if num_rows != self._rows:
             self._rows = num_rows
             for arguments, at in self._sized:
@@ -160,7 +161,8 @@ def mixture(
     `first` is any expert; `scratch` is uint8, expert_row_nbytes for each of T * A rows.
     """
     count = len(table) // MATRICES
-    given = (c_int64 * (11 + count * (3 + MATRICES)))()
+    # An expert is a job for each MOST_ROWS of its rows.
+    given = (c_int64 * (11 + (count + rows.shape[0] // MOST_ROWS) * (3 + MATRICES)))()
     jobs = addressof(given) + 8 * 11
     given[:10] = [
         hidden.data_ptr(), hidden.stride(0), routed.token_ids.data_ptr(), rows.data_ptr(), rows.stride(0),

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats.format import TILE_COLUMNS, TILES
+from ..formats.format import TILES
 from ..kernels.operands import Gate
 from ..native.library import available, function
+from ..scratch import row_nbytes
 from ..tensor import PackedTensor
 
 # Calls a function on every thread of a pool, and returns when all calls have ended.
@@ -45,11 +46,6 @@ def has_kernel() -> bool:
 def takes(x: Tensor, packed: PackedTensor) -> bool:
     """Whether `multiply` can be used for such rows and such a matrix."""
     return packed.layout.order == TILES and x.dtype == torch.bfloat16 and x.device.type == "cpu" and available()
-
-
-def row_nbytes(num_columns: int) -> int:
-    """The scratch that one row of an input takes: itself, and a float32 sum for every chunk of its columns."""
-    return 2 * num_columns + 4 * (num_columns // TILE_COLUMNS)
 
 
 def multiply(

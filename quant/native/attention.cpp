@@ -4,31 +4,15 @@
 // A row's result depends on its own query and past alone: scores, weights and sums of a query have registers of their own,
 // and are added up in the order of positions, MOEDGE_SPLIT at a time.
 #include "attention_float.h"
+#include "attention_softmax.h"
 #if MOEDGE_LEVEL >= 3
 #include "attention_packed.h"
 #endif
 
 namespace {
 
-constexpr float LOG2E = 1.44269504f;
 // The exponent of a sum of nothing; finite, so that differences are not NaN.
 constexpr float NOTHING = -1e30f;
-
-int first_visible(const moedge_attention &a, int position) {
-    if (a.chunk) return position / a.chunk * a.chunk;
-    return a.window && position >= a.window ? position - a.window + 1 : 0;
-}
-
-// Positions of a split that a row attends to, relative to the split's first: `from` to `to`, none where they are equal.
-struct Visible {
-    int from, to;
-    Visible(const moedge_attention &a, int position, int64_t split) {
-        const int64_t begin = split * SPLIT, low = first_visible(a, position) - begin, high = position + 1 - begin;
-        from = low < 0 ? 0 : low > SPLIT ? SPLIT : int(low);
-        to = high > SPLIT ? SPLIT : high < from ? from : int(high);
-    }
-    bool any() const { return from < to; }
-};
 
 // Elements `index` to `index + count` of a tensor as floats.
 void read(const void *data, int64_t index, int count, int format, float *out) {
@@ -45,9 +29,11 @@ void read(const void *data, int64_t index, int count, int format, float *out) {
 void write(const float *x, int count, int format, void *data, int64_t index) {
     uint16_t *out = (uint16_t *)data + index;
     if (format == MOEDGE_FP32) memcpy((float *)data + index, x, count * sizeof(float));
-    else if (format == MOEDGE_BF16)
-        for (int i = 0; i < count; i++) out[i] = float_to_bf16(x[i]);
-    else
+    else if (format == MOEDGE_BF16) {
+        int i = 0;
+        for (; i + W <= count; i += W) to_bf16(load(x + i), out + i);
+        for (; i < count; i++) out[i] = float_to_bf16(x[i]);
+    } else
         for (int i = 0; i < count; i++) out[i] = float_to_half(x[i]);
 }
 
@@ -70,18 +56,13 @@ bool packs(const moedge_attention &a, const moedge_vectors &v) {
     return MOEDGE_LEVEL >= 3 && !a.exact && v.format != MOEDGE_FP32 && v.format != MOEDGE_FP16;
 }
 
-// The index of query n's head among all heads of all rows of the pass.
-int64_t head_index(const Work &w, int n) {
-    const int64_t row = w.tile_rows->row + n / w.a.group;
-    return row * w.a.kv_heads * w.a.group + w.head * w.a.group + n % w.a.group;
-}
-
 // Reads the queries and packs them for the products of each part of the keys.
 void prepare(const Work &w) {
     const moedge_attention &a = w.a;
     const int64_t width = query_width(a);
     int64_t begin = 0;
     uint8_t *packed = w.queries;
+    [[maybe_unused]] float *numbers = w.factors;
     for (int part = 0; part < a.num_parts; part++) {
         const moedge_vectors &v = a.keys[part];
         const int64_t stride = padded_width(v);
@@ -93,11 +74,12 @@ void prepare(const Work &w) {
 #if MOEDGE_LEVEL >= 3
         if (packs(a, v)) {
             if (v.format == MOEDGE_BF16) pack_bf16(w.wide, v.width, stride, w.num, packed);
-            else pack_bytes(v, w.wide, stride, w.num, packed, w.factors + int64_t(part) * w.num * 4);
+            else pack_bytes(v, w.wide, stride, w.num, packed, numbers);
         } else
 #endif
             pack_float(w.wide, v.width, int(stride), w.num, (float *)packed);
         packed += w.num * stride * 4;
+        numbers += w.num * numbers_of(v);
         begin += v.width;
     }
 }
@@ -147,6 +129,7 @@ void locate(const Work &w, const moedge_vectors &v, int64_t begin, Visible seen,
 void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe_unused]] Ahead ahead) {
     const moedge_attention &a = w.a;
     const uint8_t *packed = w.queries;
+    [[maybe_unused]] const float *numbers = w.factors;
     for (int part = 0; part < a.num_parts; part++) {
         const moedge_vectors &v = a.keys[part];
         locate(w, v, begin, seen, from, to, w.rows, w.scales, w.zeros);
@@ -154,47 +137,17 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
             count = TILE;
 #if MOEDGE_LEVEL >= 3
             if (packs(a, v)) {
-                const float *factors = w.factors + int64_t(part) * w.num * 4;
                 if (v.format != MOEDGE_BF16 && to - t >= SCORED) count = SCORED;
                 if (v.format == MOEDGE_BF16) score_bf16(w, part, t, packed, part > 0, ahead);
-                else if (count == SCORED) score_bytes<2>(w, part, t, packed, factors, part > 0, ahead);
-                else score_bytes<1>(w, part, t, packed, factors, part > 0, ahead);
+                else if (count == SCORED) score_bytes<2>(w, part, t, packed, numbers, part > 0, ahead);
+                else score_bytes<1>(w, part, t, packed, numbers, part > 0, ahead);
             } else
 #endif
                 score_float(w, part, t, (const float *)packed, part > 0);
         }
         packed += w.num * padded_width(v) * 4;
+        numbers += w.num * numbers_of(v);
     }
-}
-
-// Turns the products of query n into weights relative to 2^exponent, in place; the sum of the weights.
-float softmax(const Work &w, int n, Visible seen, int from, int to, float *exponent) {
-    const moedge_attention &a = w.a;
-    float *x = w.scores + int64_t(n) * SPLIT;
-    const vf factor = set1(a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E);
-    const float per_unit = a.softcap > 0 ? 1 / a.softcap : LOG2E;
-    const vf shift = set1(a.shift ? a.shift[head_index(w, n)] * per_unit : 0.0f);
-    for (int t = from; t < to; t += W) {
-        vf y = fma(load(x + t), factor, shift);
-        if (a.softcap > 0) y = mul(tanh(y), set1(a.softcap * LOG2E));
-        store(x + t, y);
-    }
-    const float hidden = -__builtin_inff();
-    for (int t = from; t < seen.from; t++) x[t] = hidden;
-    for (int t = seen.to; t < to; t++) x[t] = hidden;
-    vf highest = set1(hidden);
-    for (int t = from; t < to; t += W) highest = max(highest, load(x + t));
-    float lanes[W], top = hidden;
-    store(lanes, highest);
-    for (int i = 0; i < W; i++) top = lanes[i] > top || lanes[i] != lanes[i] ? lanes[i] : top;
-    vf total = set1(0.0f);
-    for (int t = from; t < to; t += W) {
-        const vf p = exp2(sub(load(x + t), set1(top)));
-        store(x + t, p);
-        total = add(total, p);
-    }
-    *exponent = top;
-    return sum(total);
 }
 
 // Adds up the weighted values of a split: for every query [Q] its sums [width], their exponent and the sum of weights.
@@ -204,21 +157,23 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
     const int groups = groups_of(v) == 2 ? 2 : 1, part = v.width / groups;
     const int64_t stride = padded_width(v);
     const bool packed = packs(a, v);
+#if MOEDGE_LEVEL >= 3
+    if (packed && v.format == MOEDGE_INT8) split_scales(w, from, to);
+#endif
     for (int n = 0; n < w.num; n++) {
         const Visible mine(a, w.tile_rows->position + n / a.group, split);
         float *ends = out + n * (v.width + 2) + v.width, *p = w.scores + int64_t(n) * SPLIT;
-        if (mine.any()) {
-            ends[1] = softmax(w, n, mine, from, to, ends);
-        } else {
-            for (int t = from; t < to; t++) p[t] = 0;
-            ends[0] = NOTHING;
-            ends[1] = 0;
-        }
+        ends[0] = NOTHING;
+        ends[1] = 0;
 #if MOEDGE_LEVEL >= 3
-        if (packed && v.format == MOEDGE_BF16) weights_bf16(p, from, to, (uint16_t *)w.weights + int64_t(n) * SPLIT);
-        else if (packed) weights_bytes(w, p, from, to, w.weights + int64_t(n) * groups_of(v) * 2 * SPLIT, w.shares + 4 * n);
+        if (packed) {
+            weigh_packed(w, n, mine, from, to, ends, ends + 1);
+            continue;
+        }
 #endif
-        if (!packed) memcpy((float *)w.weights + int64_t(n) * SPLIT + from, p + from, (to - from) * sizeof(float));
+        if (mine.any()) ends[1] = softmax(w, n, mine, from, to, ends);
+        else memset(p + from, 0, (to - from) * sizeof(float));
+        memcpy((float *)w.weights + int64_t(n) * SPLIT + from, p + from, (to - from) * sizeof(float));
     }
 #if MOEDGE_LEVEL >= 3
     if (packed && v.format == MOEDGE_BF16) sum_bf16(w, from, to, ahead);

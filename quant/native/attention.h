@@ -23,6 +23,18 @@ inline int row_nbytes(const moedge_vectors &v) {
 
 inline int groups_of(const moedge_vectors &v) { return v.format == MOEDGE_INT4 ? 2 : v.format == MOEDGE_INT8; }
 
+// Elements of a query that are integers of one byte share a scale by this many.
+constexpr int SCALED = 32;
+
+// Parts of a query of SCALED elements, in each group of its keys.
+inline int parts_of(const moedge_vectors &v) {
+    const int groups = groups_of(v);
+    return groups == 0 ? 0 : (v.width / groups + SCALED - 1) / SCALED;
+}
+
+// Floats beside a packed query: the scale of each part and what flipped keys add to its sum; then the sum of each group.
+inline int numbers_of(const moedge_vectors &v) { return 2 * groups_of(v) * parts_of(v) + groups_of(v); }
+
 // Elements of a vector with padding: every group of int4 is padded to whole cache lines of codes, others to 64.
 inline int64_t padded_width(const moedge_vectors &v) {
     return v.format == MOEDGE_INT4 ? 2 * padded(v.width / 2, 64) : padded(v.width, 64);
@@ -38,7 +50,7 @@ inline int64_t query_width(const moedge_attention &a) {
 struct Layout {
     int64_t wide;      // float [Q][padded width of one part of keys]
     int64_t queries;   // float or packed, [parts][Q][padded width]
-    int64_t factors;   // float [parts][Q][4]: the scale of a packed query, and sums of each group of it
+    int64_t factors;   // float [parts][Q][numbers_of]: of packed queries
     int64_t scores;    // float [Q][SPLIT]
     int64_t weights;   // bytes [Q][groups][2][SPLIT], or bf16 [Q][SPLIT]
     int64_t shares;    // float [Q][4]: factors of weights by group, then what zeros add
@@ -47,7 +59,7 @@ struct Layout {
     int64_t sums;      // float [Q][padded width of values]
     int64_t total;     // float [Q][width of values + 2]: sums, their exponent and the sum of weights
     int64_t partial;   // the same, of one split
-    int64_t scales;    // float [2 scales, 2 zeros][SPLIT] of keys, then of values
+    int64_t scales;    // float [2 scales, 2 zeros][SPLIT] of keys, then of values; then [3][SPLIT], see split_scales
     int64_t rows;      // the address of every key and value of a split, and of every key of the next
     int64_t zero;      // a vector of zeros
     int64_t nbytes;
@@ -61,15 +73,16 @@ inline int64_t take(int64_t &nbytes, int64_t count) {
 
 inline Layout layout_of(const moedge_attention &a) {
     Layout l;
-    int64_t n = 0, query = 0, widest = padded_width(a.values);
+    int64_t n = 0, query = 0, numbers = 0, widest = padded_width(a.values);
     for (int part = 0; part < a.num_parts; part++) {
         query += padded_width(a.keys[part]);
+        numbers += numbers_of(a.keys[part]);
         if (padded_width(a.keys[part]) > widest) widest = padded_width(a.keys[part]);
     }
     const int64_t count = int64_t(MOEDGE_ROWS) * a.group;
     l.wide = take(n, count * widest * 4);
     l.queries = take(n, count * query * 4);
-    l.factors = take(n, a.num_parts * count * 16);
+    l.factors = take(n, count * numbers * 4);
     l.scores = take(n, count * SPLIT * 4);
     l.weights = take(n, count * SPLIT * 4);
     l.shares = take(n, count * 16);
@@ -78,7 +91,7 @@ inline Layout layout_of(const moedge_attention &a) {
     l.sums = take(n, count * padded_width(a.values) * 4);
     l.total = take(n, count * (a.values.width + 2) * 4);
     l.partial = take(n, count * (a.values.width + 2) * 4);
-    l.scales = take(n, 8 * SPLIT * 4);
+    l.scales = take(n, 11 * SPLIT * 4);
     l.rows = take(n, 3 * SPLIT * 8);
     l.zero = take(n, widest * 4);
     l.nbytes = n;

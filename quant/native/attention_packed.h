@@ -1,7 +1,7 @@
 // Attention's products of pairs of bf16 (VDPBF16PS) and of four bytes (VPDPBUSD), with sums in float32 and int32.
 //
 // Keys of 16 tokens are transposed, so that a lane is a token: scores need no sum over lanes. Queries meet quantized keys
-// as integers of 15 bits in two bytes, so products are exact. Weights of values are bf16, or 16 bits in two bytes.
+// as integers of 8 bits, each SCALED of which have a scale. Weights of values are bf16, or 16 bits in two bytes.
 #ifndef MOEDGE_ATTENTION_PACKED_H
 #define MOEDGE_ATTENTION_PACKED_H
 
@@ -162,95 +162,92 @@ inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
     }
 }
 
-// Weights of one query in bf16.
-inline void weights_bf16(const float *p, int from, int to, uint16_t *out) {
-    for (int t = from; t < to; t += 16)
-        _mm256_storeu_si256((__m256i *)(out + t), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p + t)));
-}
-
 // --- bytes: int8 and int4 ---
 
-// q [count][stride] to integers of 15 bits, high and low bytes [groups][dwords][2][N] for each run of N. Factors of a
-// query: its scale, and by group the sum of its elements (int4) or what flipped keys add to high and low sums (int8).
-inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *factors) {
-    const int groups = groups_of(v), part = v.width / groups, dwords = int(padded(part, 4)) / 4;
-    for (int begin = 0, size; begin < count; begin += size) {
-        size = run_of<BYTE_QUERIES>(count - begin);
-        int32_t *run = (int32_t *)out + int64_t(begin) * groups * dwords * 2;
-        for (int n = 0; n < size; n++) {
-            const float *x = q + (begin + n) * stride;
-            __m512 most = _mm512_setzero_ps(), wrong = _mm512_setzero_ps();
-            for (int d = 0; d < v.width; d += 16) {
-                const __m512 y = _mm512_maskz_loadu_ps(first_lanes(v.width - d), x + d);
-                most = _mm512_max_ps(most, _mm512_abs_ps(y));
-                wrong = _mm512_fmadd_ps(y, _mm512_setzero_ps(), wrong);
+// q [count][stride] to integers of 8 bits, [count][stride] bytes where groups begin at whole cache lines as in keys; and
+// for every query numbers_of: what parts add where their keys are flipped is an int32.
+inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *numbers) {
+    const int groups = groups_of(v), width = v.width / groups, parts = parts_of(v);
+    for (int n = 0; n < count; n++, numbers += numbers_of(v)) {
+        for (int g = 0; g < groups; g++) {
+            __m512 added = _mm512_setzero_ps();
+            for (int part = 0; part < parts; part++) {
+                const int d = part * SCALED, left = width - d;
+                const float *x = q + n * stride + g * width + d;
+                const __m512 a = _mm512_maskz_loadu_ps(first_lanes(left), x), b = _mm512_maskz_loadu_ps(first_lanes(left - 16), x + 16);
+                const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+                // Not zero where an element is not finite.
+                const float wrong = sum(_mm512_mul_ps(_mm512_add_ps(a, b), _mm512_setzero_ps()));
+                const __m512 inverse = _mm512_set1_ps(most > 1e-30f && wrong == 0 ? 127 / most : 0);
+                const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), second = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+                uint8_t *at = out + n * stride + g * (stride / groups) + d;
+                _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8(first));
+                _mm_storeu_si128((__m128i *)(at + 16), _mm512_cvtepi32_epi8(second));
+                const int32_t flips = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+                numbers[g * parts + part] = most / 127 + wrong;
+                memcpy(numbers + (groups + g) * parts + part, &flips, 4);
+                added = _mm512_add_ps(added, _mm512_add_ps(a, b));
             }
-            const float largest = _mm512_reduce_max_ps(most), bad = sum(wrong);
-            const __m512 inverse = _mm512_set1_ps(largest > 1e-30f && bad == 0 ? 16256 / largest : 0);
-            float sums[2] = {0, 0};
-            __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
-            for (int g = 0; g < groups; g++) {
-                __m512 added = _mm512_setzero_ps();
-                for (int d = 0; d < dwords * 4; d += 16) {
-                    const __m512 y = _mm512_maskz_loadu_ps(first_lanes(part - d), x + g * part + d);
-                    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(y, inverse));
-                    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(64)), 7);
-                    const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 7));
-                    int32_t bytes[8];
-                    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8(high));
-                    _mm_storeu_si128((__m128i *)(bytes + 4), _mm512_cvtepi32_epi8(low));
-                    for (int i = 0; i < 4 && d / 4 + i < dwords; i++) {
-                        int32_t *at = run + int64_t(g * dwords + d / 4 + i) * 2 * size + n;
-                        at[0] = bytes[i];
-                        at[size] = bytes[4 + i];
-                    }
-                    added = _mm512_add_ps(added, y);
-                    high_sum = _mm512_add_epi32(high_sum, high);
-                    low_sum = _mm512_add_epi32(low_sum, low);
-                }
-                sums[g] = sum(added);
-            }
-            const int32_t corrections[2] = {-128 * _mm512_reduce_add_epi32(high_sum), -128 * _mm512_reduce_add_epi32(low_sum)};
-            float *factor = factors + (begin + n) * 4;
-            factor[0] = largest / 16256 + bad;
-            memcpy(factor + 1, v.format == MOEDGE_INT8 ? (const void *)corrections : (const void *)sums, 8);
+            numbers[2 * groups * parts + g] = sum(added);
         }
     }
 }
 
+// What the queries of a run, one after the other, are to dots_bytes: of one group.
+struct ByteQueries {
+    const uint8_t *codes;
+    const float *scales, *flips, *sum;
+    int64_t stride, apart;  // of codes and of numbers
+};
+
+// Adds the products of N queries with dwords of V tiles of keys: LENGTH of them, or `dwords` where that is 0.
+template <int N, int V, int LENGTH>
+inline void add_dots(__m512i (&sums)[N][V], const __m512i *keys, const uint8_t *codes, int64_t stride, int dwords) {
+    const int count = LENGTH ? LENGTH : dwords;
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            const __m512i x = dword(codes + n * stride + 4 * i);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) sums[n][v] = _mm512_dpbusd_epi32(sums[n][v], keys[i * V + v], x);
+        }
+}
+
 // Scores of V tiles of keys [dwords][V].
 template <int N, int V>
-inline void dots_bytes(const __m512i *keys, int dwords, const int32_t *q, const float *factors, int group, bool flipped,
-                       const float *scales, const float *zeros, float *scores, bool add_up, Ahead &ahead) {
-    __m512i high[N][V], low[N][V];
+inline void dots_bytes(const __m512i *keys, int dwords, const ByteQueries &q, bool flipped, const float *scales,
+                       const float *zeros, float *scores, bool add_up, Ahead &ahead) {
+    constexpr int WHOLE = SCALED / 4;
+    __m512 totals[N][V];
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) {
-            high[n][v] = flipped ? dword(factors + 4 * n + 1) : _mm512_setzero_si512();
-            low[n][v] = flipped ? dword(factors + 4 * n + 2) : _mm512_setzero_si512();
-        }
-    for (int i = 0; i < dwords; i++) {
+        for (int v = 0; v < V; v++) totals[n][v] = _mm512_setzero_ps();
+    for (int begin = 0, part = 0; begin < dwords; begin += WHOLE, part++) {
+        __m512i sums[N][V];
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++)
+                sums[n][v] = flipped ? dword(q.flips + n * q.apart + part) : _mm512_setzero_si512();
+        const __m512i *at = keys + begin * V;
+        if (dwords - begin >= WHOLE) add_dots<N, V, WHOLE>(sums, at, q.codes + 4 * begin, q.stride, 0);
+        else add_dots<N, V, 0>(sums, at, q.codes + 4 * begin, q.stride, dwords - begin);
         for (int n = 0; n < N; n++) {
-            const __m512i x = dword(q + 2 * N * i + n), y = dword(q + 2 * N * i + N + n);
-            for (int v = 0; v < V; v++) {
-                high[n][v] = _mm512_dpbusd_epi32(high[n][v], keys[i * V + v], x);
-                low[n][v] = _mm512_dpbusd_epi32(low[n][v], keys[i * V + v], y);
-            }
+            const __m512 scale = _mm512_set1_ps(q.scales[n * q.apart + part]);
+            for (int v = 0; v < V; v++) totals[n][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[n][v]), scale, totals[n][v]);
         }
-        for (int v = 0; v < V; v++) ahead.step();
+        ahead.steps(WHOLE * V);
     }
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) {
             const int t = v * TILE;
             float *out = scores + n * SPLIT + t;
-            __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n][v]), _mm512_set1_ps(128), _mm512_cvtepi32_ps(low[n][v]));
-            x = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(factors[4 * n])), _mm512_loadu_ps(scales + t));
-            if (zeros) x = _mm512_fmadd_ps(_mm512_set1_ps(factors[4 * n + 1 + group]), _mm512_loadu_ps(zeros + t), x);
+            __m512 x = _mm512_mul_ps(totals[n][v], _mm512_loadu_ps(scales + t));
+            if (zeros) x = _mm512_fmadd_ps(_mm512_set1_ps(q.sum[n * q.apart]), _mm512_loadu_ps(zeros + t), x);
             _mm512_storeu_ps(out, add_up ? _mm512_add_ps(x, _mm512_loadu_ps(out)) : x);
         }
 }
 
 template <int V>
-inline void score_bytes(const Work &w, int part, int t, const uint8_t *queries, const float *factors, bool add_up, Ahead &ahead) {
+inline void score_bytes(const Work &w, int part, int t, const uint8_t *queries, const float *numbers, bool add_up, Ahead &ahead) {
     const moedge_vectors &v = w.a.keys[part];
     const bool int8 = v.format == MOEDGE_INT8;
     const int nbytes = row_nbytes(v), groups = groups_of(v), dwords = int(padded(nbytes, 4)) / 4;
@@ -264,33 +261,36 @@ inline void score_bytes(const Work &w, int part, int t, const uint8_t *queries, 
         keys[vectors + i] = _mm512_and_si512(_mm512_srli_epi16(keys[i], 4), nibble);
         keys[i] = _mm512_and_si512(keys[i], nibble);
     }
+    const int64_t stride = padded_width(v), parts = parts_of(v), apart = numbers_of(v);
     for (int begin = 0, n; begin < w.num; begin += n) {
         n = run_of<BYTE_QUERIES>(w.num - begin);
         float *scores = w.scores + int64_t(begin) * SPLIT + t;
         for (int g = 0; g < groups; g++) {
-            const int32_t *q = (const int32_t *)queries + int64_t(begin) * groups * dwords * 2 + int64_t(g) * dwords * 2 * n;
+            const float *own = numbers + begin * apart;
+            const ByteQueries q{queries + begin * stride + g * (stride / groups), own + g * parts,
+                                own + (groups + g) * parts, own + 2 * groups * parts + g, stride, apart};
             const float *scales = w.scales + g * SPLIT + t, *zeros = int8 ? nullptr : w.zeros + g * SPLIT + t;
-            const float *f = factors + 4 * begin;
             const bool more = add_up || g > 0;
-            if (n == 4) dots_bytes<4, V>(keys + g * vectors, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
-            else if (n == 2) dots_bytes<2, V>(keys + g * vectors, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
-            else dots_bytes<1, V>(keys + g * vectors, dwords, q, f, g, int8, scales, zeros, scores, more, ahead);
+            if (n == 4) dots_bytes<4, V>(keys + g * vectors, dwords, q, int8, scales, zeros, scores, more, ahead);
+            else if (n == 2) dots_bytes<2, V>(keys + g * vectors, dwords, q, int8, scales, zeros, scores, more, ahead);
+            else dots_bytes<1, V>(keys + g * vectors, dwords, q, int8, scales, zeros, scores, more, ahead);
         }
     }
 }
 
 // Values of tokens `from` to `to` as four tokens of an element beside each other: [runs of 64 codes][quads][4].
+template <bool INT4, bool WHOLE>
 inline void interleave_bytes(const Work &w, int from, int to) {
-    const bool int4 = w.a.values.format == MOEDGE_INT4;
     const int nbytes = row_nbytes(w.a.values), quads = (to - from) / 4, lines = int(padded(nbytes, 64)) / 64;
     const __m512i nibble = _mm512_set1_epi8(15);
     __m512i *out = (__m512i *)w.values;
     for (int quad = 0; quad < quads; quad++) {
         const uint8_t *const *rows = w.value_rows + from + 4 * quad;
         for (int line = 0; line < lines; line++) {
-            const __mmask64 mask = first_bytes(nbytes - line * 64);
+            const __mmask64 mask = WHOLE ? ~0ull : first_bytes(nbytes - line * 64);
             __m512i x[4];
-            for (int i = 0; i < 4; i++) x[i] = _mm512_maskz_loadu_epi8(mask, rows[i] + line * 64);
+            for (int i = 0; i < 4; i++)
+                x[i] = WHOLE ? _mm512_loadu_si512(rows[i] + line * 64) : _mm512_maskz_loadu_epi8(mask, rows[i] + line * 64);
             const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
             const __m512i c = _mm512_unpacklo_epi8(x[2], x[3]), d = _mm512_unpackhi_epi8(x[2], x[3]);
             x[0] = _mm512_unpacklo_epi16(a, c);
@@ -298,10 +298,19 @@ inline void interleave_bytes(const Work &w, int from, int to) {
             x[2] = _mm512_unpacklo_epi16(b, d);
             x[3] = _mm512_unpackhi_epi16(b, d);
             __m512i *at = out + (int64_t(line) * quads + quad) * 4, *next = at + int64_t(lines) * quads * 4;
-            for (int i = 0; i < 4; i++) at[i] = int4 ? _mm512_and_si512(x[i], nibble) : x[i];
-            for (int i = 0; int4 && i < 4; i++) next[i] = _mm512_and_si512(_mm512_srli_epi16(x[i], 4), nibble);
+            for (int i = 0; i < 4; i++) at[i] = INT4 ? _mm512_and_si512(x[i], nibble) : x[i];
+            for (int i = 0; INT4 && i < 4; i++) next[i] = _mm512_and_si512(_mm512_srli_epi16(x[i], 4), nibble);
         }
     }
+}
+
+inline void interleave_bytes(const Work &w, int from, int to) {
+    const bool whole = row_nbytes(w.a.values) % 64 == 0;
+    if (w.a.values.format == MOEDGE_INT4) {
+        if (whole) interleave_bytes<true, true>(w, from, to);
+        else interleave_bytes<true, false>(w, from, to);
+    } else if (whole) interleave_bytes<false, true>(w, from, to);
+    else interleave_bytes<false, false>(w, from, to);
 }
 
 template <int N>
@@ -352,32 +361,6 @@ inline void sum_bytes(const Work &w, int from, int to, Ahead &ahead) {
             if (n + 1 < w.num) sums_bytes<2>(values, quads, weights, weights_stride, shares, out, stride, ahead);
             else sums_bytes<1>(values, quads, weights, weights_stride, shares, out, stride, ahead);
         }
-    }
-}
-
-// Weights p of one query times scales of values, relative to the largest, in 16 bits; and what zeros add to all sums.
-inline void weights_bytes(const Work &w, const float *p, int from, int to, uint8_t *out, float *shares) {
-    for (int g = 0; g < groups_of(w.a.values); g++) {
-        const float *scales = w.value_scales + g * SPLIT, *zeros = w.value_zeros + g * SPLIT;
-        __m512 largest = _mm512_setzero_ps(), bad = _mm512_setzero_ps(), added = _mm512_setzero_ps();
-        for (int t = from; t < to; t += 16) {
-            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(scales + t));
-            largest = _mm512_max_ps(largest, x);
-            bad = _mm512_fmadd_ps(x, _mm512_setzero_ps(), bad);
-            if (w.a.values.format == MOEDGE_INT4)
-                added = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(zeros + t), added);
-        }
-        const float most = _mm512_reduce_max_ps(largest), wrong = sum(bad);
-        const __m512 factor = _mm512_set1_ps(most > 1e-30f && wrong == 0 ? 65535 / most : 0);
-        for (int t = from; t < to; t += 16) {
-            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(scales + t));
-            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor));
-            uint8_t *at = out + g * 2 * SPLIT + t;
-            _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-            _mm_storeu_si128((__m128i *)(at + SPLIT), _mm512_cvtepi32_epi8(whole));
-        }
-        shares[g] = most / 65535 + wrong;
-        shares[2 + g] = sum(added);
     }
 }
 

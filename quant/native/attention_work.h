@@ -21,6 +21,10 @@ struct Ahead {
             row++;
         }
     }
+
+    void steps(int lines) {
+        for (; lines > 0 && row < count; lines--) step();
+    }
 };
 
 struct Work {
@@ -31,6 +35,7 @@ struct Work {
     // Of the split that is computed: the address of every key or value, and factors of its codes by group.
     const uint8_t **rows, **value_rows, **next_rows;
     float *scales, *zeros, *value_scales, *value_zeros;  // [2][SPLIT]
+    float *value_powers;                                 // [3][SPLIT]
     uint8_t *queries;
     float *wide, *factors, *scores, *shares, *tile, *sums, *total, *partial;
     uint8_t *weights, *values;
@@ -54,6 +59,7 @@ struct Work {
         zeros = scales + 2 * SPLIT;
         value_scales = scales + 4 * SPLIT;
         value_zeros = scales + 6 * SPLIT;
+        value_powers = scales + 8 * SPLIT;
         rows = (const uint8_t **)(base + l.rows);
         value_rows = rows + SPLIT;
         next_rows = rows + 2 * SPLIT;

@@ -40,6 +40,9 @@ struct moedge_rows {
 
 enum { MOEDGE_SPLIT = 256, MOEDGE_ROWS = 8, MOEDGE_KEY_PARTS = 2 };
 
+// Rows that products with matrices in order `tiles` compute together.
+enum { MOEDGE_MOST_ROWS = 128 };
+
 // Attention of rows over their cached keys and values. A row's past is cut at positions that are multiples of
 // MOEDGE_SPLIT, and partial results are added up in that order, whoever computes them.
 struct moedge_attention {

@@ -167,26 +167,37 @@ struct Experts {
 }  // namespace
 
 // y [rows, N] = x [rows, K] times a matrix [N, K] transposed, plus its bias. `given`: x, its stride, y, its stride,
-// rows (MOST_ROWS at most), scratch of Memory::nbytes(rows, K), counters; then the matrix.
+// rows, scratch of Memory::nbytes(rows, K), counters; then the matrix.
 extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
     const uint16_t* x = (const uint16_t*)given[0];
     uint16_t* y = (uint16_t*)given[2];
     const int64_t rows = given[4];
     const Work work(given[6]);
     const Matrix matrix(given + 7);
-    const Memory memory((char*)given[5], rows, matrix.columns);
-    const int64_t step = tiles_at_once(matrix), packing = ceil_of(rows, 8), items = ceil_of(matrix.tiles(), step);
-    for (int64_t item; (item = work.take()) < packing + items;) {
+    // Blocks of about the same number of rows, whole runs of PACKED.
+    constexpr int64_t PACKED = 8;
+    const int64_t at_once = ceil_of(ceil_of(rows, ceil_of(rows, MOST_ROWS)), PACKED) * PACKED;
+    const auto rows_of = [&](int64_t block) { return rows - block * at_once < at_once ? rows - block * at_once : at_once; };
+    const auto memory_of = [&](int64_t block) {
+        char* const scratch = (char*)given[5] + block * Memory::nbytes(at_once, matrix.columns);
+        return Memory(scratch, rows_of(block), matrix.columns);
+    };
+    const int64_t step = tiles_at_once(matrix), packing = ceil_of(rows, PACKED), items = ceil_of(matrix.tiles(), step);
+    for (int64_t item; (item = work.take()) < packing + items * ceil_of(rows, at_once);) {
         if (item < packing) {
-            for (int64_t r = item * 8; r < rows && r < item * 8 + 8; r++)
-                put_row(x + r * given[1], matrix.columns, r, rows, memory.x, memory.sums);
+            const int64_t block = item * PACKED / at_once, first = block * at_once;
+            const Memory memory = memory_of(block);
+            for (int64_t r = item * PACKED; r < rows && r < item * PACKED + PACKED; r++)
+                put_row(x + r * given[1], matrix.columns, r - first, rows_of(block), memory.x, memory.sums);
             work.finish();
             continue;
         }
         work.wait(packing);
-        const int64_t first = (item - packing) * step;
+        const int64_t block = (item - packing) / items, first = (item - packing) % items * step;
+        const Memory memory = memory_of(block);
+        uint16_t* const to = y + block * at_once * given[3];
         for (int64_t tile = first; tile < first + step && tile < matrix.tiles(); tile++)
-            write_tile(matrix, tile, {memory.x, memory.sums, rows}, y, given[3]);
+            write_tile(matrix, tile, {memory.x, memory.sums, rows_of(block)}, to, given[3]);
     }
 }
 

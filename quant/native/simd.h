@@ -49,6 +49,8 @@ inline float sum(vf x) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
+// Any of them where one is NaN.
+inline float largest(vf x) { return _mm512_reduce_max_ps(x); }
 
 #else
 
@@ -93,6 +95,11 @@ inline float sum(vf x) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float largest(vf x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
 #endif
@@ -144,6 +151,23 @@ inline uint16_t float_to_bf16(float x) {
     memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 64);
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// W of them.
+inline void to_bf16(vf x, uint16_t *to) {
+#if MOEDGE_LEVEL >= 3
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
+#elif MOEDGE_LEVEL >= 2
+    const __m512i bits = _mm512_castps_si512(x), one = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(one, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(64 << 16));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+#else
+    float lanes[W];
+    store(lanes, x);
+    for (int i = 0; i < W; i++) to[i] = float_to_bf16(lanes[i]);
+#endif
 }
 
 inline uint16_t float_to_half(float x) {

@@ -37,16 +37,6 @@ inline float float_of(int64_t bits) {
     return number;
 }
 
-inline void to_bf16(vf x, uint16_t* to) {
-#if MOEDGE_LEVEL >= 3
-    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x));
-#else
-    float lanes[W];
-    store(lanes, x);
-    for (int i = 0; i < W; i++) to[i] = float_to_bf16(lanes[i]);
-#endif
-}
-
 // The weights of a norm, at W elements; `plus_one` where 1 + weight multiplies.
 inline vf norm_weight(const uint16_t* weight, int64_t at, bool plus_one) {
     const vf found = from_bf16(weight + at);
@@ -175,7 +165,8 @@ struct Router {
         : x((const uint16_t*)given[0]), weight((const uint16_t*)given[1]), logits((float*)given[2]), rows(given[3]),
           columns(given[4]), experts(given[5]) {}
 
-    static constexpr int64_t EXPERTS = 4;
+    // What an item computes: rows that stay in a core's second cache while all experts are multiplied by them.
+    static constexpr int64_t EXPERTS = 4, ROWS = 64;
 
     template <int ROWS, int MANY>
     void block(int64_t row, int64_t expert) const {
@@ -200,19 +191,22 @@ struct Router {
     }
 
     template <int MANY>
-    void rows_of(int64_t expert) const {
-        int64_t row = 0;
-        for (; row + 4 <= rows; row += 4) block<4, MANY>(row, expert);
-        for (; row < rows; row++) block<1, MANY>(row, expert);
+    void rows_of(int64_t expert, int64_t row, int64_t end) const {
+        for (; row + 4 <= end; row += 4) block<4, MANY>(row, expert);
+        for (; row < end; row++) block<1, MANY>(row, expert);
     }
 };
 
 void router(const int64_t* given, int64_t* counters) {
     const Router router(given);
-    for (Range some; (some = take_rows(counters, router.experts, Router::EXPERTS)).begin < router.experts;) {
-        if (some.end - some.begin == Router::EXPERTS) router.rows_of<Router::EXPERTS>(some.begin);
+    const int64_t items = (router.experts + Router::EXPERTS - 1) / Router::EXPERTS;
+    const int64_t blocks = (router.rows + Router::ROWS - 1) / Router::ROWS;
+    for (Range some; (some = take_rows(counters, blocks * items, 1)).begin < blocks * items;) {
+        const int64_t first = some.begin / items * Router::ROWS, expert = some.begin % items * Router::EXPERTS;
+        const int64_t end = first + Router::ROWS < router.rows ? first + Router::ROWS : router.rows;
+        if (expert + Router::EXPERTS <= router.experts) router.rows_of<Router::EXPERTS>(expert, first, end);
         else
-            for (int64_t e = some.begin; e < some.end; e++) router.rows_of<1>(e);
+            for (int64_t e = expert; e < router.experts; e++) router.rows_of<1>(e, first, end);
     }
 }
 
@@ -265,7 +259,8 @@ void choose(const int64_t* given, int64_t* counters) {
         for (int64_t r = some.begin; r < some.end; r++) choice.row(r);
 }
 
-// Sorts assignments [rows, most] by expert, and describes the experts that are wanted as jobs of moedge_experts.
+// Sorts assignments [rows, most] by expert, and describes the experts that are wanted as jobs of moedge_experts, one for
+// each MOEDGE_MOST_ROWS rows at most.
 // `table` [experts, 18] has both matrices of every expert; `nbytes` is the scratch of a row.
 struct Groups {
     const int64_t *ids, *table;
@@ -285,14 +280,17 @@ struct Groups {
         int64_t first = 0, number = 0;
         for (int64_t e = 0; e < experts; e++) {
             if (counts[e] == 0) continue;
-            int64_t* job = jobs + number++ * FIELDS;
-            job[0] = first;
-            job[1] = counts[e];
-            job[2] = first * nbytes;
-            memcpy(job + 3, table + e * MATRICES, MATRICES * sizeof(int64_t));
-            first += counts[e];
+            const int64_t end = first + counts[e], parts = (counts[e] + MOEDGE_MOST_ROWS - 1) / MOEDGE_MOST_ROWS;
+            const int64_t at_once = (counts[e] + parts - 1) / parts;
             // From here on the expert's next row.
-            counts[e] = job[0];
+            counts[e] = first;
+            for (int64_t rows_left; (rows_left = end - first) > 0; first += at_once < rows_left ? at_once : rows_left) {
+                int64_t* job = jobs + number++ * FIELDS;
+                job[0] = first;
+                job[1] = at_once < rows_left ? at_once : rows_left;
+                job[2] = first * nbytes;
+                memcpy(job + 3, table + e * MATRICES, MATRICES * sizeof(int64_t));
+            }
         }
         given_experts[NUM_JOBS] = number;
         for (int64_t a = 0; a < assignments; a++) {

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int OUTPUTS = 32, CHUNK = 32;
 // Rows that one sweep over a tile's codes serves: their inputs and sums stay in a core's second and first cache.
-constexpr int64_t MOST_ROWS = 128;
+constexpr int64_t MOST_ROWS = MOEDGE_MOST_ROWS;
 // Bytes of codes that are requested before they are multiplied.
 constexpr int64_t AHEAD = 4096;
 // Longer groups are summed in parts of this many columns, each of which is scaled.
@@ -404,12 +404,7 @@ inline void put_row(const uint16_t* from, int64_t columns, int64_t row, int64_t 
 }
 
 inline void round_all(const float* from, uint16_t* to) {
-#if MOEDGE_LEVEL >= 3
-    for (int v = 0; v < VECTORS; v++)
-        _mm256_storeu_si256((__m256i*)(to + v * W), (__m256i)_mm512_cvtneps_pbh(load(from + v * W)));
-#else
-    for (int i = 0; i < OUTPUTS; i++) to[i] = float_to_bf16(from[i]);
-#endif
+    for (int v = 0; v < VECTORS; v++) to_bf16(load(from + v * W), to + v * W);
 }
 
 }  // namespace

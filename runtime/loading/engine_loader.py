@@ -38,14 +38,14 @@ from ..kv.spec import KVSpec, StateSpec, state_format
 from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
-from ..model.fused.layer import FusedLayer
+from ..model.fused.layer import FusedLayer, buffers_nbytes
 from ..model.fused.trial import fuse, stack_of
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
 from ..model.weights_seam import PIECE_NUMEL, SMALL_PIECE_NUMEL, ArrivingLayers, move_resident, norm_in_pieces
 from ..plan.fallback import FallbackPolicy
-from ..plan.memory_ledger import KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
+from ..plan.memory_ledger import FUSED, KV_CACHE, PARKED, RINGS, STAGED, STATES, WEIGHTS, WORKSPACE, MemoryLedger
 from ..plan.placement import LOADING_NBYTES, Plan
 from ..sampling.sampler import Sampler
 from ..settings.stages import stage
@@ -235,15 +235,17 @@ class Loading:
             engine = Engine(packed, Scheduler(limits, cache), Sampler(), free)
             opened.pop_all()
         ledger = self._ledger(streamed, cache, parking)
+        if self.plan.fused_nbytes:
+            ledger.record(ledger.computing.tier, FUSED, buffers_nbytes(fused))
         return LoadedEngine(engine, packed, self.shards, streamed, parking, ledger, device, offsets, fused=fused)
 
     def _fuse(self, model: ModelRunner, layers: list[LayerAssembly]) -> list[FusedLayer]:
         """The layers that the library's steps compute, where all weights are held and memory is free for buffers."""
         if self.memory.streamed:
             return []
-        vocab, compute = self.source.shape.vocab, self.compute
-        spare = self.plan.kept_nbytes + self.plan.free_nbytes
-        fused = fuse(model, [each.layer for each in layers], vocab, compute, spare)
+        vocab, compute, plan = self.source.shape.vocab, self.compute, self.plan
+        found = [each.layer for each in layers]
+        fused = fuse(model, found, vocab, compute, plan.fused_nbytes, plan.tokens_per_pass)
         stack_of(model, fused, len(layers), vocab, compute)
         return fused
 

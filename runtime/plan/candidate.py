@@ -13,11 +13,11 @@ from ...moe.expected_rows import most_rows
 from ...offload.machine.hardware import num_workers
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
-from ...quant.scratch import whole_vectors
+from ...quant.scratch import row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, ROWS, SCORED_NUMEL, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
 from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
-from ..shape.model_shape import ModelShape
+from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import (
     ITEM_NBYTES,
     ModelShards,
@@ -212,6 +212,22 @@ def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
     experts = [layer.experts for layer in shape.layers if layer.experts]
     numel = max(most_rows(num_tokens, each.per_token, each.count) * each.down.cols for each in experts)
     return numel * ITEM_NBYTES[dtype]
+
+
+def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
+    """Bytes at most of the buffers in which the library's steps compute decoder layers of `num_tokens` rows."""
+
+    def of_row(layer: LayerShape) -> int:
+        experts = layer.experts
+        if experts is None or not layer.dense:
+            return 0
+        hidden, chosen, inner = experts.up.cols, experts.per_token, experts.down.cols
+        widest = max(matrix.cols for matrix in layer.dense)
+        vectors = (6 + chosen) * hidden + 2 * widest + sum(matrix.rows for matrix in layer.dense)
+        packed = 3 * row_nbytes(widest) + chosen * (row_nbytes(hidden) + row_nbytes(inner))
+        return 2 * vectors + packed + 32 * chosen + 4 * experts.count
+
+    return num_tokens * max(map(of_row, shape.layers))
 
 
 def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequences: int, gpu: Gpu) -> int:

@@ -22,7 +22,7 @@ OPTIONS = {"device": "--gpu-mem", "host": "--ram", "disk": "--disk"}
 # Arenas that the loader allocates; the planned bytes of the others are bounds.
 WEIGHTS, RINGS, KV_CACHE = "weights held", "rings of streamed weights", "KV cache"
 STAGED, PARKED, WORKSPACE = "weights staged for the device", "parked blocks", "scratch of products"
-STATES = "states of recurrent layers"
+STATES, FUSED = "states of recurrent layers", "buffers of fused layers"
 # What malloc keeps of what loading and passes freed (offload/memory.py); a bound.
 KEPT = "kept for the next pass"
 
@@ -123,6 +123,7 @@ def _computing(plan: Plan, process: str) -> dict[str, Arena]:
     """The arenas of the tier that computes."""
     states = {STATES: Arena(plan.states_nbytes)} if plan.states_nbytes else {}
     kept = {KEPT: Arena(plan.kept_nbytes)} if plan.kept_nbytes else {}
+    fused = {FUSED: Arena(plan.fused_nbytes)} if plan.fused_nbytes else {}
     return {
         process: Arena(plan.process_nbytes),
         "small parameters": Arena(plan.resident_nbytes),
@@ -130,6 +131,7 @@ def _computing(plan: Plan, process: str) -> dict[str, Arena]:
         "activations": Arena(plan.activations_nbytes),
         "slack of allocators": Arena(plan.slack_nbytes),
         **kept,
+        **fused,
         KV_CACHE: Arena(plan.kv_nbytes),
         **states,
         WEIGHTS: Arena(plan.held_nbytes),

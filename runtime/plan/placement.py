@@ -135,7 +135,8 @@ class Plan:
     - `states_nbytes` are states of recurrent layers: those of `max_sequences`, and snapshots where prefixes end.
       A prompt is cut at multiples of `prompt_cut`.
     - `kept_nbytes` of memory that one pass frees stay in the process for the next one, where the budget has them.
-    - `free_nbytes` of the host's budget are of no use to this job.
+    - `fused_nbytes` are buffers for decoder layers that the library of CPU kernels computes, in memory that nothing
+      else could use. `free_nbytes` of the host's budget are of no use to this job.
     - `grouped_experts` says whether kernels of the device compute experts that arrive together in two launches, and
       `stores_by_kernel` whether one of them writes keys and values into the cache.
     - `lacks` says why torch computes what a family of the device's kernels (`attention`, `cache`, `experts`) should;
@@ -168,6 +169,7 @@ class Plan:
     states_nbytes: int = 0
     prompt_cut: int = 1
     kept_nbytes: int = 0
+    fused_nbytes: int = 0
     free_nbytes: int = 0
     grouped_experts: bool = False
     stores_by_kernel: bool = False
@@ -197,7 +199,8 @@ class Plan:
         """Bytes of the tier that computes."""
         passes = self.scratch_nbytes + self.kept_nbytes
         sequences = self.kv_nbytes + self.states_nbytes
-        return self.fixed_nbytes + passes + sequences + self.held_nbytes + self.placement.ring_nbytes
+        weights = self.held_nbytes + self.placement.ring_nbytes
+        return self.fixed_nbytes + passes + self.fused_nbytes + sequences + weights
 
     def with_spare(self, nbytes: int) -> Plan:
         """The plan of a CPU with `nbytes` of its budget to spare: passes keep some of them, if there are enough."""

@@ -71,7 +71,7 @@ struct Layer {
     Numbers hidden, norm, head_norm, router, cos, sin;
 
     explicit Layer(Random &random)
-        : rows(1 + random() % 20), dim(32 << random() % 2), kv_heads(1 + random() % 2), width(32 * (1 + random() % 3)),
+        : rows(random() % 5 ? 1 + random() % 20 : 120 + random() % 200), dim(32 << random() % 2), kv_heads(1 + random() % 2), width(32 * (1 + random() % 3)),
           inner(32 * (1 + random() % 2)), experts(2 + random() % 7), chosen(1 + random() % 2),
           q(random, 2 * kv_heads * dim, width), k(random, kv_heads * dim, width), v(random, kv_heads * dim, width),
           o(random, width, 2 * kv_heads * dim), hidden(random_numbers(random, rows * width, 1)),
@@ -108,7 +108,7 @@ struct Layer {
             ups[size_t(e)].describe(table);
             downs[size_t(e)].describe(table);
         }
-        Arguments mixture(size_t(11 + experts * 21), 0);
+        Arguments mixture(size_t(11 + (experts + rows * chosen / MOEDGE_MOST_ROWS) * 21), 0);
         const int64_t jobs = int64_t(mixture.data() + 11);
         const Arguments fixed = {at(normed), width, at(token_ids), at(outputs), width, at(scratch), 0, 0, 0, jobs, own(10)};
         std::copy(fixed.begin(), fixed.end(), mixture.begin());

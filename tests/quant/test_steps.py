@@ -16,8 +16,9 @@ from moedge.quant.kernels.operands import Gate
 from moedge.quant.matmul import steps
 from moedge.quant.matmul.steps import HeadRows, NormWeight, Routed, Step, Steps
 from moedge.quant.matmul.thread_pool import WorkerPool
-from moedge.quant.matmul.tiled import ExpertMatrices, has_kernel, row_nbytes
+from moedge.quant.matmul.tiled import ExpertMatrices, has_kernel
 from moedge.quant.native import build
+from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
 
 pytestmark = [
@@ -28,7 +29,7 @@ pytestmark = [
 DRIVER = Path(__file__).parents[1] / "native" / "steps.cpp"
 # Rounding of bfloat16 results, two of them one after the other.
 TOLERANCE = 8e-3
-ROWS = st.integers(1, 40)
+ROWS = st.integers(1, 40) | st.sampled_from([64, 65, 129, 200])
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -158,7 +159,7 @@ def mix(
     return out, routed
 
 
-@pytest.mark.parametrize(("rows", "count", "chosen"), [(1, 5, 3), (9, 3, 2), (40, 7, 4)])
+@pytest.mark.parametrize(("rows", "count", "chosen"), [(1, 5, 3), (9, 3, 2), (40, 7, 4), (300, 2, 2)])
 def test_mixtures_agree_with_float64_whatever_the_neighbours_and_threads(rows: int, count: int, chosen: int) -> None:
     experts, hidden = experts_of(count), numbers(rows, 64, scale=3)
     ids = torch.stack(
@@ -179,6 +180,19 @@ def test_mixtures_agree_with_float64_whatever_the_neighbours_and_threads(rows: i
     assert error_of(out, exact) < 2 * TOLERANCE
     alone, _ = mix(hidden[-1:].contiguous(), ids[-1:].clone(), weights[-1:].clone(), experts, 1)
     assert torch.equal(alone[0], out[-1])
+
+
+@pytest.mark.parametrize("rows", [128, 129, 260, 1000])
+def test_products_of_many_rows_have_the_bits_of_few(rows: int) -> None:
+    """Rows are multiplied in blocks, whose inputs stay in a core's cache."""
+    x, matrix = numbers(rows, 96), tiles(numbers(64, 96, seed=1) / 8)
+    found, scratch = x.new_empty(rows, 64), torch.empty(rows * row_nbytes(96), dtype=torch.uint8)
+    run([Step(steps.MULTIPLY, steps.multiply(x, matrix, None, found, scratch))], rows, 3)
+    meant = torch.empty_like(found)
+    for first in range(0, rows, 50):
+        some, out = x[first : first + 50], meant[first : first + 50]
+        run([Step(steps.MULTIPLY, steps.multiply(some, matrix, None, out, scratch))], len(some), 1)
+    assert torch.equal(found, meant)
 
 
 def test_steps_wait_for_those_before_them() -> None:

@@ -19,6 +19,7 @@ from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspa
 from moedge.quant.native import library
 from moedge.quant.native.build import SETS
 from moedge.quant.planes import from_planes, planes_of, relayout
+from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
 from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
 from support.random_planes import defined, random_planes
@@ -156,7 +157,7 @@ def test_experts_agree_with_float64_one_by_one_and_together(activation: str, alt
         assert error_of(out[first : first + count], exact) < 2 * TOLERANCE, isa
     again = torch.zeros_like(out)
     for one in wanted:
-        assert Matmul(Workspace(40 * tiled.row_nbytes(192)), True).experts(hidden, token_ids, [one], gate, again)
+        assert Matmul(Workspace(40 * row_nbytes(192)), True).experts(hidden, token_ids, [one], gate, again)
     assert torch.equal(again, out), "neither neighbours, threads nor scratch show"
 
 

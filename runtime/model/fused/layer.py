@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from ....moe.groups import ExpertGroups
 from ....quant.matmul import steps
 from ....quant.matmul.matmul import ParallelMatmul
 from ....quant.matmul.steps import HeadRows, Routed, Step, Steps
-from ....quant.matmul.tiled import MOST_ROWS, row_nbytes
+from ....quant.matmul.tiled import MOST_ROWS
+from ....quant.scratch import row_nbytes
 from ...attention.protocol import AttentionCall
 from .structure import LayerParts
 
@@ -25,7 +27,7 @@ class Buffers:
     """Activations of at most `rows` rows, which layers of the same sizes share: each overwrites those of the last."""
 
     def __init__(self, parts: LayerParts, rows: int) -> None:
-        self.rows = rows
+        self.rows, self.total_nbytes = rows, rows * Buffers.nbytes(parts)
         hidden, chosen, experts = parts.hidden_size, parts.num_chosen, parts.router.shape[0]
         dim = parts.head_dim
         q, k, v = (linear.packed.shape[0] // dim for linear in parts.linears[:3])
@@ -62,6 +64,11 @@ class Buffers:
         first = parts.source.experts[0].operands
         shapes = tuple(tuple(linear.packed.shape) for linear in parts.linears)
         return shapes, parts.head_dim, parts.router.shape, parts.num_chosen, first[0].shape, first[2].shape
+
+
+def buffers_nbytes(layers: Sequence[FusedLayer]) -> int:
+    """The bytes of the buffers of all layers, which those of the same sizes share."""
+    return sum({id(layer.buffers): layer.buffers.total_nbytes for layer in layers}.values())
 
 
 def _bf16(*shape: int) -> Tensor:
@@ -139,7 +146,8 @@ class _Composed(NamedTuple):
 
 
 class FusedLayer:
-    """Replaces the `forward` of a decoder layer for passes of few rows; for others it calls the one that it replaced.
+    """Replaces the `forward` of a decoder layer for passes that its buffers have rows for; for others it calls the one
+    that it replaced.
 
     `call` is what the layer asks attention for. `taken` counts its passes.
     """
@@ -152,7 +160,10 @@ class FusedLayer:
         self.seam = seam
         self.call = call
         self.taken = 0
-        self.most_rows = min(buffers.rows, MOST_ROWS, compute.tiled_rows())
+        # A row of many takes as long as one of MOST_ROWS, and what dequantizing first may save is less than what
+        # torch's operations around the products take.
+        many = compute.tiled_rows() >= MOST_ROWS
+        self.most_rows = buffers.rows if many else min(buffers.rows, compute.tiled_rows())
         self._compute = compute
         self._source: HeldExperts = parts.source
         self._composed: _Composed | None = None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ....quant.matmul.matmul import ParallelMatmul
-from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.native.library import available
 from ...attention.protocol import AttentionCall
 from ...engine.batch import Batch, pack
@@ -51,11 +50,12 @@ class Record:
 
 
 def fuse(
-    runner: Any, layers: Sequence[nn.Module], vocab: int, compute: ParallelMatmul, nbytes: int
+    runner: Any, layers: Sequence[nn.Module], vocab: int, compute: ParallelMatmul, nbytes: int, most_rows: int
 ) -> list[FusedLayer]:
     """Replaces `forward` of the decoder layers that the library's steps compute, and returns what replaces them.
 
-    `runner` is the model's ModelRunner, whose weights are all held in memory; `nbytes` may be taken for buffers.
+    `runner` is the model's ModelRunner, whose weights are all held in memory; `nbytes` may be taken for buffers of at
+    most `most_rows` rows.
     """
     if not available() or compute.deterministic or compute.device.type != "cpu" or compute.integer:
         return []
@@ -64,7 +64,8 @@ def fuse(
     with torch.inference_mode():
         found = {index: parts for index, layer in enumerate(layers) if (parts := parts_of(layer))}
         kinds = len({Buffers.key(parts) for parts in found.values()})
-        rows = {index: min(MOST_ROWS, nbytes // kinds // Buffers.nbytes(parts)) for index, parts in found.items()}
+        most = max(most_rows, _TOKENS)
+        rows = {index: min(most, nbytes // kinds // Buffers.nbytes(parts)) for index, parts in found.items()}
         found = {index: parts for index, parts in found.items() if rows[index] >= _TOKENS}
         if not found:
             return []
@@ -190,7 +191,18 @@ def stack_of(
         same = stack.begin(batch) and torch.equal(runner.forward(batch), meant)
         if not same:
             runner.use(None)
-        return stack if same else None
+            return None
+        runner.direct = True
+        runner.direct = _computes(runner, batch, meant)
+        return stack
+
+
+def _computes(runner: Any, batch: Batch, meant: Tensor) -> bool:
+    """Whether the runner gives these logits; a model whose modules are other ones raises."""
+    try:
+        return torch.equal(runner.forward(batch), meant)
+    except (AttributeError, TypeError):
+        return False
 
 
 def _stored_sequences(cache: KVCache, vocab: int) -> list[TokenSequence] | None:

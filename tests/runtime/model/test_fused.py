@@ -72,6 +72,7 @@ def test_fused_layers_are_as_near_to_float32_as_the_seams(
         stack = loaded.model.stack
         assert len(loaded.fused) == len(loaded.model.layers)
         assert stack is not None
+        assert loaded.model.direct
         layers, together = loaded.fused[0].taken, stack.taken
         fused = logits_of(loaded, monkeypatch)
         assert (loaded.fused[0].taken - layers, stack.taken - together) == (12, 11), (
