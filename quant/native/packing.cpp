@@ -15,6 +15,8 @@ enum packed_order { ROWS = 0, TILES = 1, INT4PACK = 2 };
 
 // The columns of a block of rows whose codes are in the first cache at a time; a multiple of every group.
 constexpr int64_t COLUMNS = 256;
+// The rows ahead whose numbers are requested.
+constexpr int64_t AHEAD = 2;
 // Larger magnitudes of bfloat16, as bits, are infinite or NaN.
 constexpr int LARGEST = 0x7f7f;
 // A float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
@@ -388,9 +390,13 @@ bool pack_blocks(const Rows& some) {
         for (int64_t c = 0; c < some.columns; c += COLUMNS) {
             uint8_t codes[Order::ROWS][COLUMNS];
             const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS, group = c / Format::GROUP;
-            for (int64_t r = 0; r < rows; r++)
-                if (!pack_groups(format, some.x + (first + r) * some.stride + c, count, codes[r], scales + group * step + r, step))
-                    return false;
+            for (int64_t r = 0; r < rows; r++) {
+                const uint16_t* x = some.x + (first + r) * some.stride + c;
+                // Processors do not follow so many rows at once on their own.
+                if (r + AHEAD < rows)
+                    for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char*)(x + AHEAD * some.stride + i), _MM_HINT_T0);
+                if (!pack_groups(format, x, count, codes[r], scales + group * step + r, step)) return false;
+            }
             for (int64_t r = rows; r < Order::ROWS; r++) {
                 memset(codes[r], 0, sizeof(codes[r]));
                 for (int64_t g = group; g < group + count / Format::GROUP; g++) memset(scales + g * step + r, 0, sizeof(Scale));
