@@ -12,6 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from . import packing
 from .formats import int4, int8, mxfp4, nf4, plain, tiles
 from .formats.dtypes import DTYPES, OPTION_DTYPES, WEIGHT_DTYPES
 from .formats.format import (
@@ -168,21 +169,27 @@ def pack_into(weight: Tensor, layout: Layout, buffer: Tensor, for_each: ForEach 
             f" {layout.dtype}. Convert the weight, or make its own layout."
         )
     packed = bind_cleared(layout, buffer)
-    codec = CODECS[layout.codes, layout.order]
+    library = packing.takes(weight, layout)
+    pack_part = packing.pack_rows if library else _pack_by_codec
 
     def pack_rows(rows: slice) -> None:
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            part = weight[rows]
-            if not is_finite(part):
-                raise _not_finite(weight)
-            codec.pack(part, packed.rows(rows))
-        finally:
-            torch.set_num_threads(num_threads)
+        if not pack_part(weight[rows], layout, packed.rows(rows)):
+            raise _not_finite(weight)
 
-    for_each(row_chunks(layout.shape, layout.row_block, PACK_CHUNK), pack_rows)
+    for_each(row_chunks(layout.shape, layout.row_block, packing.CHUNK if library else PACK_CHUNK), pack_rows)
     return packed
+
+
+def _pack_by_codec(part: Tensor, layout: Layout, planes: tuple[Tensor, ...]) -> bool:
+    """Packs some rows on one thread; False if weights are NaN or infinite."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if finite := is_finite(part):
+            CODECS[layout.codes, layout.order].pack(part, planes)
+        return finite
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 # The bits of infinity; larger ones are NaN.

@@ -23,7 +23,7 @@ COMPILER = "g++"
 # Compiled once, for every x86-64.
 COMMON = ("library.cpp",)
 # Compiled once for each instruction set.
-KERNELS: tuple[str, ...] = ("attention.cpp", "products.cpp", "steps.cpp")
+KERNELS: tuple[str, ...] = ("attention.cpp", "packing.cpp", "products.cpp", "steps.cpp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 # Instruction sets by name, from the least to the most, in the order of `enum moedge_set`.

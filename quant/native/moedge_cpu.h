@@ -86,7 +86,8 @@ MOEDGE_EXPORT int64_t moedge_attention_scratch(const struct moedge_attention *a)
       (a, begin, end, scratch))                                                                  \
     X(moedge_multiply, (const int64_t *given), (given))                                          \
     X(moedge_experts, (const int64_t *given), (given))                                           \
-    X(moedge_steps, (const int64_t *given), (given))
+    X(moedge_steps, (const int64_t *given), (given))                                             \
+    X(moedge_pack, (int64_t *given), (given))
 
 // A checksum of the sources, which the loader compares with the sources beside it.
 MOEDGE_EXPORT uint32_t moedge_version(void);

@@ -10,7 +10,7 @@ from moedge.quant.native import build
 
 _FOLDER = Path(__file__).parents[1] / "native"
 # By what they call.
-DRIVERS = {"attention": _FOLDER / "driver.cpp", "products": _FOLDER / "products.cpp"}
+DRIVERS = {"attention": _FOLDER / "driver.cpp"} | {each: _FOLDER / f"{each}.cpp" for each in ("packing", "products")}
 # Not together: ThreadSanitizer has a memory map of its own.
 SANITIZERS = {"address, undefined": "address,undefined", "thread": "thread"}
 

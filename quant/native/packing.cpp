@@ -1,0 +1,448 @@
+// Quantizes rows of a bfloat16 matrix into the planes of a packed one. quant/packing.py calls it.
+//
+// The bytes are those of the codecs of quant/formats, which define the formats: every operation is the same one in
+// float32, or gives the same bits. A thread packs whole blocks of rows, so bytes do not depend on the number of threads.
+//
+// Codes are first written one a byte, a few columns of a block of rows at a time, and from there to their order.
+#include "moedge_cpu.h"
+#include "simd.h"
+
+namespace {
+
+// Enums of quant/packing.py.
+enum packed_format { NF4 = 0, INT4 = 1, MXFP4 = 2, INT8 = 3 };
+enum packed_order { ROWS = 0, TILES = 1, INT4PACK = 2 };
+
+// The columns of a block of rows whose codes are in the first cache at a time; a multiple of every group.
+constexpr int64_t COLUMNS = 256;
+// The rows ahead whose numbers are requested.
+constexpr int64_t AHEAD = 2;
+// Larger magnitudes of bfloat16, as bits, are infinite or NaN.
+constexpr int LARGEST = 0x7f7f;
+// A float32 near it has no bits left for a fraction, so adding it rounds to nearest, half to even.
+constexpr float ROUNDER = 12582912.0f;
+
+#if MOEDGE_LEVEL >= 2
+using vi = __m512i;
+inline vi load_halves(const uint16_t* from) { return _mm512_loadu_si512(from); }
+inline vi magnitudes(vi x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)); }
+// Numbers of bfloat16 as integers of 16 bits in the same order.
+inline vi in_order(vi x) { return _mm512_xor_si512(x, _mm512_and_si512(_mm512_srai_epi16(x, 15), _mm512_set1_epi16(0x7fff))); }
+inline vi greater(vi a, vi b) { return _mm512_max_epi16(a, b); }
+inline vi lesser(vi a, vi b) { return _mm512_min_epi16(a, b); }
+inline __m256i half_of(vi x, bool upper) { return upper ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x); }
+inline __m128i eight_greatest(vi x) {
+    const __m256i half = _mm256_max_epi16(half_of(x, false), half_of(x, true));
+    return _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+inline __m128i eight_least(vi x) {
+    const __m256i half = _mm256_min_epi16(half_of(x, false), half_of(x, true));
+    return _mm_min_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vi integers(vf x) { return _mm512_cvtps_epi32(x); }
+
+// Which of at most 15 ascending levels' midpoints are below a number: how many. The nearest midpoint to the number's
+// cell, of 31 from -1 to 1 or 32 from 0 to 1, decides, because no cell is as wide as two midpoints are apart.
+struct Nearest {
+    vf factor, midpoint[2];
+    vi index[2];
+
+    // The number of cells in which `most` lies.
+    static constexpr float CELLS = 15.4f, UNSIGNED_CELLS = 31.0f;
+
+    Nearest(const float* midpoints, int count, float most, bool is_signed) {
+        const float cells = (is_signed ? CELLS : UNSIGNED_CELLS) / most;
+        float nearest[32];
+        int32_t numbers[32];
+        for (int cell = 0; cell < 32; cell++) {
+            const float middle = float(is_signed && cell > 15 ? cell - 32 : cell) / cells;
+            int best = 0;
+            for (int i = 1; i < count; i++)
+                if (__builtin_fabsf(midpoints[i] - middle) < __builtin_fabsf(midpoints[best] - middle)) best = i;
+            nearest[cell] = midpoints[best];
+            numbers[cell] = best;
+        }
+        factor = set1(cells);
+        for (int i = 0; i < 2; i++) {
+            midpoint[i] = load(nearest + 16 * i);
+            index[i] = _mm512_loadu_si512(numbers + 16 * i);
+        }
+    }
+
+    vi of(vf x) const {
+        // The lowest bits are the number of the cell.
+        const vi cell = _mm512_castps_si512(fma(x, factor, set1(ROUNDER)));
+        const vi found = _mm512_permutex2var_epi32(index[0], cell, index[1]);
+        const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_permutex2var_ps(midpoint[0], cell, midpoint[1]), _CMP_GT_OQ);
+        return _mm512_mask_add_epi32(found, above, found, _mm512_set1_epi32(1));
+    }
+};
+
+// 8 is added to codes that are not 0 where the number is negative.
+inline vi with_sign(vi codes, vf x) {
+    const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
+    return _mm512_mask_add_epi32(codes, _mm512_mask_test_epi32_mask(negative, codes, codes), codes, _mm512_set1_epi32(8));
+}
+
+// Writes 32 codes, a byte each; `code` gives those of W numbers.
+template <class Code>
+inline void put_codes(const uint16_t* x, void* to, Code code) {
+    for (int i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i*)to + i, _mm512_cvtepi32_epi8(code(from_bf16(x + 16 * i))));
+}
+#else
+using vi = __m256i;
+inline vi load_halves(const uint16_t* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline vi magnitudes(vi x) { return _mm256_and_si256(x, _mm256_set1_epi16(0x7fff)); }
+inline vi in_order(vi x) { return _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), _mm256_set1_epi16(0x7fff))); }
+inline vi greater(vi a, vi b) { return _mm256_max_epi16(a, b); }
+inline vi lesser(vi a, vi b) { return _mm256_min_epi16(a, b); }
+inline __m128i eight_greatest(vi x) { return _mm_max_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
+inline __m128i eight_least(vi x) { return _mm_min_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
+inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
+inline vi integers(vf x) { return _mm256_cvtps_epi32(x); }
+
+// How many of at most 15 ascending midpoints are below a number, by binary search.
+struct Nearest {
+    static constexpr int STEPS = 4;
+    vf tables[STEPS];
+
+    Nearest(const float* midpoints, int count, float, bool) {
+        for (int step = 0; step < STEPS; step++) {
+            float table[8];
+            for (int i = 0; i < 8; i++) {
+                const int at = ((2 * i + 1) << (STEPS - 1 - step)) - 1;
+                table[i] = at < count ? midpoints[at] : __builtin_inff();
+            }
+            tables[step] = load(table);
+        }
+    }
+
+    vi of(vf x) const {
+        vi found = _mm256_setzero_si256();
+        for (int step = 0; step < STEPS; step++) {
+            const vf above = _mm256_cmp_ps(x, _mm256_permutevar8x32_ps(tables[step], found), _CMP_GT_OQ);
+            found = _mm256_sub_epi32(_mm256_add_epi32(found, found), _mm256_castps_si256(above));
+        }
+        return found;
+    }
+};
+
+inline vi with_sign(vi codes, vf x) {
+    const vi negative = _mm256_srai_epi32(_mm256_castps_si256(x), 31), any = _mm256_cmpgt_epi32(codes, _mm256_setzero_si256());
+    return _mm256_add_epi32(codes, _mm256_and_si256(_mm256_and_si256(negative, any), _mm256_set1_epi32(8)));
+}
+
+template <class Code>
+inline void put_codes(const uint16_t* x, void* to, Code code) {
+    const vi first = _mm256_packs_epi32(code(from_bf16(x)), code(from_bf16(x + 8)));
+    const vi second = _mm256_packs_epi32(code(from_bf16(x + 16)), code(from_bf16(x + 24)));
+    const vi order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), order));
+}
+#endif
+
+constexpr int HALVES = sizeof(vi) / 2;
+
+inline int greatest(vi x) {
+    // The instruction finds the least without a sign.
+    const __m128i flipped = _mm_xor_si128(eight_greatest(x), _mm_set1_epi16(0x7fff));
+    return int16_t(_mm_cvtsi128_si32(_mm_minpos_epu16(flipped)) ^ 0x7fff);
+}
+
+inline int least(vi x) {
+    const __m128i flipped = _mm_xor_si128(eight_least(x), _mm_set1_epi16(int16_t(0x8000)));
+    return int16_t(_mm_cvtsi128_si32(_mm_minpos_epu16(flipped)) ^ 0x8000);
+}
+
+// The largest magnitude of COUNT numbers, as bits of bfloat16.
+template <int COUNT>
+inline int largest_of(const uint16_t* x) {
+    vi most = magnitudes(load_halves(x));
+    for (int i = HALVES; i < COUNT; i += HALVES) most = greater(most, magnitudes(load_halves(x + i)));
+    return greatest(most);
+}
+
+// Each format packs one group of a row: codes a byte each, and what is stored beside them; false if not all is finite.
+
+// formats/nf4.py
+struct Nf4 {
+    using Scale = uint16_t;
+    static constexpr int64_t GROUP = 64;
+    static constexpr bool HIGH_FIRST = true;
+    Nearest levels;
+
+    Nf4() : levels(midpoints().numbers, 15, 1.0f, true) {}
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale) const {
+        const int most = largest_of<GROUP>(x);
+        if (most > LARGEST) return false;
+        *scale = uint16_t(most);
+        const float absmax = bf16_to_float(uint16_t(most));
+        const vf factor = set1(1.0f / (absmax < 1e-38f ? 1e-38f : absmax));
+        for (int i = 0; i < GROUP; i += 32)
+            put_codes(x + i, codes + i, [&](vf numbers) { return levels.of(mul(numbers, factor)); });
+        return true;
+    }
+
+    struct Midpoints {
+        float numbers[15];
+    };
+
+    static Midpoints midpoints() {
+        static constexpr double LEVELS[] = {
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        };
+        Midpoints made;
+        for (int i = 0; i < 15; i++) made.numbers[i] = float((LEVELS[i] + LEVELS[i + 1]) / 2);
+        return made;
+    }
+};
+
+// formats/int4.py
+struct Int4 {
+    struct Scale {
+        uint16_t scale, zero;
+    };
+    static constexpr int64_t GROUP = 32;
+    static constexpr bool HIGH_FIRST = false;
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* to) const {
+        vi most = in_order(load_halves(x)), fewest = most;
+        for (int i = HALVES; i < GROUP; i += HALVES) {
+            const vi part = in_order(load_halves(x + i));
+            most = greater(most, part);
+            fewest = lesser(fewest, part);
+        }
+        const int top = greatest(most), bottom = least(fewest);
+        if (top > LARGEST || bottom < ~LARGEST) return false;
+        const float high = number(top), low = number(bottom), exact = high / 15 - low / 15;
+        to->scale = float_to_bf16(exact < 1e-30f ? 1e-30f : exact);
+        to->zero = float_to_bf16(bounded(low / 2 + high / 2 + exact / 2));
+        const vf scale = set1(bf16_to_float(to->scale)), zero = set1(bf16_to_float(to->zero));
+        put_codes(x, codes, [&](vf numbers) {
+            const vf rounded = sub(add(div(sub(numbers, zero), scale), set1(ROUNDER + 8)), set1(ROUNDER));
+            return integers(min(max(rounded, set1(0.0f)), set1(15.0f)));
+        });
+        return true;
+    }
+
+    static float number(int ordered) { return bf16_to_float(uint16_t(ordered < 0 ? ordered ^ 0x7fff : ordered)); }
+    static float bounded(float x) {
+        const float most = bf16_to_float(LARGEST);
+        return x > most ? most : x < -most ? -most : x;
+    }
+};
+
+// formats/mxfp4.py
+struct Mxfp4 {
+    using Scale = uint8_t;
+    static constexpr int64_t GROUP = 32;
+    static constexpr bool HIGH_FIRST = false;
+    static constexpr float MIDPOINTS[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+    Nearest levels;
+
+    Mxfp4() : levels(MIDPOINTS, 7, 8.0f, false) {}
+
+    bool pack(const uint16_t* x, uint8_t* codes, Scale* scale) const {
+        const int most = largest_of<GROUP>(x);
+        if (most > LARGEST) return false;
+        // The exponent of the largest less that of 6, which is 2; subnormal numbers have the smallest scale.
+        const int exponent = most >> 7 < 2 ? 0 : (most >> 7) - 2;
+        *scale = uint8_t(exponent);
+        const vf factor = set1(bf16_to_float(uint16_t((254 - exponent) << 7)));
+        put_codes(x, codes, [&](vf numbers) {
+            const vf scaled = mul(numbers, factor);
+            return with_sign(levels.of(abs(scaled)), scaled);
+        });
+        return true;
+    }
+};
+constexpr float Mxfp4::MIDPOINTS[];
+
+// Consecutive rows of a matrix and of its planes; planes begin at the first of them.
+struct Rows {
+    const uint16_t* x;
+    int64_t stride, rows, columns;
+    uint8_t* codes;
+    void* scales;
+    int64_t scale_stride;  // of groups, in order INT4PACK
+
+    explicit Rows(const int64_t* given)
+        : x((const uint16_t*)given[0]), stride(given[1]), rows(given[2]), columns(given[3]), codes((uint8_t*)given[4]),
+          scales((void*)given[5]), scale_stride(given[6]) {}
+};
+
+// Some groups of a row, whose scales are `step` apart.
+template <class Format>
+bool pack_groups(const Format& format, const uint16_t* x, int64_t columns, uint8_t* codes, typename Format::Scale* scales,
+                 int64_t step) {
+    for (int64_t c = 0; c < columns; c += Format::GROUP, scales += step)
+        if (!format.pack(x + c, codes + c, scales)) return false;
+    return true;
+}
+
+// Joins pairs of codes to a byte; a multiple of 32 of them.
+void join_pairs(const uint8_t* codes, int64_t count, bool high_first, uint8_t* to) {
+    const __m128i weights = _mm_set1_epi16(high_first ? 0x0110 : 0x1001);
+    for (int64_t i = 0; i < count; i += 32) {
+        const __m128i first = _mm_maddubs_epi16(_mm_loadu_si128((const __m128i*)(codes + i)), weights);
+        const __m128i second = _mm_maddubs_epi16(_mm_loadu_si128((const __m128i*)(codes + i + 16)), weights);
+        _mm_storeu_si128((__m128i*)(to + i / 2), _mm_packus_epi16(first, second));
+    }
+}
+
+template <class Format>
+bool pack_rows(const Rows& some) {
+    const Format format;
+    const int64_t groups = some.columns / Format::GROUP;
+    for (int64_t r = 0; r < some.rows; r++)
+        for (int64_t c = 0; c < some.columns; c += COLUMNS) {
+            uint8_t codes[COLUMNS];
+            const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS;
+            auto* scales = (typename Format::Scale*)some.scales + r * groups + c / Format::GROUP;
+            if (!pack_groups(format, some.x + r * some.stride + c, count, codes, scales, 1)) return false;
+            join_pairs(codes, count, Format::HIGH_FIRST, some.codes + (r * some.columns + c) / 2);
+        }
+    return true;
+}
+
+// The two rows that share bytes: codes of the first in the low bits.
+inline __m128i shared(const uint8_t* low, const uint8_t* high) {
+    return _mm_or_si128(_mm_loadu_si128((const __m128i*)low), _mm_slli_epi16(_mm_loadu_si128((const __m128i*)high), 4));
+}
+
+// Transposes eight rows of eight pairs of bytes in three steps, each of which moves the highest bit of the row's number
+// behind those of the column's.
+inline void transpose_pairs(__m128i (&rows)[8]) {
+    for (int step = 0; step < 3; step++) {
+        __m128i next[8];
+        for (int i = 0; i < 4; i++) {
+            next[2 * i] = _mm_unpacklo_epi16(rows[i], rows[i + 4]);
+            next[2 * i + 1] = _mm_unpackhi_epi16(rows[i], rows[i + 4]);
+        }
+        memcpy(rows, next, sizeof(next));
+    }
+}
+
+// The same for 16 rows of 16 bytes.
+inline void transpose_bytes(__m128i (&rows)[16]) {
+    for (int step = 0; step < 4; step++) {
+        __m128i next[16];
+        for (int i = 0; i < 8; i++) {
+            next[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + 8]);
+            next[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + 8]);
+        }
+        memcpy(rows, next, sizeof(next));
+    }
+}
+
+// Writes columns of a block of rows in order `tiles`: of each pair of columns the pairs of 16 rows, joined with those of
+// the other 16.
+struct Tiles {
+    static constexpr int64_t ROWS = 32;
+
+    static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
+        for (int64_t c = 0; c < count; c += 16)
+            for (int half = 0; half < 2; half++) {
+                __m128i rows[8];
+                for (int i = 0; i < 8; i++) rows[i] = shared(codes[8 * half + i] + c, codes[8 * half + 16 + i] + c);
+                transpose_pairs(rows);
+                for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i*)(to + (c / 2 + i) * 32 + 16 * half), rows[i]);
+            }
+    }
+
+    // Where the scales of a block begin, and how far its groups are apart.
+    static int64_t first_scale(int64_t block, int64_t groups) { return block * ROWS * groups; }
+    static int64_t group_step(const Rows&) { return ROWS; }
+};
+
+// The same in order `int4pack`: of each column 32 rows, joined with the other 32.
+struct Int4Pack {
+    static constexpr int64_t ROWS = 64;
+
+    static void put(const uint8_t (&codes)[ROWS][COLUMNS], int64_t count, uint8_t* to) {
+        for (int64_t c = 0; c < count; c += 16)
+            for (int half = 0; half < 2; half++) {
+                __m128i rows[16];
+                for (int i = 0; i < 16; i++) rows[i] = shared(codes[16 * half + i] + c, codes[16 * half + 32 + i] + c);
+                transpose_bytes(rows);
+                for (int i = 0; i < 16; i++) _mm_storeu_si128((__m128i*)(to + (c + i) * 32 + 16 * half), rows[i]);
+            }
+    }
+
+    static int64_t first_scale(int64_t block, int64_t) { return block * ROWS; }
+    static int64_t group_step(const Rows& some) { return some.scale_stride; }
+};
+
+// Rows that the last block lacks have codes and scales of 0.
+template <class Format, class Order>
+bool pack_blocks(const Rows& some) {
+    using Scale = typename Format::Scale;
+    const Format format;
+    const int64_t groups = some.columns / Format::GROUP, step = Order::group_step(some);
+    for (int64_t first = 0; first < some.rows; first += Order::ROWS) {
+        const int64_t rows = some.rows - first < Order::ROWS ? some.rows - first : Order::ROWS;
+        Scale* scales = (Scale*)some.scales + Order::first_scale(first / Order::ROWS, groups);
+        for (int64_t c = 0; c < some.columns; c += COLUMNS) {
+            uint8_t codes[Order::ROWS][COLUMNS];
+            const int64_t count = some.columns - c < COLUMNS ? some.columns - c : COLUMNS, group = c / Format::GROUP;
+            for (int64_t r = 0; r < rows; r++) {
+                const uint16_t* x = some.x + (first + r) * some.stride + c;
+                // Processors do not follow so many rows at once on their own.
+                if (r + AHEAD < rows)
+                    for (int64_t i = 0; i < count; i += 32) _mm_prefetch((const char*)(x + AHEAD * some.stride + i), _MM_HINT_T0);
+                if (!pack_groups(format, x, count, codes[r], scales + group * step + r, step)) return false;
+            }
+            for (int64_t r = rows; r < Order::ROWS; r++) {
+                memset(codes[r], 0, sizeof(codes[r]));
+                for (int64_t g = group; g < group + count / Format::GROUP; g++) memset(scales + g * step + r, 0, sizeof(Scale));
+            }
+            Order::put(codes, count, some.codes + (first * some.columns + c * Order::ROWS) / 2);
+        }
+    }
+    return true;
+}
+
+// formats/int8.py, a scale for a row
+bool pack_int8(const Rows& some) {
+    const int64_t whole = some.columns / 32 * 32;
+    for (int64_t r = 0; r < some.rows; r++) {
+        const uint16_t* x = some.x + r * some.stride;
+        int8_t* codes = (int8_t*)some.codes + r * some.columns;
+        vi parts = vi();
+        for (int64_t c = 0; c < whole; c += HALVES) parts = greater(parts, magnitudes(load_halves(x + c)));
+        int most = greatest(parts);
+        for (int64_t c = whole; c < some.columns; c++) most = (x[c] & 0x7fff) > most ? x[c] & 0x7fff : most;
+        if (most > LARGEST) return false;
+        const float absmax = bf16_to_float(uint16_t(most)), scale = (absmax < 1e-30f ? 1e-30f : absmax) / 127;
+        ((float*)some.scales)[r] = scale;
+        const auto code = [&](vf numbers) {
+            const vf rounded = sub(add(div(numbers, set1(scale)), set1(ROUNDER)), set1(ROUNDER));
+            return integers(min(max(rounded, set1(-127.0f)), set1(127.0f)));
+        };
+        for (int64_t c = 0; c < whole; c += 32) put_codes(x + c, codes + c, code);
+        if (whole == some.columns) continue;
+        uint16_t last[32] = {};
+        int8_t made[32];
+        memcpy(last, x + whole, size_t(some.columns - whole) * 2);
+        put_codes(last, made, code);
+        memcpy(codes + whole, made, size_t(some.columns - whole));
+    }
+    return true;
+}
+
+bool pack(const Rows& some, int64_t format, int64_t order) {
+    if (format == INT8) return pack_int8(some);
+    if (format == NF4) return order == TILES ? pack_blocks<Nf4, Tiles>(some) : pack_rows<Nf4>(some);
+    if (format == MXFP4) return order == TILES ? pack_blocks<Mxfp4, Tiles>(some) : pack_rows<Mxfp4>(some);
+    return order == TILES ? pack_blocks<Int4, Tiles>(some) : pack_blocks<Int4, Int4Pack>(some);
+}
+
+}  // namespace
+
+// Packs rows of a matrix. `given`: Rows, a packed_format, a packed_order, and the result: 0 if a number is not finite.
+extern "C" void MOEDGE_NAMED(moedge_pack)(int64_t* given) { given[9] = pack(Rows(given), given[7], given[8]); }

@@ -1,0 +1,57 @@
+"""Quantizes bfloat16 matrices by the library of CPU kernels, to the same bytes as the codecs of `formats/`.
+
+A codec takes some twenty torch operations a chunk, between which threads wait for Python's lock; this is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from ctypes import addressof, c_int64, c_void_p
+from functools import cache
+from types import MappingProxyType
+
+from torch import Tensor
+
+from .formats.format import INT4PACK, ROWS, TILES, Layout
+from .native.library import available, function
+
+# Enums of native/packing.cpp.
+_FORMATS: Mapping[str, int] = MappingProxyType({"nf4": 0, "int4": 1, "mxfp4": 2, "int8": 3})
+_ORDERS: Mapping[str, int] = MappingProxyType({ROWS: 0, TILES: 1, INT4PACK: 2})
+# Numbers of the rows that one call packs: few enough that threads end together, many enough that the call costs little.
+CHUNK = 1 << 18
+
+
+def takes(weight: Tensor, layout: Layout) -> bool:
+    """Whether `pack_rows` packs such a matrix: what `--quant` makes of bfloat16 weights on a CPU, in every order that
+    is used where there is the library. Others, and float16 and float32 weights, are left to the codecs."""
+    orders = (ROWS,) if layout.codes == "int8" else _ORDERS
+    known = layout.format in _FORMATS and layout.order in orders
+    return known and layout.dtype == "bfloat16" and weight.device.type == "cpu" and available()
+
+
+def pack_rows(weight: Tensor, layout: Layout, planes: tuple[Tensor, ...]) -> bool:
+    """Fills the planes of some rows of a matrix of this layout from `weight` [n, K]; without Python's lock.
+
+    False, with some of the rows packed, if weights are NaN or infinite.
+    """
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    codes, scales = planes
+    given = (c_int64 * 10)(
+        weight.data_ptr(),
+        weight.stride(0),
+        *weight.shape,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        scales.stride(0) // 2 if layout.order == INT4PACK else 0,
+        _FORMATS[layout.format],
+        _ORDERS[layout.order],
+    )
+    _function()(addressof(given))
+    return bool(given[9])
+
+
+@cache
+def _function() -> Callable[[int], None]:
+    return function("moedge_pack", [c_void_p])

@@ -1,0 +1,221 @@
+// Quantizes matrices without Python and torch, for sanitizers: random shapes and numbers against loops over single
+// numbers, in memory of exactly the size that the interface asks for, and one thread against three.
+//
+//     packing CASES [SEED]     exits with 1 and names the first case that is wrong
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "moedge_cpu.h"
+
+namespace {
+
+using Random = std::mt19937;
+
+enum { NF4, INT4, MXFP4, INT8 };
+enum { ROWS, TILES, INT4PACK };
+
+float from_bf16(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// A group of numbers, packed one at a time: codes, and the bytes that are stored beside them.
+struct Group {
+    std::vector<int> codes;
+    std::vector<uint8_t> scale;
+
+    template <class Number>
+    void store(Number number) {
+        const uint8_t *bytes = (const uint8_t *)&number;
+        scale.insert(scale.end(), bytes, bytes + sizeof(Number));
+    }
+
+    Group(int format, const std::vector<float> &numbers) {
+        float low = numbers[0], high = numbers[0], most = 0;
+        for (float each : numbers) {
+            low = std::min(low, each);
+            high = std::max(high, each);
+            most = std::max(most, fabsf(each));
+        }
+        if (format == NF4) nf4(numbers, most);
+        if (format == INT4) int4(numbers, low, high);
+        if (format == MXFP4) mxfp4(numbers, most);
+        if (format == INT8) int8(numbers, most);
+    }
+
+    void nf4(const std::vector<float> &numbers, float most) {
+        const double levels[] = {
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0};
+        store(to_bf16(most));
+        const float factor = 1.0f / std::max(most, 1e-38f);
+        for (float each : numbers) {
+            int code = 0;
+            for (int i = 0; i < 15; i++) code += each * factor > float((levels[i] + levels[i + 1]) / 2);
+            codes.push_back(code);
+        }
+    }
+
+    void int4(const std::vector<float> &numbers, float low, float high) {
+        const float exact = high / 15 - low / 15, largest = from_bf16(0x7f7f);
+        const uint16_t scale16 = to_bf16(std::max(exact, 1e-30f));
+        const uint16_t zero16 = to_bf16(std::min(std::max(low / 2 + high / 2 + exact / 2, -largest), largest));
+        store(scale16);
+        store(zero16);
+        for (float each : numbers) {
+            const float steps = (each - from_bf16(zero16)) / from_bf16(scale16);
+            // 8 is added before rounding, where a half is rounded to even.
+            codes.push_back(int(std::min(std::max(nearbyintf(steps + 8), 0.0f), 15.0f)));
+        }
+    }
+
+    void mxfp4(const std::vector<float> &numbers, float most) {
+        int exponent;
+        frexpf(most, &exponent);
+        const int biased = most > 0 ? std::max(exponent - 3 + 127, 0) : 0;
+        store(uint8_t(biased));
+        for (float each : numbers) {
+            const double scaled = ldexp(each, 127 - biased);
+            int code = 0;
+            for (double midpoint : {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0}) code += fabs(scaled) > midpoint;
+            codes.push_back(code && scaled < 0 ? code + 8 : code);
+        }
+    }
+
+    void int8(const std::vector<float> &numbers, float most) {
+        const float step = std::max(most, 1e-30f) / 127;
+        store(step);
+        for (float each : numbers) codes.push_back(int(std::min(std::max(nearbyintf(each / step), -127.0f), 127.0f)));
+    }
+};
+
+struct Case {
+    int format, order;
+    int64_t rows, columns, stride, group, block, whole;
+    std::vector<uint16_t> x;
+    std::vector<uint8_t> codes, scales;
+
+    explicit Case(Random &random) : format(int(random() % 4)) {
+        order = format == INT8 ? ROWS : format == INT4 ? TILES + int(random() % 2) : int(random() % 2);
+        group = format == NF4 ? 64 : 32;
+        columns = format == INT8 ? 1 + random() % 200 : group * (1 + random() % 11);
+        if (format == INT8) group = columns;
+        block = order == ROWS ? 1 : order == TILES ? 32 : 64;
+        rows = order == TILES ? block * (1 + random() % 4) : 1 + random() % 140;
+        whole = (rows + block - 1) / block * block;
+        stride = columns + random() % 3;
+        x.resize(size_t((rows - 1) * stride + columns));
+        const int kind = int(random() % 3);
+        for (auto &each : x) {
+            each = kind == 0 ? uint16_t(random()) : to_bf16(std::normal_distribution<float>()(random));
+            if (kind == 1) each = to_bf16(float(int(random() % 512) - 256) / 1024);
+            if ((each & 0x7fff) > 0x7f7f) each = 0;
+        }
+        codes.resize(size_t(whole * columns / (format == INT8 ? 1 : 2)));
+        scales.resize(size_t(whole * (columns / group)) * scale_nbytes());
+    }
+
+    size_t scale_nbytes() const { return format == NF4 ? 2 : format == MXFP4 ? 1 : 4; }
+
+    size_t scale_at(int64_t row, int64_t number) const {
+        const int64_t groups = columns / group;
+        const int64_t at = order == TILES      ? (row / 32 * groups + number) * 32 + row % 32
+                           : order == INT4PACK ? number * whole + row
+                                               : row * groups + number;
+        return size_t(at) * scale_nbytes();
+    }
+
+    int code_at(int64_t row, int64_t column) const {
+        if (format == INT8) return int8_t(codes[size_t(row * columns + column)]);
+        const int64_t half = block / 2, in = block > 1 ? row % half : 0, tile = row / block * block * columns / 2;
+        const int64_t at = order == TILES      ? tile + column / 2 * 32 + 2 * in + column % 2
+                           : order == INT4PACK ? tile + column * 32 + in
+                                               : (row * columns + column) / 2;
+        const bool high = order == ROWS ? (column % 2 == 0) == (format == NF4) : row % block >= half;
+        return high ? codes[size_t(at)] >> 4 : codes[size_t(at)] & 15;
+    }
+
+    // Whether all numbers were finite.
+    bool run(int threads) {
+        std::fill(codes.begin(), codes.end(), 0xab);
+        std::fill(scales.begin(), scales.end(), 0xab);
+        const int64_t blocks = whole / block;
+        std::vector<std::vector<int64_t>> given;
+        for (int i = 0; i < threads; i++) {
+            const int64_t first = blocks * i / threads * block, end = std::min(rows, blocks * (i + 1) / threads * block);
+            if (first < end)
+                given.push_back({int64_t(x.data() + first * stride), stride, end - first, columns,
+                                 int64_t(codes.data() + first * columns / (format == INT8 ? 1 : 2)),
+                                 int64_t(scales.data() + scale_at(first, 0)), order == INT4PACK ? whole : 0, format, order, 7});
+        }
+        std::vector<std::thread> running;
+        for (auto &each : given) running.emplace_back(moedge_pack, each.data());
+        for (auto &each : running) each.join();
+        return std::all_of(given.begin(), given.end(), [](const std::vector<int64_t> &each) { return each[9] == 1; });
+    }
+
+    bool right() const {
+        for (int64_t row = 0; row < whole; row++)
+            for (int64_t number = 0; number < columns / group; number++) {
+                Group wanted(format, numbers(row, number));
+                if (row >= rows) {
+                    std::fill(wanted.codes.begin(), wanted.codes.end(), 0);
+                    std::fill(wanted.scale.begin(), wanted.scale.end(), 0);
+                }
+                if (memcmp(wanted.scale.data(), scales.data() + scale_at(row, number), wanted.scale.size())) return false;
+                for (int64_t i = 0; i < group; i++)
+                    if (wanted.codes[size_t(i)] != code_at(row, number * group + i)) return false;
+            }
+        return true;
+    }
+
+    std::vector<float> numbers(int64_t row, int64_t number) const {
+        std::vector<float> made;
+        for (int64_t i = 0; i < group; i++)
+            made.push_back(row < rows ? from_bf16(x[size_t(row * stride + number * group + i)]) : 0);
+        return made;
+    }
+};
+
+bool passes(Random &random) {
+    Case one(random);
+    if (!one.run(1) || !one.right()) return false;
+    const Case alone = one;
+    if (!one.run(3) || one.codes != alone.codes || one.scales != alone.scales) return false;
+    const uint16_t bad[] = {0x7f80, 0xff80, 0x7fc0, 0xffc1};
+    one.x[size_t(random() % one.rows * one.stride + random() % one.columns)] = bad[random() % 4];
+    return !one.run(1) && !one.run(3);
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+    const int cases = count > 1 ? atoi(arguments[1]) : 20, seed = count > 2 ? atoi(arguments[2]) : 0;
+    for (int set = MOEDGE_AVX2; set <= moedge_supported(); set++) {
+        moedge_choose(set);
+        for (int number = 0; number < cases; number++) {
+            Random random(uint32_t(seed + number));
+            if (passes(random)) continue;
+            printf("set %d, seed %d is wrong\n", set, seed + number);
+            return 1;
+        }
+    }
+    printf("%d cases of %d instruction sets\n", cases, moedge_supported());
+    return 0;
+}
