@@ -263,7 +263,7 @@ class JobView(JobObserver):
             plan=plan.as_dict(),
         )
         self._say(_plan_line(plan))
-        for line in kernel_lines(plan.lacks, plan.notes):
+        for line in (*planned.session.notes, *kernel_lines(plan.lacks, plan.notes)):
             self._say(line)
         if streamed := plan.weights_nbytes - plan.held_nbytes:
             self._say(f"{gib(plan.held_nbytes)} of the weights stay in memory; every pass {_way(plan, streamed)}")

@@ -103,10 +103,9 @@ class Cluster:
         begun, checked = time.perf_counter(), planned.measured.checked
         assert self._order is not None
         self.offsets = self.offsets or planned.session.key_offsets(checked.source.shape)
-        # Attention is computed by what each machine has.
-        settings = replace(checked.claim.settings, attention=checked.request.settings.attention)
+        # What "auto" became is settled now; attention is computed by what each machine has.
         least = min(planned.plan.kv_tokens, self._order.workload.longest)
-        self._order = replace(self._order, settings=settings, least_tokens=least, offsets=self.offsets)
+        self._order = replace(self._order, settings=checked.claim.settings, least_tokens=least, offsets=self.offsets)
         self._loading = True
         while not self._loaded():
             self.step()
