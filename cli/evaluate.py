@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ import typer
 from .options import options
 from .options.paths import own_file
 
+# The layout of what `--json` writes (docs/schemas).
+SCHEMA = "moedge.eval/1"
 # Requests that a document of a multiple choice task usually makes: what is planned for.
 _CHOICES = 4
 
@@ -105,6 +108,22 @@ def _evaluate(given: Mapping[str, Any]) -> None:
     if found.get("groups"):
         print(make_table(found, "groups"))
     if given["as_json"] is not None:
-        # By its schema the next run knows the file, and replaces it.
-        marked = {"schema": "moedge.eval/1", **found}
-        given["as_json"].write_text(json.dumps(marked, indent=1, default=str) + "\n")
+        given["as_json"].write_text(results_json(found))
+
+
+def results_json(found: Mapping[str, Any]) -> str:
+    """The text of `--json FILE`: lm-eval's results, and the layout by which the next run knows the file to replace.
+
+    What JSON has no word for becomes text, and a number that is not finite null.
+    """
+    return json.dumps(_plain({"schema": SCHEMA, **found}), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if isinstance(value, bool | int | str | None) else str(value)

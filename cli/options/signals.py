@@ -35,6 +35,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested: ExitCode | None = None
         self._deferred = False
+        self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
     @contextmanager
@@ -56,6 +57,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that a library forked, and ends: nothing of it is to be saved or said.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         code = _CODES[signal.Signals(number)]
         if self.requested is not None:
             os._exit(code)

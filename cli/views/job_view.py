@@ -69,7 +69,17 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ),
         ("time", f"{duration(summary.seconds.total or 0)}, including {duration(summary.seconds.load or 0)} to load"),
         ("memory", ", ".join(peaks)),
+        *_workers(summary),
     ]
+
+
+def _workers(summary: RunSummary) -> list[tuple[str, str]]:
+    """`3 answered 402 to 911 rows each`."""
+    rows = [each.rows for each in summary.workers]
+    if not rows:
+        return []
+    each = f"{counted(rows[0], 'row')}" if len(rows) == 1 else f"{min(rows):,} to {max(rows):,} rows each"
+    return [("workers", f"{len(rows):,} answered {each}")]
 
 
 def _outcomes(rows: Rows) -> str:
@@ -90,7 +100,7 @@ def _details(summary: RunSummary) -> list[tuple[str, str]]:
         ("passes", f"{summary.passes.count:,}, {summary.passes.sequences_mean or 0:,.1f} sequences on average"),
         *_link(summary),
         ("disk", f"{gib(summary.bytes.disk_to_host or 0)} read while generating"),
-        ("KV cache", f"{kv.format}, {kv.blocks:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
+        ("KV cache", f"{kv.format}, {kv.blocks or 0:,} blocks of {kv.block} tokens, {kv.waste or 0:.1%} wasted"),
         ("prefix cache", prefix_cache(summary)),
         ("preemptions", f"{kv.preemptions or 0:,}"),
         ("weights", ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in (summary.weights.packed or {}).items())),
@@ -220,6 +230,7 @@ class JobView(JobObserver):
         assert self._eta is not None
         self._say_fallbacks(running.policy)
         session, hit_rate = running.session, running.expert_hit_rate
+        self._eta.workers = running.num_workers
         committed = session.committed
         self._eta.update(session.num_confirmed, committed.failed, running.metrics, hit_rate)
         self._bar.show(self._eta)
@@ -264,12 +275,14 @@ class JobView(JobObserver):
             too_long=size.too_long,
             plan=plan.as_dict(),
         )
-        self._say(_plan_line(plan))
-        for line in kernel_lines(plan.lacks, plan.notes):
+        # The others of a cluster plan their own memory.
+        of_one = "" if measured.checked.request.cluster is None else " of one worker"
+        self._say(f"plan{of_one}: {_plan_line(plan)}")
+        for line in (*planned.session.notes, *kernel_lines(plan.lacks, plan.notes)):
             self._say(line)
         if streamed := plan.weights_nbytes - plan.held_nbytes:
             self._say(f"{gib(plan.held_nbytes)} of the weights stay in memory; every pass {_way(plan, streamed)}")
-        for line in _estimate(planned.chosen):
+        for line in _estimate(planned.chosen, f"estimate{of_one}"):
             self._say(line)
 
     def _say_fallbacks(self, policy: FallbackPolicy) -> None:
@@ -381,17 +394,21 @@ def _plan_line(plan: Plan) -> str:
     names = {"device": "GPU memory", "host": "RAM"}
     budgets = [f"{names[tier]} budget {gib(nbytes)}" for tier, nbytes in plan.budget.memory.items()]
     return (
-        f"plan: {where}, {weights}, {plan.kv} KV cache {gib(plan.kv_nbytes)} "
+        f"{where}, {weights}, {plan.kv} KV cache {gib(plan.kv_nbytes)} "
         f"({counted(plan.kv_sequences, 'sequence')}), {plan.tokens_per_pass:,} tokens per pass; {', '.join(budgets)}"
     )
 
 
-def _estimate(chosen: PlanResult) -> Iterator[str]:
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _estimate(chosen: PlanResult, name: str) -> Iterator[str]:
     predicted, seconds = chosen.prediction, chosen.seconds
     known = chosen.request.costs.rates.measured
     measured = "" if known else " (default speeds; run `moedge doctor` once to measure this machine)"
     yield (
-        f"estimate: about {predicted.generated_tok_s:,.3g} tok/s, {duration(predicted.seconds)}, "
+        f"{name}: about {_rate(predicted.generated_tok_s)} tok/s, {duration(predicted.seconds)}, "
         f"{predicted.bottleneck}-bound, after loading for ~{duration(predicted.loading_s)}{measured}"
     )
     if predicted.written_nbytes:

@@ -30,7 +30,8 @@ from rich.text import Text
 
 from ...offload.budget import gib
 from ...runtime.jobs.eta import Eta
-from ...runtime.settings.formatting import clock, fit, short_duration
+from ...runtime.settings.errors import counted
+from ...runtime.settings.formatting import clock, duration, fit, short_duration
 from ...runtime.settings.stages import Advance, Stage
 
 
@@ -323,7 +324,10 @@ def facts(eta: Eta, seconds_left: float | None, ram_nbytes: int) -> dict[str, st
         "failed": f"{eta.failed:,} failed",
         "left": left_text(seconds_left),
         "rate": tokens if rate else "",
-        "memory": f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(ram_nbytes)}",
+        # Of a job on a cluster, the memory that counts is elsewhere.
+        "memory": f"RAM {eta.resident_nbytes / 2**30:.2f}/{gib(ram_nbytes)}"
+        if eta.workers is None
+        else counted(eta.workers, "worker"),
         "experts": "" if eta.hit_rate is None else f"expert hits {eta.hit_rate:.0%}",
     }
 
@@ -420,6 +424,8 @@ class PlainStages:
 
 
 def _stage_line(stage: Stage, done: int, seconds: float) -> str:
+    if stage.nbytes is None:
+        return f"{stage.doing}, for {duration(seconds)}"
     rate, total = done / seconds, stage.nbytes or 0
     left = f", {left_text((total - done) / rate)}" if rate and total > done else ""
     return f"{stage.doing}: {gib(done)} of {gib(total)}, {gib(rate)}/s{left}"

@@ -113,7 +113,7 @@ def refuse_unreachable(checked: Checked) -> None:
 
 def cluster_of(measured: Measured) -> AbstractContextManager[Cluster]:
     """The workers that the request of a job names. Raises ClusterFailed, MissingExtra, SettingError."""
-    with stage("starting workers"):
+    with stage("importing Ray"):
         from ..cluster.job import open_cluster
     return open_cluster(measured)
 

@@ -45,9 +45,11 @@ def refuse_unreachable(address: str) -> None:
         found = subprocess.run(
             [sys.executable, "-c", _TRY, address], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        _refuse_without_token(address, str(error.stderr))
         raise _failed(address, "whoever listens there does not answer as a cluster does") from None
     if found.returncode:
+        _refuse_without_token(address, found.stderr)
         raise _failed(address, _last_line(found.stderr))
 
 
@@ -59,6 +61,15 @@ def _connect_once(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ACCEPT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise _failed(address, str(error)) from None
+
+
+def _refuse_without_token(address: str, stderr: str) -> None:
+    """`ray start` asks for a token wherever one lies, and a program that names an address sends none by itself."""
+    if "InvalidAuthToken" in stderr or "AuthenticationError" in stderr:
+        raise ClusterFailed(
+            f"--ray {address}: the cluster asks for its token: set RAY_AUTH_MODE=token for this command, and copy the "
+            f"head's ~/.ray/auth_token to this machine; on the head itself, --ray {AUTO} is enough"
+        )
 
 
 def _last_line(text: str) -> str:

@@ -8,7 +8,7 @@ fit is left out by name. Between two passes here, the workers' reports are in th
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..rows.answer_formats import Answers
 from ..rows.failure import ErrorCode, RowFailure
 from ..rows.row import Row
 from ..settings.errors import ClusterFailed, SettingError
+from ..settings.stages import stage
 from ..weights.key_offsets import KeyOffsets
 from .leases import LeaseTable
 from .totals import add_up, of_the_dead, sum_metrics, with_sequences
@@ -49,6 +50,14 @@ class LeftOut(Fallback):
 
     def __str__(self) -> str:
         return f"left out: {self.cause}; {self.after} of {self.before} {self.what} are left"
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorker(Fallback):
+    """None runs; `cause` says why, and what to do."""
+
+    def __str__(self) -> str:
+        return self.cause
 
 
 @contextmanager
@@ -78,6 +87,7 @@ class Cluster:
         self._loading = False
         self._planner: Slot | None = None
         self._crashes = 0
+        self._lacking = False
 
     @property
     def longest(self) -> int | None:
@@ -93,8 +103,7 @@ class Cluster:
             settings, share = checked.claim.settings, self.workers.size.share
             self._order = LoadOrder(settings, request.budgets, workload, request.experts, share)
             self.workers.start(self._facts(measured))
-            while self.chosen is None:
-                self.step()
+            self._wait("starting workers", lambda: self.chosen is not None, self.workers.without_space)
         chosen = with_workload(self.chosen, self.chosen.plan, workload)
         return Planned(measured, workload, MachineMemory(chosen.plan.budget), chosen, checked.claim.begin(chosen.plan))
 
@@ -103,14 +112,28 @@ class Cluster:
         begun, checked = time.perf_counter(), planned.measured.checked
         assert self._order is not None
         self.offsets = self.offsets or planned.session.key_offsets(checked.source.shape)
-        # Attention is computed by what each machine has.
-        settings = replace(checked.claim.settings, attention=checked.request.settings.attention)
+        # What "auto" became is settled now; attention is computed by what each machine has.
         least = min(planned.plan.kv_tokens, self._order.workload.longest)
-        self._order = replace(self._order, settings=settings, least_tokens=least, offsets=self.offsets)
+        self._order = replace(self._order, settings=checked.claim.settings, least_tokens=least, offsets=self.offsets)
         self._loading = True
-        while not self._loaded():
-            self.step()
+        self._wait("loading on the workers", self._loaded)
         return ClusterJob(self, planned, time.perf_counter() - begun)
+
+    def _wait(self, doing: str, ready: Callable[[], object], announcement: str = "") -> None:
+        """Steps until it is ready; where no worker runs meanwhile, a line says why."""
+        while not ready():
+            lack = self.workers.lack()
+            with stage("waiting for a worker" if lack else doing, announcement=lack or announcement) as advance:
+                while not ready() and self.workers.lack() == lack:
+                    self.step()
+                    advance(0)
+            announcement = ""
+
+    def note_lack(self) -> None:
+        """Remembers once that no worker is left, and why, until one is there again."""
+        if (lack := self.workers.lack()) and not self._lacking:
+            self.left_out.append(NoWorker("workers", self.workers.size.workers, 0, lack))
+        self._lacking = bool(lack)
 
     def _loaded(self) -> list[LoadReport]:
         return [slot.loaded for slot in self.workers.slots if slot.loaded is not None]
@@ -223,6 +246,10 @@ class ClusterJob:
         return sum_metrics((each.metrics for each in self._reports.values()), sequences=False)
 
     @property
+    def num_workers(self) -> int | None:
+        return sum(slot.loaded is not None for slot in self._cluster.workers.slots)
+
+    @property
     def expert_hit_rate(self) -> float | None:
         wanted = sum(each.wanted for each in self._reports.values())
         return sum(each.hits for each in self._reports.values()) / wanted if wanted else None
@@ -247,6 +274,7 @@ class ClusterJob:
                 self._take(rows)
                 self._last = rows.exhausted
                 self._cluster.step()
+                self._cluster.note_lack()
                 yield
         finally:
             self._cluster.job = None

@@ -12,9 +12,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from ..settings.errors import counted
+from ..settings.stages import stage
 from .actor import Refused, WorkerActor, post_mortem
-from .address import connect, import_ray
+from .address import LOCAL, connect, import_ray
 from .worker import LoadReport, WorkerInfo
+
+# Ray takes seconds to start a process; after this time without a worker, the user is told what is missing.
+PATIENCE_SECONDS = 20.0
+# Between two looks at what the cluster has.
+_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,45 @@ class ClusterSize:
         machines = [each["NodeManagerAddress"] for each in nodes if each["Alive"]]
         beside = max((machines.count(each) for each in machines), default=1) if len(found) > 1 else 1
         return cls(workers, max(1, cpus // most), int(bool(with_gpus)), min(workers, most * beside))
+
+    @property
+    def needs(self) -> str:
+        """What Ray must have free on one node for a worker."""
+        return counted(self.cpus, "CPU") + (f" and {counted(self.gpus, 'GPU')}" if self.gpus else "")
+
+    def fits(self, resources: Mapping[str, float]) -> int:
+        """How many workers these resources of a node are enough for."""
+        found = int(resources.get("CPU", 0) // self.cpus)
+        return min(found, int(resources.get("GPU", 0) // self.gpus)) if self.gpus else found
+
+    def without_space(self, nodes: list[Mapping[str, Any]]) -> str:
+        """A sentence where some workers must wait for nodes; "" where all have space."""
+        space = sum(self.fits(each["Resources"]) for each in nodes if each["Alive"])
+        if not 0 < space < self.workers:
+            return ""
+        return (
+            f"the cluster has space for {space} of {counted(self.workers, 'worker')} ({self.needs} each); the others "
+            "start when nodes join"
+        )
+
+    def lack(self, nodes: list[Mapping[str, Any]], free: Mapping[str, float], last_words: str) -> str:
+        """Why no worker starts, and what to do. `free` is as of `ray.available_resources()`."""
+        if not any(self.fits(each["Resources"]) for each in nodes if each["Alive"]):
+            return (
+                f"no worker can start: each takes {self.needs} of one node, and no node of the cluster has them. The "
+                "job waits; `ray start` adds a node, Ctrl-C stops"
+            )
+        if not self.fits(free):
+            return (
+                f"no worker runs yet: each takes {self.needs}, and the cluster's are all used, by others or by workers "
+                "that are starting. The job waits; `ray status` shows what is used, `ray start` adds a node, Ctrl-C "
+                "stops"
+            )
+        words = f" The last one ended before it began: {last_words}." if last_words else ""
+        return (
+            f"no worker has started yet, although {self.needs} of the cluster are free: a machine is busy, or its "
+            f"memory is nearly full, when Ray ends workers.{words} The job waits; Ctrl-C stops"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -85,12 +131,28 @@ class Workers:
         self.size = ClusterSize.of(self._ray.nodes(), wanted, use_gpus)
         self.slots: list[Slot] = []
         self._next = 0
+        self._alone_since, self._looked, self._lack, self._last_words = time.monotonic(), 0.0, "", ""
         self._facts: Mapping[str, object] = {}
         self._examine = self._ray.remote(num_cpus=0, max_retries=0)(post_mortem)
 
+    @property
+    def without_space(self) -> str:
+        """A sentence where some workers must wait for nodes, else ""."""
+        return self.size.without_space(self._ray.nodes())
+
+    def lack(self) -> str:
+        """Why no worker runs and what to do, where none has for a while; else ""."""
+        now = time.monotonic()
+        if any(slot.info is not None and not slot.dead for slot in self.slots):
+            self._alone_since, self._lack, self._last_words = now, "", ""
+        elif now - self._alone_since > PATIENCE_SECONDS and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            self._lack = self.size.lack(self._ray.nodes(), self._ray.available_resources(), self._last_words)
+        return self._lack
+
     def start(self, facts: Mapping[str, object]) -> None:
         """Starts those that are missing; each checks that `facts` of a job's identity are true where it runs."""
-        self._facts = facts
+        self._facts, self._alone_since = facts, time.monotonic()
         while len(self.slots) < self.size.workers:
             self._start_one()
 
@@ -100,6 +162,10 @@ class Workers:
 
     def poll(self, owner: Owner, seconds: float) -> None:
         """Takes the answers that are there, and waits up to `seconds` for one where none is."""
+        with _signals():
+            self._poll(owner, seconds)
+
+    def _poll(self, owner: Owner, seconds: float) -> None:
         asked = {slot.ref: slot for slot in self.slots if slot.ref is not None}
         if not asked:
             time.sleep(min(seconds, 0.05))
@@ -148,6 +214,7 @@ class Workers:
     def _failed(self, owner: Owner, slot: Slot, error: Exception) -> None:
         if slot.dead or (slot.info is None and not isinstance(error, self._ray.exceptions.RayTaskError)):
             # The machine is gone, or the worker before it did anything.
+            self._last_words = str(error).partition("\n")[0].rstrip(" .:")
             self._replace(owner, slot, crashed=False)
         elif isinstance(error, self._ray.exceptions.RayTaskError):
             # An error that nobody foresaw: the worker cannot be trusted any more.
@@ -173,6 +240,15 @@ class Workers:
             self._ray.kill(slot.actor, no_restart=True)
 
 
+@contextmanager
+def _signals() -> Iterator[None]:
+    """What a signal's handler raises while Ray's compiled code runs comes out of it as the cause of a SystemError."""
+    try:
+        yield
+    except SystemError as error:
+        raise error.__cause__ or error from None
+
+
 def _greeted(slot: Slot, found: tuple[WorkerInfo, str]) -> None:
     slot.info, slot.node = found
 
@@ -180,7 +256,9 @@ def _greeted(slot: Slot, found: tuple[WorkerInfo, str]) -> None:
 @contextmanager
 def open_workers(model: str, address: str, wanted: int | None, use_gpus: bool) -> Iterator[Workers]:
     """Raises as `Workers`."""
-    workers = Workers(model, address, wanted, use_gpus)
+    doing = "starting a Ray cluster on this machine" if address == LOCAL else f"connecting to the cluster at {address}"
+    with stage(doing), _signals():
+        workers = Workers(model, address, wanted, use_gpus)
     try:
         yield workers
     finally:

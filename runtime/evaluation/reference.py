@@ -23,7 +23,7 @@ from ..model.definition import define_stock
 from ..model.llama4 import adapt_decoder
 from ..model.loading import CheckpointLoader
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.budgets import MIB, PROCESS_NBYTES
+from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
 from ..settings.stages import Advance, stage
 from ..shape.checkpoint_shape import open_checkpoint, read_tensors
@@ -81,7 +81,7 @@ def _refusal(source: ModelSource, budget: int) -> str:
             return f"with weights in {method} transformers rounds in between, or needs other kernels"
     elif importlib.util.find_spec("gguf") is None:
         return "transformers needs the package gguf"
-    needed = PROCESS_NBYTES + SLACK_NBYTES + source.shape.parameters * _ITEM + checkpoint_nbytes(source.shape)
+    needed = process_nbytes() + SLACK_NBYTES + source.shape.parameters * _ITEM + checkpoint_nbytes(source.shape)
     return (
         "" if needed <= budget else f"the whole model in float32 takes {gib(needed)}, and the budget is {gib(budget)}"
     )
@@ -127,7 +127,7 @@ def _by_layers(source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int
 def experts_at_once(shape: ModelShape, budget: int) -> int:
     """How many experts of a layer are in memory at a time. Raises DoesNotFit where not one is."""
     embedding = (shape.embedding_numel + (shape.head.numel if shape.head else 0)) * _ITEM
-    stays = PROCESS_NBYTES + SLACK_NBYTES + widening_nbytes(shape) + embedding
+    stays = process_nbytes() + SLACK_NBYTES + widening_nbytes(shape) + embedding
     stays += resident_nbytes(shape, "fp32") - shape.embedding_numel * _ITEM
     stays += max(sum(matrix.numel for matrix in layer.dense) for layer in shape.layers) * _ITEM
     expert = max((each.experts.numel for each in shape.layers if each.experts), default=0) * _ITEM * WINDOW_COPIES

@@ -43,7 +43,7 @@ class Eta:
     Time is passes times seconds per pass: a pass costs about the same whatever it carries. How many are left follows
     from the tokens left: a pass holds `tokens_per_pass` at most, and each sequence in it makes one. The length of
     answers is learned from finished ones; before the first they are taken to be as long as they may be.
-    `hit_rate` is that of streamed experts; None if all are held.
+    `hit_rate` is that of streamed experts; None if all are held. `workers` are those of a cluster; None without one.
     """
 
     def __init__(self, work: Work, window_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +53,7 @@ class Eta:
         self.prompt_tok_s = 0.0
         self.generated_tok_s = 0.0
         self.hit_rate: float | None = None
+        self.workers: int | None = None
         self._work = work
         self._window_s = window_s
         self._clock = clock

@@ -193,6 +193,10 @@ class Loaded:
         return self.engine.engine.metrics
 
     @property
+    def num_workers(self) -> int | None:
+        return None
+
+    @property
     def expert_hit_rate(self) -> float | None:
         cache = self.engine.streamed.experts.cache
         return None if cache is None or not cache.counts.wanted else cache.counts.hits / cache.counts.wanted
@@ -263,6 +267,11 @@ class Executor(Protocol):
     def metrics(self) -> Metrics: ...
 
     @property
+    def num_workers(self) -> int | None:
+        """Processes elsewhere that are ready to compute; None where this one computes."""
+        ...
+
+    @property
     def expert_hit_rate(self) -> float | None:
         """The share of the experts that rows were routed to which were in memory; None if all are held."""
         ...
@@ -325,6 +334,10 @@ class Running:
         """The rows of the job; where more are to come, as many as are expected."""
         expected = self._checked.claim.num_done + self._planned.workload.sequences if self._fed else 0
         return max(self.session.journal.state.num_rows, expected)
+
+    @property
+    def num_workers(self) -> int | None:
+        return self._loaded.num_workers
 
     @property
     def expert_hit_rate(self) -> float | None:

@@ -129,6 +129,9 @@ def resumed(
 
 # Settings whose "auto" is resolved once, when the job begins.
 RESOLVED = ("dtype", "quant", "kv", "attention", "compute", "deterministic")
+# Those that a resumed job takes over. What computes attention depends on the machine; it changes roundings alone, which
+# a deterministic job refuses and any other job reports.
+SETTLED = tuple(name for name in RESOLVED if name != "attention")
 _TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -157,8 +160,10 @@ class Identity:
     def refuse_resolved(
         self, state: JobState, found: Mapping[str, Any], accepted: Collection[str], paths: OutputPaths
     ) -> None:
-        """The same for what "auto" became, as of an engine that was loaded for something else."""
-        recorded = {name: state.opened["identity"][name] for name in RESOLVED}
+        """The same for what "auto" became, here or in an engine that was loaded for something else."""
+        opened = state.opened["identity"]
+        fixed = RESOLVED if opened["deterministic"] else SETTLED
+        recorded = {name: opened[name] for name in fixed}
         if changed := _changed(found, recorded, accepted):
             raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do=True))
 
@@ -227,8 +232,8 @@ def resolved(plan: Plan) -> dict[str, Any]:
 
 
 def settle(settings: Settings, opened: Mapping[str, Any]) -> Settings:
-    """Settings that resolve nothing again."""
-    return replace(settings, **{name: opened["identity"][name] for name in RESOLVED})
+    """Settings that resolve nothing again but attention."""
+    return replace(settings, **{name: opened["identity"][name] for name in SETTLED})
 
 
 def _requested(settings: Settings, recorded: Mapping[str, Any]) -> dict[str, Any]:

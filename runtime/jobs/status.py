@@ -284,6 +284,6 @@ def _refuse_loss(state: JobState) -> None:
 
 
 def repair_journal(folder: JobFolder) -> Repaired:
-    """Raises JobInUse, BadJournal."""
+    """Raises JobInUse, BadJournal, OtherVersion."""
     with closing(JobLock(folder)):
         return repair(folder.journal)

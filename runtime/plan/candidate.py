@@ -16,7 +16,7 @@ from ...quant.kernels.gpu import Gpu
 from ...quant.scratch import row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, ROWS, SCORED_NUMEL, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
-from ..settings.budgets import MIB, PROCESS_NBYTES, DeviceBudget
+from ..settings.budgets import MIB, DeviceBudget, process_nbytes
 from ..shape.model_shape import LayerShape, ModelShape
 from ..shape.shards import (
     ITEM_NBYTES,
@@ -294,7 +294,7 @@ class WeightFootprint:
         self.workspace = workspace_nbytes(shape, quant, dtype, deterministic)
         if device_budget is None:
             self.workspace += (num_workers() - 1) * helper_nbytes(shape, quant, dtype, deterministic)
-            self.process, self.resident = PROCESS_NBYTES, resident_nbytes(shape, dtype)
+            self.process, self.resident = process_nbytes(), resident_nbytes(shape, dtype)
         else:
             self.process, self.resident = device_budget.context_nbytes, on_device_nbytes(shape, dtype)
 

@@ -174,7 +174,7 @@ class SearchSpace:
         if candidate.weights.quant not in SMALLEST_FORMATS:
             smaller = "Shorter prompts, a smaller --tokens-per-pass or --quant nf4 need"
         return DoesNotFit(
-            f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job in "
+            f"{budget / MIB:,.0f} MiB of {tier} memory is too little for this model and job with --quant "
             f"{candidate.weights.quant}: the smallest that works is {self._option(candidate.smallest)} "
             f"({candidate.fixed / MIB:,.0f} MiB for the process and the scratch of a pass)"
             f"{self._beyond(candidate)}. {smaller} less{cpu}."

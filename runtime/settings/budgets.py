@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,22 @@ MIB = 1 << 20
 GIB = 1 << 30
 # torch, transformers and bitsandbytes imported, threads started, before any model.
 PROCESS_NBYTES = 576 * MIB
+# torch's builds for CUDA take more of it, also where no GPU computes: 316 MiB with torch 2.11 for CUDA 13.
+_CUDA_BUILD_NBYTES = 320 * MIB
 # What CUDA loads with its first kernels, in either memory: modules, handles and workspaces of cuBLAS.
 LIBRARIES_NBYTES = 256 * MIB
 # The most that a context takes, for plans that open no device (offload/device.py finds what it really takes).
 ASSUMED_CONTEXT_NBYTES = 640 * MIB
 WITHOUT_KERNELS = Gpu((0, 0), 1, Lacks.everything("its kernels were never tried on this GPU; run `moedge doctor`"))
+
+
+@cache
+def process_nbytes() -> int:
+    """Host memory of a process that computes on the CPU, before any model, with the torch that is installed here."""
+    found = find_spec("torch")
+    folders = [] if found is None else found.submodule_search_locations or []
+    built = any((Path(each) / "lib" / "libtorch_cuda.so").is_file() for each in folders)
+    return PROCESS_NBYTES + (_CUDA_BUILD_NBYTES if built else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from ..model.dequantize import WIDENING_NBYTES
 from ..model.kept_codes import planes_of_rows
 from ..model.loading import CheckpointLoader, refuse_nonfinite
 from ..plan.candidate import SLACK_NBYTES
-from ..settings.budgets import MIB, PROCESS_NBYTES
+from ..settings.budgets import MIB, process_nbytes
 from ..settings.errors import DoesNotFit
 from ..settings.stages import Advance
 from ..shape.model_shape import LayerShape, ModelShape
@@ -123,7 +123,7 @@ def window_nbytes(shape: ModelShape, shards: ModelShards, dtype: str, budget: in
     """
     item = ITEM_NBYTES[dtype]
     embedding = shape.embedding_numel * item
-    stays = PROCESS_NBYTES + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding + widening_nbytes(shape)
+    stays = process_nbytes() + SLACK_NBYTES + resident_nbytes(shape, dtype) - embedding + widening_nbytes(shape)
     layers = max(_layer_nbytes(*pair, item) for pair in zip(shape.layers, shards.layers, strict=True))
     head = shape.head.numel * item + shards.head.nbytes if shape.head and shards.head else 0
     smallest = stays + max(layers, embedding + head)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from typer import Context
 from typer.main import get_command
 
 from moedge.cli.main import app
@@ -239,8 +240,9 @@ def test_a_key_with_a_slip_is_refused_with_a_key_that_exists(
 def checked(file: Path) -> None:
     from moedge.cli.options.configured_command import _check
 
+    context = Context(next(iter(COMMANDS.values())))
     for entry in read_entries(file):
-        _check(entry, COMMANDS, None)
+        _check(entry, COMMANDS, context)
 
 
 def test_lines_are_found_in_any_style(tmp_path: Path) -> None:

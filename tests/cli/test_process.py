@@ -154,3 +154,18 @@ def test_torch_that_a_limit_keeps_out_is_a_refusal_and_no_bug(
     said = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 4
     assert "moedge: torch cannot be loaded within the limit on address space (ulimit -v) of 900 MiB and data" in said
+
+
+def test_a_forked_process_of_a_library_ends_without_a_word() -> None:
+    script = """
+import os, signal
+from moedge.cli.options.signals import StopSignals
+with StopSignals():
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == (f"{-signal.SIGTERM}\n", "")

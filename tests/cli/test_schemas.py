@@ -8,11 +8,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from moedge.cli import evaluate
 from moedge.cli.views import progress
 from moedge.offload.machine import profile
+from moedge.offload.store import manifest
+from moedge.runtime.api import documents
 from moedge.runtime.evaluation import check, speed
 from moedge.runtime.jobs import status, summary
-from moedge.runtime.plan import plan_file
+from moedge.runtime.plan import history, plan_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 LAYOUTS = (
@@ -23,6 +26,10 @@ LAYOUTS = (
     status.SCHEMA,
     speed.SCHEMA,
     check.SCHEMA,
+    documents.SCHEMA,
+    evaluate.SCHEMA,
+    history.SCHEMA,
+    manifest.FORMAT,
 )
 Cli = Callable[..., int]
 
@@ -51,7 +58,7 @@ def test_the_page_names_the_layouts_of_the_code() -> None:
         assert f"`{layout}`" in page
     for path in (DOCS / "schemas").glob("*.json"):
         assert f"schemas/{path.name}" in page
-        assert path.stem.replace("-", "/") in {layout.removeprefix("moedge.") for layout in LAYOUTS}
+        assert path.stem in {layout.removeprefix("moedge.").replace("/", "-") for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize(("options", "code"), [(("--ram", "3GiB"), 0), (("--ram", "300MiB"), 4)])
@@ -97,6 +104,38 @@ def test_jobs(
     validate(found, status.SCHEMA)
     with pytest.raises(jsonschema.ValidationError):
         validate({**found, "status": "unheard of"}, status.SCHEMA)
+
+
+def test_a_job_over_documents_and_its_runs(checkpoint: Callable[[str], Path], cli: Cli) -> None:
+    Path("letters").mkdir()
+    Path("letters/a.txt").write_text("Dear sirs, the river rises.")
+    asked = ("--prompt", "What rises?", "--max-tokens", "3", "--ram", "3GiB", "--gpu-mem", "0")
+    assert cli("docs", checkpoint("llama"), "letters", "-o", "out.jsonl", *asked, "--summary", "sum.json") == 0
+    found = json.loads(Path("sum.json").read_text())
+    validate(found, documents.SCHEMA)
+    assert [each["rows"]["ok"] for each in found["rounds"]] == [1]
+    validate(found["rounds"][0], summary.SCHEMA)
+
+
+def test_the_schema_of_a_run_is_that_of_its_types() -> None:
+    def bare(schema: Any) -> Any:
+        """Without words, which differ between releases of pydantic."""
+        if isinstance(schema, list):
+            return [bare(each) for each in schema]
+        words = ("title", "description") if isinstance(schema, dict) and not {"p50", "rows"} & schema.keys() else ()
+        return {name: bare(each) for name, each in schema.items() if name not in words} if words else schema
+
+    assert bare(schema_of(summary.SCHEMA)) == bare(summary.json_schema())
+
+
+def test_prepared_weights_and_the_history_of_runs(
+    checkpoint: Callable[[str], Path], cli: Cli, rows_file: Callable[[Path, list[dict[str, Any]]], Path]
+) -> None:
+    assert cli("prepare", checkpoint("qwen3_moe"), "-o", "store", "--quant", "int8") == 0
+    validate(json.loads(Path("store/manifest.json").read_text()), manifest.FORMAT)
+    record = history.RunRecord("2026-11-22T10:00:00+00:00", "m", "model", "s", "f", "disk", 1.5, 2.0, 3.0, 4, 5)
+    history.keep(record, Path("runs.json"))
+    validate(json.loads(Path("runs.json").read_text()), history.SCHEMA)
 
 
 @pytest.mark.slow

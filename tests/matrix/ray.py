@@ -19,7 +19,17 @@ from typing import Any
 
 from matrix.state import FOLDER, Part, code_key
 from moedge import run_batch
-from support.ray_cluster import MODEL, OPTIONS, Chaos, cluster, kill_one, leave_and_return, worker_processes, write_rows
+from support.ray_cluster import (
+    MODEL,
+    OPTIONS,
+    Chaos,
+    cluster,
+    kill_one,
+    leave_and_return,
+    nodes_alive,
+    worker_processes,
+    write_rows,
+)
 from support.ray_cluster import wrong as faults_of
 
 ROWS, KILLS = 2000, 100
@@ -99,12 +109,16 @@ def _run(
         chaos = Chaos(output, rows, planned, kept=done)
         chaos.start()
         summary = run_batch(MODEL, given, output, progress=False, ray=found.address, **OPTIONS)
+        # Before the thread ends, with which a node would end that it started.
+        alive = nodes_alive(found)
         chaos.end()
     print(
-        f"{chaos.done} deaths and changes, {len(summary.workers)} workers answered {summary.rows.total} rows",
+        f"{chaos.done} deaths and changes, {len(summary.workers)} workers answered {summary.rows.total} rows, "
+        f"{alive} of {nodes + 1} nodes alive at the end",
         flush=True,
     )
     missed = [] if chaos.done == len(planned) else [f"{chaos.done} of {len(planned)} things were done to the cluster"]
+    missed += [] if alive == nodes + 1 else [f"{alive} of {nodes + 1} nodes are alive"]
     return faults_of(output, wanted) + missed
 
 

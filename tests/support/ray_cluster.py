@@ -59,6 +59,12 @@ def cluster(nodes: int, head_cpus: int = 0) -> Iterator[Any]:
         found.shutdown()
 
 
+def nodes_alive(found: Any) -> int:
+    """The nodes of a cluster, its head too, whose processes all run."""
+    nodes = [found.head_node, *found.worker_nodes]
+    return sum(not each.dead_processes() for each in nodes)
+
+
 def worker_processes() -> list[psutil.Process]:
     """The processes of workers that this program's cluster runs now."""
     found = []

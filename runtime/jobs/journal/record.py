@@ -17,7 +17,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
-VERSION = 2
+# Version 3 counts cached and reasoning tokens in an answer's record; 2, which has none of them, is read too.
+VERSION, OLDEST_READ = 3, 2
 # The reason in the stop record of a job whose every row has its answer.
 FINISHED = "finished"
 # What precedes a record's JSON: eight hex digits and a blank.

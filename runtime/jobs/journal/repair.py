@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import BinaryIO
 from ....offload.atomic_file import AtomicFile, rename
 from ...settings.errors import BadJournal
 from .record import decode_done, frame, printed_crc, salvage
+from .state import refuse_version
 
 _EXTENDS = re.compile(rb'\{"kind":"extend"')
 
@@ -28,7 +30,7 @@ def repair(path: Path) -> Repaired:
     """Rewrites the journal from its intact records; the caller holds the lock of the job.
 
     Only the first record, those that extend it, and each row's last answer are kept: what processes did to each other
-    is over. Raises BadJournal if the first record is damaged, because it holds the request.
+    is over. Raises BadJournal if the first record is damaged, because it holds the request, and OtherVersion.
     """
     with path.open("rb") as file:
         lost = sum(1 for _ in file) - sum(1 for _ in salvage(file))
@@ -49,8 +51,11 @@ def _last_answers(file: BinaryIO) -> dict[int, int]:
     """Row to the number of the sound record that answers it last. Checks the first record."""
     last: dict[int, int] = {}
     for number, payload in enumerate(salvage(file)):
-        if number == 0 and not payload.startswith(b'{"kind":"open"'):
-            break
+        if number == 0:
+            if not payload.startswith(b'{"kind":"open"'):
+                break
+            # Answers in records that this version does not know would be dropped.
+            refuse_version(json.loads(payload))
         if (done := decode_done(payload, with_line=False)) is not None:
             last[done.row] = number
     else:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...settings.errors import BadJournal, OtherVersion
-from .record import VERSION, Done, JournalScan, Kind, decode_done
+from .record import OLDEST_READ, VERSION, Done, JournalScan, Kind, decode_done
 
 _DEATHS_BEFORE_ISOLATION = 2
+_NEWER_ADVICE = "Install the moedge that started the job, or a newer one"
 
 
 class Ending(StrEnum):
@@ -108,6 +109,18 @@ class Counts:
             outcomes[name] += times * count
             if not outcomes[name]:
                 del outcomes[name]
+
+
+def refuse_version(opened: Mapping[str, Any]) -> None:
+    """Raises OtherVersion where a journal with this first record cannot be read."""
+    found = opened.get("version")
+    newer = isinstance(found, int) and found > VERSION
+    if newer or found not in range(OLDEST_READ, VERSION + 1):
+        raise OtherVersion(
+            f"the journal was written by {'a newer' if newer else 'an older'} moedge: its version is {found}, and this "
+            f"one reads {OLDEST_READ} to {VERSION}. "
+            f"{_NEWER_ADVICE if newer else 'Resume the job with the moedge that started it'}"
+        )
 
 
 def replay(file: BinaryIO) -> tuple[JobState, JournalScan]:
@@ -259,14 +272,12 @@ class JobState:
         elif kind == Kind.EXTEND:
             self._extend(record)
         else:
-            raise OtherVersion(f"the journal has a record of kind {kind!r}, which this version does not know")
+            raise OtherVersion(
+                f"the journal was written by a newer moedge: this one knows no record of kind {kind!r}. {_NEWER_ADVICE}"
+            )
 
     def _open(self, record: Mapping[str, Any]) -> None:
-        if record.get("version") != VERSION:
-            raise OtherVersion(
-                f"the journal has version {record.get('version')}, this moedge writes {VERSION}; "
-                "resume the job with the moedge that started it"
-            )
+        refuse_version(record)
         self.opened = record
         self._offsets = array("Q", bytes(8 * record["num_rows"]))
 

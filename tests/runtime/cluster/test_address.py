@@ -72,3 +72,11 @@ def test_what_ray_says_of_a_cluster_is_passed_on(listener: str, monkeypatch: pyt
 def test_a_local_cluster_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "_TRY", "raise SystemExit(1)")
     address.refuse_unreachable("local")
+
+
+@pytest.mark.usefixtures("fake_ray")
+def test_a_cluster_that_asks_for_a_token_is_named(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: missing or incorrect"
+    monkeypatch.setattr(address, "_TRY", f"import sys; sys.exit({words!r})")
+    with pytest.raises(ClusterFailed, match="asks for its token: set RAY_AUTH_MODE=token"):
+        address.refuse_unreachable(listener)

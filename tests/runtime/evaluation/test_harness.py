@@ -1,10 +1,12 @@
 """lm-eval's view of a model: what it scores and generates is what transformers does, under lm-eval's own rules."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonschema
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ import torch
 os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
 
 from moedge import LLM, MoedgeLM
+from moedge.cli.evaluate import results_json
 from moedge.runtime.api.options import LLMOptions
 from moedge.runtime.evaluation.harness import evaluate, task_manager
 from moedge.runtime.settings.errors import BadArgument
@@ -66,6 +69,14 @@ def test_continuations_are_scored_as_transformers_does(
         assert score == pytest.approx(wanted, abs=1e-4)
         assert greedy == likeliest
     assert lm.llm.max_model_len == lm.max_length + 2
+
+
+def test_the_file_of_results_fits_its_schema(lm: MoedgeLM) -> None:
+    manager = task_manager(["last_word"], ROOT / "examples/evaluation", defaults=False)
+    found = evaluate(lm, ["last_word"], manager, limit=1, bootstrap_iters=0)
+    found["results"]["last_word"]["perplexity_stderr,none"] = float("nan")
+    schema = json.loads((ROOT / "docs/schemas/eval-1.json").read_text())
+    jsonschema.validate(json.loads(results_json(found), parse_constant=pytest.fail), schema)
 
 
 def test_what_is_common_is_read_once(lm: MoedgeLM) -> None:

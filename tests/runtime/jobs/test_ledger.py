@@ -130,6 +130,23 @@ def test_j10_so_is_another_model_tokenizer_or_version(
     assert job(resume=ResumeOptions(drift=(name,))).finished
 
 
+def test_j10_another_attention_backend_is_said_and_refused_where_bits_are_promised(
+    job: Job, rows_in: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: ModuleType
+) -> None:
+    rows_in(10)
+    exact = {"settings": Settings(deterministic=True), "output": tmp_path / "exact.jsonl"}
+    for asked in ({}, exact):
+        assert list(job(limits=THREE, **asked).session.notes) == []
+    monkeypatch.setattr(fake, "BACKEND", "native")
+    with pytest.raises(JobMismatch, match=r" attention torch -> native.*--accept-drift attention"):
+        job(**exact)
+    for asked in ({}, exact | {"resume": ResumeOptions(drift=("attention",))}):
+        ended = job(**asked)
+        assert ended.finished
+        (note,) = ended.session.notes
+        assert note.startswith("attention is computed by native, and was by torch when the job began")
+
+
 def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
     begun: JobFolder, job: Job, monkeypatch: pytest.MonkeyPatch, fake: ModuleType
 ) -> None:

@@ -48,7 +48,8 @@ def reference(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def random_row(seed, size=40, spread=1.0):
     """On a grid of 2**-20, where differences of logits are exact in fp32 as they are in the reference."""
-    return (np.random.default_rng(seed).uniform(-spread, spread, size) * 2**20).round().astype(np.float32) / 2**20
+    drawn = (np.random.default_rng(seed).uniform(-spread, spread, size) * 2**20).round()
+    return drawn.astype(np.float32) / np.float32(2**20)
 
 
 def kept_by_transformers(row, filters):

@@ -9,7 +9,7 @@ from moedge.runtime.sampling.choose import below_peak, first_keys, rank_keys, re
 
 FLOATS = st.floats(width=32, allow_nan=False, max_value=float(np.float32(3e38)))
 # Few distinct values, both zeros and -inf among them: rows full of ties.
-TIED = st.sampled_from([-np.inf, -1e30, -1.0, -0.0, 0.0, 1.0, 1e-45, 1e30])
+TIED = st.sampled_from(np.float32([-np.inf, -1e30, -1.0, -0.0, 0.0, 1.0, 1e-45, 1e30]).tolist())
 ROWS = arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 40)), elements=FLOATS | TIED)
 
 

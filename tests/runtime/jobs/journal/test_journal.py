@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
-from moedge.runtime.jobs.journal.record import HEAD_NBYTES, Done, Kind, decode_done, encode, encode_done, frame
+from moedge.runtime.jobs.journal.record import (
+    HEAD_NBYTES,
+    VERSION,
+    Done,
+    Kind,
+    decode_done,
+    encode,
+    encode_done,
+    frame,
+)
 from moedge.runtime.jobs.journal.repair import repair
 from moedge.runtime.jobs.journal.state import Ending, JobState, read_state, replay
 from moedge.runtime.settings.errors import BadJournal, JournalFailed, OtherVersion
@@ -255,13 +264,17 @@ def test_j15_a_slow_disk_delays_what_counts_and_nothing_else(tmp_path: Path, mon
 
 def test_j17_a_journal_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": 3, "num_rows": 1}), 0))
-    with pytest.raises(OtherVersion, match="version 3, this moedge writes 2"):
-        Journal(path)
+    for version, words in ((VERSION + 1, "newer moedge: its version is 4"), (1, "older moedge: its version is 1")):
+        path.write_bytes(frame(encode(Kind.OPEN, 0, {"version": version, "num_rows": 1}), 0))
+        for read in (Journal, repair):
+            with pytest.raises(OtherVersion, match=words):
+                read(path)
     state = JobState()
     state.apply(0, encode(Kind.OPEN, 0, {"version": 2, "num_rows": 1}))
-    with pytest.raises(OtherVersion, match="'dance'"):
-        state.apply(1, b'{"kind":"dance","synced":0}')
+    state.apply(1, encode_done(done(0), 0))
+    assert state.counts.ok == 1
+    with pytest.raises(OtherVersion, match="newer moedge: this one knows no record of kind 'dance'"):
+        state.apply(2, b'{"kind":"dance","synced":0}')
 
 
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
