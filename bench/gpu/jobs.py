@@ -61,8 +61,12 @@ def _job(models: Path, shape: str, options: str, known: Path, rows: int) -> dict
         command += ["--max-tokens", NEW_TOKENS, "--temperature", 0, "--progress", "plain", *options.split()]
         begun = time.perf_counter()
         with (home / "output").open("w+") as output:
-            command = [sys.executable, "-m", "moedge", *map(str, command)]
-            with subprocess.Popen(command, env=os.environ | ends, stdout=output, stderr=output) as process:
+            with subprocess.Popen(
+                [sys.executable, "-m", "moedge", *map(str, command)],
+                env=os.environ | ends,
+                stdout=output,
+                stderr=output,
+            ) as process:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(TIMEOUT_S)
                 process.kill()

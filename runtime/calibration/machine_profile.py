@@ -124,7 +124,7 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
     announcement = "measuring this machine once (about 30 s): plans need its speeds"
     with stage("measuring this machine", announcement=announcement):
         device = find_device()
-        gpu = device and try_kernels(device, usual_needs(device))
+        gpu = None if device is None else try_kernels(device, usual_needs(device))
         machine = measure_machine(folder, hardware, measure_flop_s=rates, files=files)
         # What is measured in a moment is measured in two, some seconds apart.
         loading, overheads = loading_rates(), measure_overheads()
@@ -133,9 +133,9 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
             machine,
             disk=disk,
             overheads=overheads,
-            device_overheads=device and gpu and device_overheads(device, gpu),
+            device_overheads=None if device is None or gpu is None else device_overheads(device, gpu),
             # Why each family of kernels does not run on this GPU, "" if it does.
-            kernel_lacks=gpu and gpu.lacks._asdict(),
+            kernel_lacks=None if gpu is None else gpu.lacks._asdict(),
             loading=loading,
         )
     # What measuring has left would count against the budget of the job that comes next; an engine is a circle.

@@ -179,7 +179,7 @@ def _argmax(logits: Tensor) -> NDArray[np.int64]:
     if logits.device.type == "cpu":
         # Rows are widened a few at a time, in the cache: all of them would be memory that is mapped anew in every pass.
         few = max(1, CACHED_LOGITS // logits.shape[-1])
-        return np.concatenate([_argmax_of(rows.float().numpy()) for rows in logits.split(few)])
+        return np.concatenate([_argmax_of(rows.float().numpy()) for rows in torch.split(logits, few)])
     peaks, ids = logits.max(dim=-1)
     return ids.masked_fill_(~peaks.isfinite(), NO_TOKEN).cpu().numpy()
 
