@@ -57,19 +57,17 @@ def _job(models: Path, shape: str, options: str, known: Path, rows: int) -> dict
         prompts = (f"{number} {'What is known of it? ' * (1 + number % 9)}" for number in range(rows))
         (home / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         ends = {name: str(home / name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-        command = ["batch", model, home / "rows.jsonl", "-o", home / "out.jsonl", "--summary", home / "summary.json"]
-        command += ["--max-tokens", NEW_TOKENS, "--temperature", 0, "--progress", "plain", *options.split()]
+        given = ["--max-tokens", NEW_TOKENS, "--temperature", 0, "--progress", "plain", *options.split()]
+        files = [model, home / "rows.jsonl", "-o", home / "out.jsonl", "--summary", home / "summary.json"]
+        command = [sys.executable, "-m", "moedge", "batch", *map(str, [*files, *given])]
         begun = time.perf_counter()
-        with (home / "output").open("w+") as output:
-            with subprocess.Popen(
-                [sys.executable, "-m", "moedge", *map(str, command)],
-                env=os.environ | ends,
-                stdout=output,
-                stderr=output,
-            ) as process:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(TIMEOUT_S)
-                process.kill()
+        with (
+            (home / "output").open("w+") as output,
+            subprocess.Popen(command, env=os.environ | ends, stdout=output, stderr=output) as process,
+        ):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(TIMEOUT_S)
+            process.kill()
         seconds, lines = time.perf_counter() - begun, (home / "output").read_text().splitlines()
         if process.returncode:
             raise RuntimeError(f"exit {process.returncode} after {seconds:.0f} s: {' | '.join(lines)[-1500:]}")
