@@ -53,7 +53,7 @@ from .pass_rates import (
 IN_FLIGHT = 8
 EXPERT_ROWS = (1, 16, 64, 256)
 NUM_EXPERTS = 32
-# So many bytes of keys and values that submitting a call takes less time than its kernel.
+# Bytes of keys and values; enough for a kernel to take longer than submitting it.
 CACHE_NBYTES = 192 << 20
 _SECONDS = 0.03
 _MODEL_NBYTES = 1 << 30
