@@ -204,8 +204,8 @@ def as_rehearsed(chosen: PlanResult, plan: Plan, shown: Rehearsed) -> Prediction
         return first
     costs, rate = request.costs, shown.disk_bytes_s
     rates = costs.rates if rate is None else replace(costs.rates, disk_bytes_s=rate)
-    seen = CostModel(costs.shape, rates, costs.factors, shown.wanted)
-    return PlanResult.of(plan, chosen.seconds, replace(request, costs=seen)).prediction
+    costs = CostModel(costs.shape, rates, costs.factors, shown.wanted)
+    return PlanResult.of(plan, chosen.seconds, replace(request, costs=costs)).prediction
 
 
 def _result(plan: Plan, request: PlanRequest) -> PlanResult:
