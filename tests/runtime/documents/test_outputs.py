@@ -94,19 +94,6 @@ def test_files_of_a_mirror_are_listed_once_before_they_are_written(
     assert (tmp_path / "notes" / "9.md").read_text() == "mine"
 
 
-def test_a_cut_row_of_a_document_says_what_its_own_command_can_do(ask: Ask, tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.txt").write_text("K1234567.")
-    schema = json.dumps({"type": "object", "properties": {"name": {"type": "string"}}})
-    ask(folder, schema=schema, max_tokens=3)
-    (row,) = map(json.loads, (tmp_path / "out.errors.jsonl").read_text().splitlines())
-    assert row["error"]["code"] == "incomplete_output"
-    assert "reached max_tokens (3)" in row["error"]["message"]
-    assert "--max-tokens and another -o" in row["error"]["message"]
-    assert "moedge jobs" not in row["error"]["message"]
-
-
 def answer_of(**fields: Any) -> Answer:
     return Answer(json.dumps(fields), "stop", {"prompt_tokens": 1, "completion_tokens": 1})
 
