@@ -1,12 +1,14 @@
 """What does reading documents take from generation, and does the memory of a job grow with its files?
 
-    python -m bench.documents speed --model models/s [--files 96] [--max-tokens 200]
+    python -m bench.documents speed --model models/s [--files 1000] [--rows 64] [--max-tokens 200] [--turns 3]
     python -m bench.documents memory --model models/toy [--files 300 30000]
 
-`speed` asks about a folder of PDF, DOCX, PPTX, XLSX, HTML, mail and text with `moedge docs`, then again with what was
-read in the cache, then the same prompts as a file with `moedge batch`, whose tokens per second are the whole.
-`memory` asks about folders of small text files with one output token each: the peak resident memory of the command, and
-of it with all processes that it started, sampled every 50 ms.
+`speed` answers rows about a folder of PDF, DOCX, PPTX, XLSX, HTML, mail and text in three ways, which take turns, since
+machines get faster and slower meanwhile: the prompts as a file with `moedge batch`, `moedge docs` that reads the folder
+beside generation, and `moedge docs` with what was read before in the cache. The folder has many more files than rows
+are answered, so files are read until the last row. A share is of the prompts alone in the same turn.
+`memory` asks about folders of small text files with few output tokens each: the peak resident memory of the command,
+and of it with all processes that it started, sampled every 50 ms.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from bench import ROOT
+from moedge import iter_documents
+from moedge.offload.errors import ExitCode
 from support.document_folder import docx, pdf, pptx, xlsx
 
 MIB = 1 << 20
@@ -92,47 +97,79 @@ def moedge(*words: object) -> list[str]:
     return [sys.executable, "-m", "moedge", *map(str, words), "-q"]
 
 
-def numbers(command: Sequence[str], summary: Path) -> dict[str, Any]:
-    """The run summary of a command; of its first round, if it has rounds."""
-    begun = time.perf_counter()
-    subprocess.run([*command, "--summary", str(summary)], check=True, cwd=ROOT)
+@dataclass(frozen=True)
+class Slice:
+    """One run of one side. `waited` is the share of its time in which it had capacity and no row was read."""
+
+    rate: float
+    waited: float
+    sequences: float
+    seconds: float
+    tokens: int
+
+
+def run_slice(command: Sequence[str], summary: Path) -> Slice:
+    code = subprocess.run([*command, "--summary", str(summary)], check=False, cwd=ROOT).returncode
+    if code not in (ExitCode.OK, ExitCode.STOPPED):
+        raise SystemExit(f"{' '.join(command)} failed with exit code {code}")
     found = json.loads(summary.read_bytes())
-    return (found["rounds"][0] if "rounds" in found else found) | {"wall": time.perf_counter() - begun}
+    # A job over documents has a summary for each round.
+    found = found["rounds"][0] if "rounds" in found else found
+    seconds, tokens = found["seconds"]["generate"], found["tokens"]["generated"]
+    waited = (found["stalls"]["rows"] or 0.0) / seconds
+    return Slice(tokens / seconds, waited, found["passes"]["sequences_mean"], seconds, tokens)
+
+
+ALONE, BESIDE, CACHED = "the prompts alone", "read beside generation", "read before, from the cache"
 
 
 def speed(options: argparse.Namespace, root: Path) -> None:
     folder, cache = root / "in", root / "texts"
     make_mixed(folder, options.files, options.words)
-    common = ("--ram", options.ram, "--max-tokens", options.max_tokens, "--disk-dir", root / "stores")
-    asked = (*common, "--prompt", "What does it say?", "--cache", cache)
-    runs = {
-        "documents": numbers(moedge("docs", options.model, folder, "-o", root / "a.jsonl", *asked), root / "a.json"),
-        "documents, read before": numbers(
-            moedge("docs", options.model, folder, "-o", root / "b.jsonl", *asked), root / "b.json"
-        ),
+    for _ in iter_documents(folder, cache=cache):
+        pass
+    common = ("--ram", options.ram, "--max-sequences", options.sequences, "--disk-dir", root / "stores")
+    # The plan of 1,000 documents may compute fewer tokens in a pass than that of as many rows as a run answers.
+    common += ("--max-tokens", options.max_tokens, "--tokens-per-pass", options.tokens_per_pass)
+    asked = (*common, "--prompt", "What does it say?", "--max-rows", options.rows)
+    sides: dict[str, Callable[[Path], list[str]]] = {
+        ALONE: lambda out: moedge("batch", options.model, root / "rows.jsonl", "-o", out, *common),
+        BESIDE: lambda out: moedge("docs", options.model, folder, "-o", out, *asked),
+        CACHED: lambda out: moedge("docs", options.model, folder, "-o", out, *asked, "--cache", cache),
     }
-    (rows,) = (root / "a.job" / "rounds").glob("*/0001.jsonl")
-    alone = numbers(moedge("batch", options.model, rows, "-o", root / "c.jsonl", *common), root / "c.json")
-    runs["the same prompts as a file"] = alone
+    # What the first run of a model learns and writes is there for all that are compared, and so are the prompts.
+    run_slice([*sides[CACHED](root / "first.jsonl"), "--max-tokens", "8"], root / "first.json")
+    (rows,) = (root / "first.job" / "rounds").glob("*/0001.jsonl")
+    (root / "rows.jsonl").write_text("".join(rows.read_text().splitlines(keepends=True)[: options.rows]))
+    found: dict[str, list[Slice]] = {name: [] for name in sides}
+    for turn in range(options.turns):
+        # Each side comes first, second and third as often.
+        order = [*sides][turn % 3 :] + [*sides][: turn % 3]
+        for number, name in enumerate(order):
+            out = root / f"{turn}-{number}.jsonl"
+            found[name].append(one := run_slice(sides[name](out), out.with_suffix(".json")))
+            print(
+                f"turn {turn + 1}: {name:28} {one.rate:7.1f} tok/s, {one.seconds:6.1f} s, no row {one.waited:.1%}, "
+                f"{one.sequences:.1f} sequences", flush=True,
+            )  # fmt: skip
+    for name, slices in found.items():
+        _show(name, slices, found[ALONE])
+
+
+def _show(name: str, slices: list[Slice], alone: list[Slice]) -> None:
+    shares = sorted(one.rate / other.rate for one, other in zip(slices, alone, strict=True))
     print(
-        f"{'':28} {'rows':>5} {'tok/s':>7} {'share':>7} {'no row':>7} {'seqs':>5} {'passes':>7} {'s':>6} {'wall s':>7}"
+        f"{name:28} {median(one.rate for one in slices):7.1f} tok/s  share {median(shares):6.1%} "
+        f"({shares[0]:.1%} to {shares[-1]:.1%})  capacity and no row {max(one.waited for one in slices):5.1%}  "
+        f"{median(one.sequences for one in slices):5.1f} sequences  {slices[0].tokens} tokens"
     )
-    for name, found in runs.items():
-        generate, waited = found["seconds"]["generate"], found["stalls"]["rows"]
-        rate = found["throughput"]["generated_tok_s"]
-        share, stalled = (
-            rate / alone["throughput"]["generated_tok_s"],
-            "" if waited is None else f"{waited / generate:.1%}",
-        )
-        passes = found["passes"]
-        print(
-            f"{name:28} {found['rows']['total']:4} {rate:7.1f} {share:7.1%} {stalled:>7} "
-            f"{passes['sequences_mean']:6.1f} {passes['count']:7} {generate:9.1f} {found['wall']:7.1f}"
-        )
 
 
 def tree_nbytes(root: int) -> tuple[int, int]:
-    """Resident bytes of a process, and of it with everything that it has started."""
+    """Resident bytes of a process, and of it with everything that it has started.
+
+    A child that runs nothing of its own yet has its parent's memory, and is not counted again.
+    """
     parents, resident = dict[int, int](), dict[int, int]()
     for each in os.listdir("/proc"):
         try:
@@ -141,7 +178,17 @@ def tree_nbytes(root: int) -> tuple[int, int]:
             continue
         if fields:
             parents[int(each)], resident[int(each)] = int(fields[1]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    return resident.get(root, 0), sum(nbytes for each, nbytes in resident.items() if _under(each, root, parents))
+    everyone = (each for each in resident if _under(each, root, parents))
+    started = (each for each in everyone if each != root and _command(each) != _command(parents[each]))
+    one = resident.get(root, 0)
+    return one, one + sum(resident[each] for each in started)
+
+
+def _command(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _under(process: int, root: int, parents: dict[int, int]) -> bool:
@@ -158,7 +205,8 @@ def memory(options: argparse.Namespace, root: Path) -> None:
         make_small(root / f"in{count}", count)
         command = moedge(
             "docs", options.model, root / f"in{count}", "-o", root / f"{count}.jsonl", "--prompt", "What is it?",
-            "--max-tokens", 1, "--ram", options.ram, "--max-sequences", 32, "--disk-dir", root / "stores",
+            "--max-tokens", options.max_tokens, "--ram", options.ram, "--max-sequences", 32,
+            "--disk-dir", root / "stores",
         )  # fmt: skip
         begun, peaks = time.perf_counter(), (0, 0)
         process = subprocess.Popen(command, cwd=ROOT)
@@ -180,7 +228,12 @@ def main() -> None:
         each.add_argument("--model", required=True)
         each.add_argument("--ram", default="3GiB")
     memories.add_argument("--files", type=int, nargs="+", default=[300, 30_000])
-    speeds.add_argument("--files", type=int, default=96)
+    memories.add_argument("--max-tokens", type=int, default=8)
+    speeds.add_argument("--files", type=int, default=1000)
+    speeds.add_argument("--rows", type=int, default=64, help="rows that each run answers")
+    speeds.add_argument("--sequences", type=int, default=32, help="rows at a time")
+    speeds.add_argument("--tokens-per-pass", type=int, default=256)
+    speeds.add_argument("--turns", type=int, default=3)
     speeds.add_argument("--max-tokens", type=int, default=200)
     speeds.add_argument("--words", type=int, default=80, help="most words of a document; the fewest are half of it")
     options = parser.parse_args()

@@ -145,6 +145,7 @@ def docs(
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
     kv: options.KV_FORMAT = options.KV.AUTO,
+    tokens_per_pass: options.TOKENS_PER_PASS = None,
     max_sequences: options.MAX_SEQUENCES = None,
     deterministic: options.DETERMINISTIC = False,
     max_tokens: options.MAX_TOKENS = 256,

@@ -30,9 +30,9 @@ from .rounds import Answers, Entry, EntryLog, Round, Rounds, RowLines
 READ_FIRST = 16
 # Where they take longer, what there is by then has to do.
 _READ_FIRST_SECONDS = 10.0
-# Rows that wait for the engine while reading goes on: enough for all that it may take in one pass. Whoever reads takes
-# processors from it, so the other files are read at the rate of the answers, not all of them at the beginning.
-ROWS_AHEAD = 512
+# Rows that wait for a running engine when reading pauses. Reading takes processors from it, so it goes on at the rate
+# of the answers; an engine that takes this many at once gets more as fast as they can be read.
+ROWS_AHEAD = 256
 _WAIT_SECONDS = 0.2
 
 
@@ -186,7 +186,7 @@ Split = Callable[[Document | UnreadDocument], tuple[Entry, list[AskedRow]]]
 
 
 class Reading:
-    """Reads while it is open, and pauses while ROWS_AHEAD rows wait to be taken; `done` and the counts change then.
+    """Reads while it is open, but while rows run no further than ROWS_AHEAD rows ahead of them.
 
     A row of more than `longest` tokens is left out and makes `deferred` grow: it is for a later round, whose engine
     has memory for it.
@@ -214,7 +214,7 @@ class Reading:
         self._file: GrowingFile | None = None
         # Rows of the file that were there when it was last looked at, and that are in work or behind it.
         self._given = self._taken = 0
-        self._whole = False
+        self._running = False
         if (begun := rounds.unfinished) is not None:
             self._taken = self._begin(begun).num_rows
             self._begun = RowLines([begun.rows])
@@ -254,8 +254,7 @@ class Reading:
         """
         begun = time.monotonic()
         with self._changed:
-            self._whole = every
-            self._changed.notify_all()
+            self._run(False)
             while not self._done and (every or not self._enough(time.monotonic() - begun)):
                 self._changed.wait(_WAIT_SECONDS)
                 progress(self.num_read, self.total)
@@ -274,7 +273,8 @@ class Reading:
                 self._file.sync()
                 self._given = self._taken = self._file.num_rows
             yield
-            self._changed.notify_all()
+            # The engine is to be loaded: what is read meanwhile takes nothing from it.
+            self._run(False)
 
     def note_in(self, index: RowIndex) -> None:
         """From now on rows are noted there, behind those that `paused` has found."""
@@ -286,7 +286,7 @@ class Reading:
         with self._changed:
             if self._round is current:
                 self._close()
-            self._changed.notify_all()
+            self._run(False)
 
     def _close(self) -> None:
         if self._file is not None:
@@ -301,6 +301,7 @@ class Reading:
     def grown(self, wait: bool) -> Growth | None:
         """As `RowFeed` says."""
         with self._changed:
+            self._run(True)
             if wait and not self._new() and not self._done:
                 self._changed.wait(_WAIT_SECONDS)
             if self._file is None or not self._new():
@@ -313,7 +314,12 @@ class Reading:
         """As `RowFeed` says."""
         with self._changed:
             self._taken = num_rows
-            self._changed.notify_all()
+            self._run(True)
+
+    def _run(self, running: bool) -> None:
+        """Whether rows run."""
+        self._running = running
+        self._changed.notify_all()
 
     def _new(self) -> bool:
         return self._file is not None and self._file.num_rows > self._given
@@ -348,8 +354,8 @@ class Reading:
             self._changed.notify_all()
 
     def _may_read_on(self) -> bool:
-        """Whether it was stopped, the first files are not read, or whoever answers rows needs more of them soon."""
-        if self._stop.is_set() or self._whole or self._file is None or self.num_read < READ_FIRST:
+        """Whether it was stopped, no row runs, or whoever runs them needs more of them soon."""
+        if self._stop.is_set() or not self._running or self._file is None:
             return True
         return self._file.num_rows - self._taken < ROWS_AHEAD
 

@@ -395,13 +395,13 @@ def spread(files: Sequence[FoundFile], count: int) -> list[FoundFile]:
     groups: dict[str, list[tuple[int, int]]] = {}
     for number, each in enumerate(files):
         groups.setdefault(Path(each.path).suffix.lower(), []).append((each.nbytes, number))
-    ranked: list[tuple[int, str, int]] = []
+    ranked: list[tuple[int, int, str, int]] = []
     for suffix, group in groups.items():
         group.sort()
-        # The middle size first, then the quarters, and so on.
+        # The middle size first, then the quarters, and so on; of types that do not all get in, the most frequent ones.
         order = nsmallest(count, range(len(group)), key=lambda position: (_turn(position, len(group)), position))
-        ranked += [(rank, suffix, group[position][1]) for rank, position in enumerate(order)]
-    return [files[number] for number in sorted(number for _, _, number in nsmallest(count, ranked))]
+        ranked += [(rank, -len(group), suffix, group[position][1]) for rank, position in enumerate(order)]
+    return [files[number] for number in sorted(number for *_, number in nsmallest(count, ranked))]
 
 
 def _turn(position: int, size: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...offload.atomic_file import own_name, write_atomically
 from ..rows.answer_formats import with_own
-from ..rows.failure import ErrorCode
+from ..rows.failure import CONTINUE_CUT, ErrorCode
 from ..settings.errors import OutputExists
 from .document import Document
 from .merging import Failed, Merged, Merger
@@ -153,7 +153,7 @@ class DocumentTable:
         return with_own(row, {**found, **self._columns(entry), **own})
 
     def _failure(self, entry: Entry, name: str, failed: Failed) -> dict[str, Any]:
-        error = {"code": failed.code, "message": failed.message, "param": None}
+        error = {"code": failed.code, "message": failed.message.replace(CONTINUE_CUT, _ASK_AGAIN), "param": None}
         return with_own({"id": name, "error": error}, self._columns(entry))
 
     def _columns(self, entry: Entry) -> dict[str, Any]:
@@ -176,6 +176,10 @@ class DocumentTable:
             pages = None if document is None or span is None else document.pages(*span)
             found.append({"field": path, "found": span is not None, "page": pages and pages[0]})
         return {"quotes": found}
+
+
+# Rows of documents are not continued: merges may have used the answers.
+_ASK_AGAIN = "ask again with a larger --max-tokens and another -o, and with --cache no file is read again"
 
 
 class Mirror:

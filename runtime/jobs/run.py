@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from ..engine.engine import Engine
 from ..engine.sequence import Sequence
 from ..rows.answer_formats import Answers, Completion, usage
-from ..rows.failure import ErrorCode, RowFailure
+from ..rows.failure import CONTINUE_CUT, ErrorCode, RowFailure
 from ..rows.fields import invalid_schema
 from ..rows.reader import RowFile
 from ..rows.row import Row
@@ -418,10 +418,7 @@ def _with_calls(completion: Completion, calls: Items[FunctionCall]) -> Completio
 
 
 def _incomplete(row: Row, completions: Items[Completion]) -> RowFailure:
-    message = (
-        f"the answer reached max_tokens ({row.params.max_tokens}) before it was complete; continue it with "
-        "moedge jobs resume JOB --cut --max-tokens N"
-    )
+    message = f"the answer reached max_tokens ({row.params.max_tokens}) before it was complete; {CONTINUE_CUT}"
     failure = row.failure(ErrorCode.INCOMPLETE_OUTPUT, message, "max_tokens")
     return replace(failure, partial=tuple(each.text for each in completions))
 

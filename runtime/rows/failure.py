@@ -17,6 +17,10 @@ class Severity(Enum):
     FILE = "the job is refused, strict or lenient"
 
 
+# What the message of a row that reached max_tokens within its JSON says to do.
+CONTINUE_CUT = "continue it with moedge jobs resume JOB --cut --max-tokens N"
+
+
 class ErrorCode(StrEnum):
     """Listed from the file inwards; docs/rows.md says when each one is given."""
 

@@ -184,6 +184,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_a_night_with_a_folder_of_invoices(
     passes: Hook, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

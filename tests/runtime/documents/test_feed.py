@@ -215,8 +215,17 @@ def test_a_slow_file_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(read_as_completed(tmp_path, enumerate(found), ReadOptions(), None, 2, stop)) == []
 
 
-def read_row(number: int) -> tuple[int, Document]:
-    return number, Document(f"{number}.txt", f"{number:02}", "text", "text")
+class Gate:
+    """Reads `first` files at once, and the others when it is opened."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.opened = threading.Event()
+        self._first, self._count = first, count
+
+    def read(self, stop: threading.Event) -> Iterator[tuple[int, Document]]:
+        for number in range(self._count):
+            assert number < self._first or self.opened.wait(20)
+            yield number, Document(f"{number}.txt", f"{number:02}", "text", "text")
 
 
 def ask_once(found: Document | UnreadDocument) -> tuple[Entry, list[AskedRow]]:
@@ -243,9 +252,11 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def test_files_are_read_as_rows_are_taken(rounds: Rounds, tmp_path: Path) -> None:
-    reading = reading_of(rounds, tmp_path, 20)
-    with reading.running(lambda stop: map(read_row, range(20)), ask_once):
+    reading, gate = reading_of(rounds, tmp_path, 20), Gate(3, 20)
+    with reading.running(gate.read, ask_once):
         assert reading.next_round(lambda done, total: None) is not None
+        reading.took(0)
+        gate.opened.set()
         for taken in (0, 1, 7):
             reading.took(taken)
             wait_until(lambda taken=taken: reading.num_read == taken + 4)  # type: ignore[misc]
@@ -254,23 +265,32 @@ def test_files_are_read_as_rows_are_taken(rounds: Rounds, tmp_path: Path) -> Non
         reading.took(19)
         wait_until(lambda: reading.done)
         assert reading.complete
-    # Where nobody takes rows before all are known, nothing pauses.
-    again = reading_of(Rounds(tmp_path / "other"), tmp_path, 20)
-    with again.running(lambda stop: map(read_row, range(20)), ask_once):
-        assert again.next_round(lambda done, total: None, every=True) is not None
-        assert again.complete
+
+
+def test_all_is_read_while_no_row_runs(rounds: Rounds, tmp_path: Path) -> None:
+    reading, gate = reading_of(rounds, tmp_path, 20), Gate(3, 20)
+    with reading.running(gate.read, ask_once):
+        assert reading.next_round(lambda done, total: None) is not None
+        reading.took(0)
+        gate.opened.set()
+        wait_until(lambda: reading.num_read == 4)
+        with reading.paused():
+            pass
+        wait_until(lambda: reading.done)
 
 
 def test_rows_of_an_earlier_run_are_not_in_the_way_of_reading_on(rounds: Rounds, tmp_path: Path) -> None:
     first = reading_of(rounds, tmp_path, 30)
-    with first.running(lambda stop: map(read_row, range(30)), ask_once):
+    with first.running(Gate(30, 30).read, ask_once):
         assert first.next_round(lambda done, total: None, every=True) is not None
-    second = reading_of(rounds, tmp_path, 60)
-    with second.running(lambda stop: map(read_row, range(60)), ask_once):
+    second, gate = reading_of(rounds, tmp_path, 60), Gate(30, 60)
+    with second.running(gate.read, ask_once):
         begun = second.next_round(lambda done, total: None)
         assert begun == rounds.first
         with second.paused():
             pass
+        assert second.grown(wait=False) is None
+        gate.opened.set()
         wait_until(lambda: second.num_read == 34)
         second.took(60)
         wait_until(lambda: second.done)

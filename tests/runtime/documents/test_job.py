@@ -217,6 +217,9 @@ def test_a_sample_is_spread_over_types_and_sizes() -> None:
     assert sorted(path.split(".")[1] for path in chosen) == ["pdf", "pdf", "txt", "txt"]
     assert sorted(path.split(".")[0] for path in chosen) == ["3", "3", "5", "5"]
     assert spread(files, 99) == files
+    # Types that are seldom are left out where there are more types than files to try.
+    seldom = [FoundFile("a.bin", None, 1), *files]
+    assert [each.path for each in spread(seldom, 2)] == ["5.pdf", "5.txt"]
 
 
 def test_prompts_have_what_is_known_of_a_document(ask: Ask, tmp_path: Path) -> None:
