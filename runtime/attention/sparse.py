@@ -85,7 +85,7 @@ def _weighted(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> tor
     products = q.reshape(-1, dim)
     piece = max(1, SCORED_NUMEL // (num_rows * heads * TILE_KEYS)) * TILE_KEYS
     parts = []
-    for part in keys.split(piece):
-        positive = (products @ part.T).relu_().view(num_rows, heads, -1)
+    for begin in range(0, len(keys), piece):
+        positive = (products @ keys[begin : begin + piece].T).relu_().view(num_rows, heads, -1)
         parts.append(torch.bmm(weights.unsqueeze(1), positive).squeeze(1))
     return torch.cat(parts, 1)
