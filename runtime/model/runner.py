@@ -23,8 +23,7 @@ class ModelRunner:
     """Runs passes on the device of `compute`; set `attention` after the cache exists and before the first pass.
 
     `states` are those of its recurrent layers, whose pool is set with `attention`. `stack` computes all layers at once
-    in passes that it takes; with `direct`, what is in front of them and behind them is then called one by one, since
-    transformers' forward takes 1 ms.
+    in passes that it takes; with `direct`, what is in front of them and behind them is then called one by one.
     """
 
     def __init__(self, model: PreTrainedModel, compute: ParallelMatmul, states: PassStates | None = None) -> None:
