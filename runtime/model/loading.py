@@ -161,7 +161,7 @@ class CheckpointLoader:
         return (up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (up, down)
 
     def _parts(self, index: int, window: range) -> _Parts | None:
-        """The tensors of an expert, if every expert of the window has the same ones, as matrices of the model's dtype."""
+        """The tensors that every expert of the window has, if these are the same matrices of the model's dtype."""
         found: dict[int, list[_Part]] = {expert: [] for expert in window}
         for name in self._experts[index]:
             expert, entry = expert_index(name), self._tensors.entries[name]
