@@ -164,7 +164,7 @@ def faster(first: LoadingRates, second: LoadingRates) -> LoadingRates:
 
 @torch.inference_mode()
 def loading_rates() -> LoadingRates:
-    """How fast one thread converts bfloat16 weights, and all threads pack them."""
+    """How fast bfloat16 weights are copied out of files into joined matrices, and packed by all threads."""
     packed = {name: _packing_rate(name) for name in QUANT_FORMATS}
     files = [torch.randn(LOADED_SHAPE).bfloat16() for _ in range(3 * LOADED_EXPERTS)]
     nbytes = sum(matrix.nbytes for matrix in files)
@@ -181,11 +181,10 @@ def _packing_rate(format_name: str) -> float:
 
 
 def _convert(files: list[Tensor]) -> None:
-    """Gate, up and down of every expert: read into memory of their own, stacked, gate and up joined."""
-    read = [torch.empty_like(matrix).copy_(matrix) for matrix in files]
-    gate, up, down = (torch.stack(read[index::3]) for index in range(3))
-    torch.cat([gate, up], 1)
-    down.clone()
+    """Gate, up and down of every expert, read into new matrices, gate and up one below the other."""
+    up, down = (files[0].new_empty(parts * LOADED_EXPERTS, *LOADED_SHAPE) for parts in (2, 1))
+    for matrix, read in zip((*up, *down), files, strict=True):
+        matrix.copy_(read)
 
 
 ROWS = (1, 4, 16, 64, 256, 1024)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import combinations
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +58,8 @@ class CheckpointLoader:
         self._config = LoadStateDictConfig(
             weight_mapping=get_model_conversion_mapping(model), dtype=dtype, dtype_plan=model._get_dtype_plan(dtype)
         )
+        # Whether experts whose tensors have these shapes are joined as they are read (_read_joined).
+        self._joins: dict[_Parts, bool] = {}
         self._dense: dict[int | None, list[str]] = defaultdict(list)
         self._experts: dict[int, list[str]] = defaultdict(list)
         num_layers = len(model.get_decoder().layers)
@@ -119,8 +123,26 @@ class CheckpointLoader:
 
         Those in `kept`, "up" or "down", are the bytes of their rows, uint8 [len(window), N, bytes].
 
-        With the module's parameters narrowed to the window, transformers' conversion stacks the experts of the window
-        alone, so that a layer that is larger than memory is loaded a few experts at a time.
+        Once transformers' conversion of a window gave the bytes of `_read_joined`, others are read so: each number is
+        copied once, not three times.
+        """
+        parts = None if kept else self._parts(index, window)
+        if parts is not None and self._joins.get(parts):
+            return self._read_joined(index, window, parts)
+        up, down = self._convert_experts(index, experts, up_name, window, kept)
+        if parts is not None and parts not in self._joins:
+            joined = self._read_joined(index, window, parts)
+            same = all(torch.equal(*pair) for pair in zip((up, down), joined, strict=True))
+            self._joins[parts] = same and _are_distinct(joined[0][0], [part for part in parts if not part.down])
+        return up, down
+
+    def _convert_experts(
+        self, index: int, experts: Any, up_name: str, window: range, kept: Mapping[str, Layout]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """load_experts by transformers' conversion.
+
+        With the module's parameters narrowed to the window, it stacks the experts of the window alone, so that a layer
+        that is larger than memory is loaded a few experts at a time.
         """
         whole = {name: getattr(experts, name) for name in (up_name, "down_proj")}
         for (name, parameter), side in zip(whole.items(), ("up", "down"), strict=True):
@@ -137,6 +159,50 @@ class CheckpointLoader:
         if up.is_meta or down.is_meta:
             raise BadCheckpoint(f"layer {index}: matrices of experts {window.start} to {window.stop - 1} are missing")
         return (up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (up, down)
+
+    def _parts(self, index: int, window: range) -> _Parts | None:
+        """The tensors that every expert of the window has, if these are the same matrices of the model's dtype."""
+        found: dict[int, list[_Part]] = {expert: [] for expert in window}
+        for name in self._experts[index]:
+            expert, entry = expert_index(name), self._tensors.entries[name]
+            if expert is None or name in self._tensors.quantized or len(entry.shape) != 2:
+                return None
+            if expert in window:
+                if SAFETENSORS_DTYPES.get(entry.dtype) != self._dtype:
+                    return None
+                found[expert].append(_Part(is_down(name), name.rpartition(f"experts.{expert}.")[2], *entry.shape))
+        every = {tuple(sorted(parts)) for parts in found.values()}
+        if len(every) > 1:
+            return None
+        parts = every.pop()
+        # An up and a down matrix, each with as many columns in all of its parts.
+        sides = {(part.down, part.columns) for part in parts}
+        return parts if [down for down, _ in sorted(sides)] == [False, True] else None
+
+    def _read_joined(self, index: int, window: range, parts: _Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        """The up and down matrices of a window, read into place: the parts of an expert one below the other."""
+        up, down = (
+            torch.empty(len(window), sum(part.rows for part in own), own[0].columns, dtype=self._dtype)
+            for own in ([part for part in parts if part.down == side] for side in (False, True))
+        )
+        targets = {
+            (expert, part.name): rows
+            for side, matrix in ((False, up), (True, down))
+            for expert, made in zip(window, matrix, strict=True)
+            for part, rows in _rows_of(made, [part for part in parts if part.down == side])
+        }
+        reads: list[tuple[str, torch.Tensor]] = []
+        for name in self._experts[index]:
+            expert = expert_index(name)
+            if expert in window:
+                reads.append((name, targets[expert, name.rpartition(f"experts.{expert}.")[2]]))
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(self._read, reads))
+        return up, down
+
+    def _read(self, read: tuple[str, torch.Tensor]) -> None:
+        name, place = read
+        self._checkpoint.read_into(name, place.view(-1).view(torch.uint8).numpy().data)
 
     def load_rest(self) -> None:
         """Loads everything outside the layers: embedding, last norm, output head."""
@@ -221,6 +287,29 @@ class _Header:
     def __getitem__(self, index: Any) -> torch.Tensor:
         dtype = SAFETENSORS_DTYPES.get(self._entry.dtype, torch.uint8)
         return torch.empty(self._entry.shape, dtype=dtype, device="meta")[index]
+
+
+class _Part(NamedTuple):
+    """A tensor of an expert: whether it belongs to the down matrix, its name behind the expert's number, its shape."""
+
+    down: bool
+    name: str
+    rows: int
+    columns: int
+
+
+_Parts = tuple[_Part, ...]
+
+
+def _rows_of(matrix: torch.Tensor, parts: list[_Part]) -> Iterator[tuple[_Part, torch.Tensor]]:
+    """The rows of each part in a matrix that has one below the other."""
+    return zip(parts, matrix.split([part.rows for part in parts]), strict=True)
+
+
+def _are_distinct(matrix: torch.Tensor, parts: list[_Part]) -> bool:
+    """Whether the parts of a matrix have other bytes than one another, so that another order would have shown."""
+    rows = [part for _, part in _rows_of(matrix, parts)]
+    return not any(torch.equal(*pair) for pair in combinations(rows, 2))
 
 
 def _extra(found: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Quantizing by the library of CPU kernels gives the bytes of the codecs, whatever weights, order and threads."""
+"""Quantizing by the library of CPU kernels: the bytes of the codecs for all weights, orders and threads."""
 
 import shutil
 from collections.abc import Iterator

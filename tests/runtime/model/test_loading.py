@@ -121,3 +121,34 @@ def test_config_and_dtype_reach_the_model(checkpoint: Callable[[str], Path]) -> 
     model = load(folder, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config.sliding_window == json.loads((folder / "config.json").read_text())["sliding_window"]
+
+
+def conversions(monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: torch.dtype) -> int:
+    """How many windows of experts transformers converted."""
+    counted: list[range] = []
+    convert = CheckpointLoader._convert_experts
+
+    def counting(self: Any, index: int, experts: Any, up_name: str, window: range, kept: Any) -> Any:
+        counted.append(window)
+        return convert(self, index, experts, up_name, window, kept)
+
+    monkeypatch.setattr(CheckpointLoader, "_convert_experts", counting)
+    wanted = load(folder, dtype, window=1).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in load(folder, dtype, window=2).state_dict().items())
+    return len(counted)
+
+
+def test_experts_are_joined_as_they_are_read_once_that_gave_the_bytes_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("qwen3_moe")
+    windows = 3 * json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert conversions(monkeypatch, folder, torch.float32) == 2
+    assert conversions(monkeypatch, folder, torch.bfloat16) > windows, "numbers that are rounded are transformers'"
+
+    def share(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name and "gate_proj" in name]:
+            tensors[name.replace("gate_proj", "up_proj")] = tensors[name].clone()
+
+    same = change(shutil.copytree(folder, tmp_path / "same"), share)
+    assert conversions(monkeypatch, same, torch.float32) > windows, "which part is above the other does not show"
