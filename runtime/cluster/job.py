@@ -79,7 +79,7 @@ class Cluster:
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
-        self.left_out: list[LeftOut] = []
+        self.left_out: list[LeftOut | NoWorker] = []
         self.chosen: PlanResult | None = None
         self.offsets: KeyOffsets | None = None
         self.job: ClusterJob | None = None
@@ -104,6 +104,7 @@ class Cluster:
             self._order = LoadOrder(settings, request.budgets, workload, request.experts, share)
             self.workers.start(self._facts(measured))
             self._wait("starting workers", lambda: self.chosen is not None, self.workers.without_space)
+        assert self.chosen is not None
         chosen = with_workload(self.chosen, self.chosen.plan, workload)
         return Planned(measured, workload, MachineMemory(chosen.plan.budget), chosen, checked.claim.begin(chosen.plan))
 

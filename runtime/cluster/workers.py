@@ -18,7 +18,7 @@ from .actor import Refused, WorkerActor, post_mortem
 from .address import LOCAL, connect, import_ray
 from .worker import LoadReport, WorkerInfo
 
-# Ray takes seconds to start a process; after this time without a worker, the user is told what is missing.
+# Ray takes seconds to start a process; after this time without a worker, a line says what is missing.
 PATIENCE_SECONDS = 20.0
 # Between two looks at what the cluster has.
 _LOOK_SECONDS = 5.0

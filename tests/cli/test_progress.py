@@ -38,6 +38,7 @@ class FakeEta:
     seconds_left: float | None = 359.0
     resident_nbytes: int = 630 << 20
     hit_rate: float | None = 0.93
+    workers = None
 
 
 def console(width: int) -> tuple[Console, io.StringIO]:
