@@ -128,9 +128,9 @@ def speed(options: argparse.Namespace, root: Path) -> None:
     make_mixed(folder, options.files, options.words)
     for _ in iter_documents(folder, cache=cache):
         pass
-    common = ("--ram", options.ram, "--max-sequences", options.sequences, "--disk-dir", root / "stores")
+    limits = ("--ram", options.ram, "--max-sequences", options.sequences, "--max-tokens", options.max_tokens)
     # The plan of 1,000 documents may compute fewer tokens in a pass than that of as many rows as a run answers.
-    common += ("--max-tokens", options.max_tokens, "--tokens-per-pass", options.tokens_per_pass)
+    common = (*limits, "--tokens-per-pass", options.tokens_per_pass, "--disk-dir", root / "stores")
     asked = (*common, "--prompt", "What does it say?", "--max-rows", options.rows)
     sides: dict[str, Callable[[Path], list[str]]] = {
         ALONE: lambda out: moedge("batch", options.model, root / "rows.jsonl", "-o", out, *common),

@@ -194,7 +194,7 @@ class CheckpointLoader:
         reads: list[tuple[str, torch.Tensor]] = []
         for name in self._experts[index]:
             expert = expert_index(name)
-            if expert in window:
+            if expert is not None and expert in window:
                 reads.append((name, targets[expert, name.rpartition(f"experts.{expert}.")[2]]))
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(self._read, reads))
@@ -303,7 +303,7 @@ _Parts = tuple[_Part, ...]
 
 def _rows_of(matrix: torch.Tensor, parts: list[_Part]) -> Iterator[tuple[_Part, torch.Tensor]]:
     """The rows of each part in a matrix that has one below the other."""
-    return zip(parts, matrix.split([part.rows for part in parts]), strict=True)
+    return zip(parts, torch.split(matrix, [part.rows for part in parts]), strict=True)
 
 
 def _are_distinct(matrix: torch.Tensor, parts: list[_Part]) -> bool:
