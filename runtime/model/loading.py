@@ -201,8 +201,8 @@ class CheckpointLoader:
         return up, down
 
     def _read(self, read: tuple[str, torch.Tensor]) -> None:
-        name, place = read
-        self._checkpoint.read_into(name, place.view(-1).view(torch.uint8).numpy().data)
+        name, target = read
+        self._checkpoint.read_into(name, target.view(-1).view(torch.uint8).numpy().data)
 
     def load_rest(self) -> None:
         """Loads everything outside the layers: embedding, last norm, output head."""

@@ -171,5 +171,5 @@ def test_flash_attention_is_for_what_it_supports(
 def test_no_word_of_a_call_is_left_out() -> None:
     """A feature that a call learns to ask for must reach the kernels: add it there, then here."""
     words = {field.name for field in dataclasses.fields(AttentionCall)}
-    # `latent` is for LatentAttention alone, which no kernel of these computes.
-    assert words == {"layer", "scale", "window", "chunk", "softcap", "sinks", "latent"}
+    # `latent` and `index` are for LatentAttention alone, which no kernel of these computes.
+    assert words == {"layer", "scale", "window", "chunk", "softcap", "sinks", "latent", "index"}

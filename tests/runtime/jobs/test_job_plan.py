@@ -32,7 +32,7 @@ MEASURED = Machine(
     2e10,
     DISK,
     flop_s={"none": {1: 1e10, 64: 3e11}},
-    overheads=Overheads(1e-3, 6e-5, 1e-5, 6e-6, 1e-4),
+    overheads=Overheads(1e-3, 6e-5, 1e-5, 6e-6, 1e-4, 1e-5),
     loading=LoadingRates(1e9, PACKED),
 )
 # A few rows: by far less than ten minutes at the default speeds.
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_read_as_fast_as_older_files() -> None:
 
 def streamed(**found: object) -> PlanResult:
     """Sixteen sequences, whose experts stream at 1 GB/s."""
-    rates = Rates(1e9, otherwise={1: 1e12}, overheads=Overheads(1e-9, 1e-9, 1e-9, 1e-9, 1e-9))
+    rates = Rates(1e9, otherwise={1: 1e12}, overheads=Overheads(1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1e-9))
     return solve(
         PlanRequest(
             costs=CostModel(plain_model(), rates),
