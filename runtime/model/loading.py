@@ -180,7 +180,7 @@ class CheckpointLoader:
         return parts if [down for down, _ in sorted(sides)] == [False, True] else None
 
     def _read_joined(self, index: int, window: range, parts: _Parts) -> tuple[torch.Tensor, torch.Tensor]:
-        """The up and down matrices of a window, read into place: the parts of an expert one below the other."""
+        """The up and down matrices of a window, read into their rows: the parts of an expert one below the other."""
         up, down = (
             torch.empty(len(window), sum(part.rows for part in own), own[0].columns, dtype=self._dtype)
             for own in ([part for part in parts if part.down == side] for side in (False, True))
