@@ -6,6 +6,7 @@ For the profile of its machine; rates are named as predictions look them up (pla
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import as_file, files
 from itertools import cycle
 
@@ -15,7 +16,6 @@ from ...offload.device import Device
 from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Overheads
 from ...offload.machine.timing import best_seconds
-from ...offload.memory import host_resident
 from ...quant.formats.format import QUANT_FORMATS
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
@@ -24,10 +24,11 @@ from ...quant.matmul.matmul import ParallelMatmul, Workspace
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import TORCH_DTYPES, dtype_name
 from ..kv.spec import KVSpec
+from ..loading.machine_memory import budget_of
 from ..plan.placement import Workload
 from ..plan.planner import choose_dtype, make_plan
 from ..plan.rates import ATTENTION, TOGETHER
-from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, DeviceBudget, MemoryBudget
+from ..settings.budgets import MemoryBudget
 from ..settings.errors import DoesNotFit
 from ..settings.settings import Settings
 from ..shape.model_shape import KVGroup
@@ -132,9 +133,9 @@ def device_overheads(device: Device, gpu: Gpu) -> Overheads | None:
 
     None where the device has too little memory for it.
     """
-    process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
-    context = device.context_nbytes + LIBRARIES_NBYTES
-    memory = MemoryBudget(process + _MODEL_NBYTES, DeviceBudget(context + _MODEL_NBYTES, context, process, gpu))
+    taken = budget_of(device, 0, gpu)
+    granted = replace(taken, nbytes=taken.context_nbytes + _MODEL_NBYTES)
+    memory = MemoryBudget(taken.process_nbytes + _MODEL_NBYTES, granted)
     most = max(count for count, _ in PASS_KINDS)
     settings = Settings(quant="none", tokens_per_pass=PASS_TOKENS, max_sequences=most)
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:

@@ -65,6 +65,12 @@ def limit_pins(device: Device | None, machine: Machine | None) -> None:
         device.pins.most = machine.pin.usable
 
 
+def budget_of(device: Device, nbytes: int, gpu: Gpu) -> DeviceBudget:
+    """A budget of `nbytes` of the device, with what the context and the process take now, and libraries will."""
+    process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
+    return DeviceBudget(nbytes, device.context_nbytes + LIBRARIES_NBYTES, process, gpu)
+
+
 def open_memory(budgets: Budgets, settings: Settings | None = None, shape: ModelShape | None = None) -> MachineMemory:
     """Looks for a device, unless the budgets forbid it, and tries the kernels that a run of the model would use there.
 
@@ -82,11 +88,9 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     # What these two load and compile counts as memory of the process and of the CUDA context from now on.
     load_libraries(device)
     gpu = try_kernels(device, _needs(device, settings, shape))
-    process = max(PROCESS_NBYTES, host_resident()) + LIBRARIES_NBYTES
-    context = device.context_nbytes
+    granted = budget_of(device, nbytes, gpu)
     # The allocator must leave what libraries will take.
-    device.limit(max(0, nbytes - context - LIBRARIES_NBYTES))
-    granted = DeviceBudget(nbytes, context + LIBRARIES_NBYTES, process, gpu)
+    device.limit(max(0, nbytes - granted.context_nbytes))
     return MachineMemory(MemoryBudget(host, granted, disk), device)
 
 

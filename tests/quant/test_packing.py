@@ -1,7 +1,6 @@
 """Quantizing by the library of CPU kernels: the bytes of the codecs for all weights, orders and threads."""
 
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,19 +27,6 @@ PACKED = [
     ("mxfp4", ROWS, 1, 32), ("mxfp4", TILES, 32, 32), ("int8", ROWS, 1, 1),
 ]  # fmt: skip
 IDS = [f"{name} {order}" for name, order, *_ in PACKED]
-
-
-@pytest.fixture(params=list(build.SETS))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this processor has."""
-    found = library.loaded()
-    if found.library is None:
-        pytest.skip(found.lack)
-    chosen = library.choose(found.library, request.param)
-    yield chosen
-    library.choose(found.library, found.isa)
-    if chosen != request.param:
-        pytest.skip(f"this processor has no more than {chosen}")
 
 
 def packed_bytes(weight: Tensor, name: str, order: str, for_each: ForEach = _in_turn) -> Tensor:

@@ -1,6 +1,5 @@
 """Matrices in order `tiles`, and the kernels that multiply by them without dequantizing them first."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from moedge.quant.formats.format import FORMATS, ROWS, TILES, get_format
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
-from moedge.quant.native import library
-from moedge.quant.native.build import SETS
 from moedge.quant.planes import from_planes, planes_of, relayout
 from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
@@ -30,19 +27,6 @@ NAMES = sorted(name for name, each in FORMATS.items() if TILES in each.orders)
 # Rounding of a bfloat16 result, and of nf4's levels to bfloat16.
 TOLERANCE = 5e-3
 needs_library = pytest.mark.skipif(not tiled.has_kernel(), reason="the library of CPU kernels is not usable here")
-
-
-@pytest.fixture(params=list(SETS))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this processor has."""
-    found = library.loaded()
-    if found.library is None:
-        pytest.skip(found.lack)
-    chosen = library.choose(found.library, request.param)
-    yield chosen
-    library.choose(found.library, found.isa)
-    if chosen != request.param:
-        pytest.skip(f"this processor has no more than {chosen}")
 
 
 def matmul(threads: int = 2, deterministic: bool = True, **options: object) -> ParallelMatmul:
