@@ -144,7 +144,8 @@ class Machine:
 
     `flop_s` and `device_flop_s` are FLOP/s by weight format and number of rows. `kernel_lacks` says for each family of
     GPU kernels why it does not run; "" if it runs. `measured_at` is UTC in ISO 8601 and `torch` is torch's version;
-    both may be empty. `device_overheads` are those of passes on the GPU.
+    both may be empty. `fused_overheads` are those of passes whose layers the library of CPU kernels computes as
+    a whole, `device_overheads` those of passes on the GPU.
     """
 
     hardware: Hardware
@@ -158,6 +159,7 @@ class Machine:
     measured_at: str = ""
     torch: str = ""
     overheads: Overheads | None = None
+    fused_overheads: Overheads | None = None
     device_overheads: Overheads | None = None
     kernel_lacks: Mapping[str, str] | None = None
     loading: LoadingRates | None = None
@@ -192,16 +194,18 @@ class Machine:
         return machine
 
 
+_OVERHEADS = ("overheads", "fused_overheads", "device_overheads")
+
+
 def _parts(content: Mapping[str, Any]) -> dict[str, Any]:
     hardware, disk, link, pin = (content[name] for name in ("hardware", "disk", "link", "pin"))
-    overheads, on_device, loading = (content[name] for name in ("overheads", "device_overheads", "loading"))
+    loading = content["loading"]
     return {
         "hardware": Hardware(**{**hardware, "gpus": tuple(GpuInfo(**gpu) for gpu in hardware["gpus"])}),
         "disk": None if disk is None else _disk(disk),
         "link": None if link is None else Link(**link),
         "pin": None if pin is None else PinLimit(**pin),
-        "overheads": None if overheads is None else Overheads(**overheads),
-        "device_overheads": None if on_device is None else Overheads(**on_device),
+        **{name: None if content[name] is None else Overheads(**content[name]) for name in _OVERHEADS},
         "loading": None if loading is None else LoadingRates(**loading),
         "flop_s": _rates(content["flop_s"]),
         "device_flop_s": _rates(content["device_flop_s"]),
@@ -238,7 +242,7 @@ def _check_flag(value: bool) -> None:
         raise ValueError(f"{value!r} was found; wanted true or false")
 
 
-SCHEMA = "moedge.machine/3"
+SCHEMA = "moedge.machine/4"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 

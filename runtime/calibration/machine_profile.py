@@ -114,7 +114,7 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
     from ...offload.device import find_device
     from ..loading.kernel_trial import try_kernels, usual_needs
     from .device_rates import device_overheads, device_rates
-    from .pass_rates import faster, loading_rates, measure_overheads, pass_rates, weight_rates
+    from .pass_rates import faster, loading_rates, measure_fused_overheads, measure_overheads, pass_rates, weight_rates
 
     def rates(where: str) -> FlopRates:
         if where == "cpu" or device is None or gpu is None:
@@ -133,6 +133,7 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
             machine,
             disk=disk,
             overheads=overheads,
+            fused_overheads=measure_fused_overheads(),
             device_overheads=None if device is None or gpu is None else device_overheads(device, gpu),
             # Why each family of kernels does not run on this GPU, "" if it does.
             kernel_lacks=None if gpu is None else gpu.lacks._asdict(),

@@ -38,7 +38,7 @@ from ..engine.sequence import Sequence
 from ..kv.cache import KVCache
 from ..kv.pool import KVPool
 from ..kv.spec import KVSpec
-from ..loading.engine_loader import load_engine
+from ..loading.engine_loader import LoadedEngine, load_engine
 from ..loading.prepare import prepare
 from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from ..plan.planner import make_plan
@@ -284,6 +284,22 @@ def measure_overheads() -> Overheads:
     return solve_overheads(source.shape, timed)
 
 
+# A format whose products the library of CPU kernels computes in tiles.
+_FUSED_QUANT = "nf4"
+
+
+def measure_fused_overheads() -> Overheads | None:
+    """The same where the library of CPU kernels computes whole layers; None where it does not."""
+    with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
+        most = max(count for count, _ in PASS_KINDS)
+        settings = Settings(quant=_FUSED_QUANT, tokens_per_pass=PASS_TOKENS, max_sequences=most)
+        plan = make_plan(source.shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
+        if not plan.fused_nbytes:
+            return None
+        with closing(load_engine(source, plan)) as loaded:
+            return solve_overheads(source.shape, list(passes_of(loaded, source.shape, plan))) if loaded.fused else None
+
+
 def streaming(shape: ModelShape, plan: Plan) -> Plan:
     """The same with every expert streamed, through a ring so large that nothing waits."""
     shards = model_shards(shape, plan.quant, plan.dtype)
@@ -293,13 +309,18 @@ def streaming(shape: ModelShape, plan: Plan) -> Plan:
 
 def timed_passes(source: ModelSource, plan: Plan, store: Path | None, device: Device | None = None) -> Iterator[Timed]:
     with closing(load_engine(source, plan, store, device)) as loaded:
-        # Prompts are the same each time: found in the cache, hardly a token of them would be computed.
-        loaded.engine.scheduler.cache.sharing = False
-        for kind in PASS_KINDS:
-            _passes(loaded.engine, source.shape, *kind, device)
-        for kind in PASS_KINDS:
-            for tokens, seconds, outside_s in _passes(loaded.engine, source.shape, *kind, device):
-                yield Timed(tokens, kind[0], plan.streams, seconds, outside_s)
+        yield from passes_of(loaded, source.shape, plan, device)
+
+
+def passes_of(loaded: LoadedEngine, shape: ModelShape, plan: Plan, device: Device | None = None) -> Iterator[Timed]:
+    """Every kind of pass, timed the second time that it is run."""
+    # Prompts are the same each time: found in the cache, hardly a token of them would be computed.
+    loaded.engine.scheduler.cache.sharing = False
+    for kind in PASS_KINDS:
+        _passes(loaded.engine, shape, *kind, device)
+    for kind in PASS_KINDS:
+        for tokens, seconds, outside_s in _passes(loaded.engine, shape, *kind, device):
+            yield Timed(tokens, kind[0], plan.streams, seconds, outside_s)
 
 
 def _passes(

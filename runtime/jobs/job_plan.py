@@ -194,11 +194,12 @@ def with_workload(chosen: PlanResult, plan: Plan, workload: Workload) -> PlanRes
 
 
 def as_rehearsed(chosen: PlanResult, plan: Plan, shown: Rehearsed) -> Prediction:
-    """What to expect of the rows by what the rehearsal showed of routing and of the disk; `plan` is what it ran by.
+    """What to expect of the rows by what the rehearsal showed of routing, of the layers and of the disk; `plan` is what
+    it ran by.
 
     What earlier runs of this kind taught is better, and kept.
     """
-    request = chosen.request
+    request, plan = chosen.request, plan if shown.fused else replace(plan, fused_nbytes=0)
     first = PlanResult.of(plan, chosen.seconds, request).prediction
     if first.bottleneck in request.corrections:
         return first

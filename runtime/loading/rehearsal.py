@@ -28,11 +28,12 @@ class Rehearsed:
     """What rehearsed passes showed of a model and a disk that estimates had to assume.
 
     `wanted` is the share of a layer's experts that a number of tokens wants together, each of them the second number;
-    `disk_bytes_s` the rate of the disk, None where nothing was read.
+    `disk_bytes_s` the rate of the disk, None where nothing was read. `fused`: the library computes whole layers.
     """
 
     wanted: Callable[[float, float], float]
     disk_bytes_s: float | None
+    fused: bool
 
 
 def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Iterator[int]) -> Rehearsed:
@@ -59,7 +60,9 @@ def rehearse(loaded: LoadedEngine, plan: Plan, workload: Workload, tokens: Itera
         _compile_attention(loaded)
     cache.sharing = shared
     streamed = loaded.streamed
-    shown = Rehearsed(deepcopy(streamed.experts.stats.popularity).wanted_share, streamed.disk_bytes_s)
+    shown = Rehearsed(
+        deepcopy(streamed.experts.stats.popularity).wanted_share, streamed.disk_bytes_s, bool(loaded.fused)
+    )
     loaded.start_counting()
     if failed and plan.dtype == "fp16":
         raise SettingError(

@@ -5,19 +5,21 @@ A formula gives the bytes of the cache, and of what a pass computes with; tests 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...moe.expected_rows import most_rows
 from ...offload.machine.hardware import num_workers
+from ...quant.formats.format import TILES, get_format
 from ...quant.kernels import tuning
 from ...quant.kernels.gpu import Gpu
+from ...quant.native import library
 from ...quant.scratch import row_nbytes, whole_vectors
 from ..attention.choice import EXPANDED_NBYTES, PARTIALS_NBYTES, PIECE_TOKENS, ROWS, SCORED_NUMEL, TILE_NUMEL
 from ..kv.spec import BLOCK_TOKENS, SCAN_TOKENS, SCANNED_TOKENS, STEP_NBYTES, KVSpec, StateSpec, state_format
 from ..settings.budgets import MIB, DeviceBudget, process_nbytes
-from ..shape.model_shape import LayerShape, ModelShape
+from ..shape.model_shape import ExpertsShape, LayerShape, Matrix, ModelShape
 from ..shape.shards import (
     ITEM_NBYTES,
     ModelShards,
@@ -214,12 +216,27 @@ def experts_nbytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
     return numel * ITEM_NBYTES[dtype]
 
 
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def may_fuse(dense: Sequence[Matrix], experts: ExpertsShape | None) -> bool:
+    """Whether the library's steps may compute layers of these matrices as a whole; the loaded modules decide."""
+    return experts is not None and {matrix.name.rpartition(".")[2] for matrix in dense} == _PROJECTIONS
+
+
+def fuses(quant: str, dtype: str, compute: str, deterministic: bool) -> bool:
+    """Whether the library's steps exist here and take these formats."""
+    if deterministic or dtype != "bf16" or compute == "int8" or not library.available():
+        return False
+    return TILES in get_format(quant).orders
+
+
 def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
     """Bytes at most of the buffers in which the library's steps compute decoder layers of `num_tokens` rows."""
 
     def of_row(layer: LayerShape) -> int:
         experts = layer.experts
-        if experts is None or not layer.dense:
+        if experts is None or not may_fuse(layer.dense, experts):
             return 0
         hidden, chosen, inner = experts.up.cols, experts.per_token, experts.down.cols
         widest = max(matrix.cols for matrix in layer.dense)

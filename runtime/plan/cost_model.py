@@ -17,7 +17,7 @@ from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
 from ..shape.shards import ModelShards, model_shards
-from .candidate import Candidate, WeightFootprint
+from .candidate import Candidate, WeightFootprint, fuses, may_fuse
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
@@ -86,6 +86,7 @@ class _LayerKind:
         self.experts = experts
         self.dense_numel = sum(matrix.numel for matrix in dense)
         self.expert_numel = experts.numel if experts else 0
+        self.may_fuse = may_fuse(dense, experts)
 
     @property
     def width(self) -> int:
@@ -138,7 +139,7 @@ class _PassCosts:
 
     def __init__(self, model: _ModelWork, plan: Plan, rates: Rates) -> None:
         self._rates = rates
-        self._computing = _ComputeCosts(model, plan, rates)
+        self._computing = _ComputeCosts(model, plan, rates, fused=plan.fused_nbytes > 0)
         staging = plan.staging
         self._disk = _Streamed(model, plan.placement if staging is None else staging.placement)
         self._link = None if staging is None else _Streamed(model, plan.placement)
@@ -161,14 +162,18 @@ def _unhidden_share(shards: ModelShards, placement: Placement) -> float:
 
 
 class _ComputeCosts:
-    """Seconds to compute passes, without the transfer of their weights."""
+    """Seconds to compute passes, without the transfer of their weights.
 
-    def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates) -> None:
+    `fused`: the library of CPU kernels computes those layers as a whole that it may.
+    """
+
+    def __init__(self, model: _ModelWork, formats: _Formats, rates: Rates, *, fused: bool) -> None:
         self._shape = model.shape
         self._wanted = model.wanted
         self._overheads = rates.overheads
+        self._fused_overheads = (rates.fused_overheads if fused else None) or rates.overheads
         # Experts of one launch cost what a layer costs.
-        self._expert_s = 0.0 if formats.grouped_experts else rates.overheads.expert_s
+        self._launches_together = formats.grouped_experts
         self._memory_bytes_s = rates.memory_bytes_s
         self._kinds = model.kinds
         self._width = model.attention_width
@@ -188,7 +193,7 @@ class _ComputeCosts:
         return compute + self._attention(load) + self._head(load) + self._overheads.schedule_s * load.sequences
 
     def _layer(self, kind: _LayerKind, load: _PassLoad) -> float:
-        tokens, overheads = load.tokens, self._overheads
+        tokens, overheads = load.tokens, self._fused_overheads if kind.may_fuse else self._overheads
         seconds = _products(self._alone, kind.dense_numel, tokens)
         seconds += overheads.layer_s + overheads.sequence_s * load.sequences
         seconds += overheads.token_s * tokens + tokens * self._shape.hidden * NUMBER_NBYTES / self._memory_bytes_s
@@ -196,7 +201,8 @@ class _ComputeCosts:
             return seconds
         union = kind.experts.count * self._wanted(tokens, kind.experts.per_token / kind.experts.count)
         rows = padded_rows(max(1, round(tokens * kind.experts.per_token / union)))
-        return seconds + _products(self._together, union * kind.expert_numel, rows) + self._expert_s * union
+        expert_s = 0.0 if self._launches_together else overheads.expert_s
+        return seconds + _products(self._together, union * kind.expert_numel, rows) + expert_s * union
 
     def _attention(self, load: _PassLoad) -> float:
         """Seconds of attention over earlier tokens. Keys and values are read once for a chunk."""
@@ -498,25 +504,26 @@ class CostModel:
         missing = max(0, weights.nbytes - free_nbytes)
         name, rate = ("link", rates.link_bytes_s) if weights.on_device else ("disk", rates.disk_bytes_s)
         moved, computed = missing / rate * factors.get(name, 1.0), factors.get("compute", 1.0)
+        streams = missing > 0 and not weights.on_device
         generating = sum(
             each.count * max(each.compute_s * computed, each.wanted * moved)
-            for each in self._passes_of(candidate, compute, blocks, workload)
+            for each in self._passes_of(candidate, compute, blocks, workload, fused=not streams)
         )
-        streams = missing > 0 and not weights.on_device
         return generating + least_loading_s(weights, streams, rates.loading, rates.disk_bytes_s, prepared)
 
     def _passes_of(
-        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload
+        self, candidate: Candidate, compute: str, blocks: tuple[int, ...], workload: Workload, *, fused: bool
     ) -> list[_Passes]:
         weights, spec = candidate.weights, candidate.cache.specs[0]
         live = _live_sequences(candidate.cache.specs, blocks, candidate.live, workload)
         formats = _CandidateFormats(
             weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_experts
         )
-        key = (workload, formats, candidate.tokens_per_pass, live)
+        fused = fused and fuses(weights.quant, weights.dtype, compute, weights.deterministic) and not weights.on_device
+        key = (workload, formats, candidate.tokens_per_pass, live, fused)
         if key not in self._passes:
             work = self._work(weights.quant, weights.dtype, weights.shards)
-            costs = _ComputeCosts(work, formats, self.rates)
+            costs = _ComputeCosts(work, formats, self.rates, fused=fused)
             self._passes[key] = [
                 _Passes(phase.passes, costs.seconds(phase.load), work.least_wanted(phase.load.tokens))
                 for phase in _phases(workload, live, candidate.tokens_per_pass)

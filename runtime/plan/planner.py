@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
-from ...quant.formats.format import TILES, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
@@ -21,7 +20,7 @@ from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
 from ..shape.shards import SMALLEST_FORMATS, offered_formats, settled_format
-from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, largest
+from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
 from .memory_ledger import MemoryLedger
@@ -386,7 +385,8 @@ class _Search:
         plan = self._in_computing_tier(candidate, cached)
         if self._budget.device is None:
             plan = plan.with_spare(self._budget.host_nbytes - plan.used_nbytes)
-            buffers = fused_nbytes(candidate.weights.shape, plan.tokens_per_pass) if _fuses(plan) else 0
+            may = not plan.streams and fuses(plan.quant, plan.dtype, plan.compute, plan.deterministic)
+            buffers = fused_nbytes(candidate.weights.shape, plan.tokens_per_pass) if may else 0
             fused = min(buffers, plan.free_nbytes // 2)
             return replace(plan, fused_nbytes=fused, free_nbytes=plan.free_nbytes - fused)
         weights = candidate.weights
@@ -472,13 +472,6 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     if not shape.state_groups or live > 1:
         return ()
     return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
-
-
-def _fuses(plan: Plan) -> bool:
-    """Whether the library of CPU kernels may compute whole decoder layers: a trial at load decides."""
-    if plan.streams or plan.deterministic or plan.dtype != "bf16" or plan.compute == "int8" or not library.available():
-        return False
-    return TILES in get_format(plan.quant).orders
 
 
 def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:

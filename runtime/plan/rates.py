@@ -34,6 +34,7 @@ class Rates:
     """Rates of a tier that computes and of the links to it. FLOP/s are by name, then by number of rows.
 
     `link_bytes_s` is from the host to a device, `memory_bytes_s` of the memory that weights compute in.
+    `fused_overheads` are those of layers that the library of CPU kernels computes as a whole, None if not measured.
     """
 
     disk_bytes_s: float = SLOW_DISK_BYTES_S
@@ -44,6 +45,7 @@ class Rates:
     otherwise: Mapping[int, float] = field(default_factory=lambda: SLOW_FLOP_S)
     measured: bool = False
     loading: LoadingSpeeds = field(default_factory=LoadingSpeeds)
+    fused_overheads: Overheads | None = None
 
     def curve(self, *names: str) -> Curve:
         """The rates of products under the first of `names` that was measured."""
@@ -82,6 +84,7 @@ def rates_of(machine: Machine | None, on_device: bool = False) -> Rates:
         disk_bytes_s=machine.disk.bytes_s if machine.disk else SLOW_DISK_BYTES_S,
         memory_bytes_s=machine.memory_bytes_s,
         overheads=machine.overheads or SLOW_OVERHEADS,
+        fused_overheads=machine.fused_overheads,
         flop_s=machine.flop_s,
         measured=True,
         loading=LoadingSpeeds.of(machine),

@@ -13,8 +13,12 @@ import pytest
 
 from moedge.offload.machine.hardware import GpuInfo, Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, save_machine
+from moedge.runtime.api.plan_report import LETTERS
 from moedge.runtime.jobs import job_plan
+from moedge.runtime.plan import memory_ledger
 from moedge.runtime.plan.history import last_runs
+from support.known_shapes import CONFIGS
+from support.recorded_machine import RECORDED
 from support.row_files import write_rows
 
 CODE = "import sys; from moedge.cli.main import main; main()"
@@ -263,3 +267,21 @@ def test_rows_longer_than_the_context_are_said_before_anything_else(
         first = "rows of 2,156 tokens, prompt and answer, are longer than the model's context of 2,048"
         captured = capsys.readouterr()
         assert (first in captured.out + captured.err) is said
+
+
+@pytest.mark.parametrize("options", [["--gpu-mem", "0"], ["--gpu-mem", "0", "--ram", "6GiB"], []], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-Next-80B-A3B", "gpt-oss-20b"])
+def test_every_arena_of_a_plan_has_a_letter(
+    name: str, options: list[str], tmp_path: Path, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With recurrent states, buffers of fused layers, rings, weights that are staged for a GPU."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    save_machine(RECORDED, machine := tmp_path / "machine.json")
+    assert cli("plan", tmp_path, "--machine", machine, "--quant", "nf4", *options, "--explain") == 0
+    assert "estimate" in capsys.readouterr().out
+
+
+def test_letters_are_known_for_all_arenas() -> None:
+    constants = {each for name, each in vars(memory_ledger).items() if name.isupper() and isinstance(each, str)}
+    assert memory_ledger.FUSED in constants
+    assert constants <= LETTERS.keys()

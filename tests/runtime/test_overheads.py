@@ -3,6 +3,7 @@
 from dataclasses import astuple, replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,11 @@ from moedge.moe.expected_rows import expected_union
 from moedge.offload.errors import OutOfBudget
 from moedge.offload.machine.profile import Overheads
 from moedge.offload.store import stores
+from moedge.quant.native import library
 from moedge.runtime.calibration import pass_rates
 from moedge.runtime.calibration.pass_rates import LEAST_S, PASS_TOKENS, Timed, solve_overheads, streaming, timed_passes
 from moedge.runtime.calibration.pass_rates import PASS_KINDS as MEASURED
+from moedge.runtime.loading.engine_loader import LoadedEngine
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
@@ -99,3 +102,23 @@ def test_the_store_of_a_measurement_needs_no_reserve_on_the_disk(monkeypatch: py
     assert folders[0] is None
     assert len(folders) == 2
     assert prepared[0] > 8 << 20
+
+
+def test_layers_that_the_library_computes_as_a_whole_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where an engine has such layers; their passes are those of the other measurement."""
+    loaded: list[LoadedEngine] = []
+    load = pass_rates.load_engine
+
+    def noted(*arguments: Any) -> LoadedEngine:
+        loaded.append(load(*arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(pass_rates, "load_engine", noted)
+    monkeypatch.setattr(pass_rates, "PASS_KINDS", MEASURED)
+    found = pass_rates.measure_fused_overheads()
+    assert (found is not None) == any(each.fused for each in loaded)
+    if library.available():
+        assert found is not None
+        assert min(astuple(found)) >= LEAST_S
+    monkeypatch.setattr(library, "available", lambda: False)
+    assert pass_rates.measure_fused_overheads() is None

@@ -29,6 +29,7 @@ RECORDED = Machine(
     device_memory_bytes_s=4e11,
     device_flop_s={name: {1: 2e11, 1024: 1.6e13} for name in ("none", "int8", "int4", "nf4")},
     overheads=COSTS,
+    fused_overheads=COSTS,
     device_overheads=COSTS,
     kernel_lacks={"attention": "", "cache": "", "experts": ""},
     loading=LoadingRates(1e9, PACK),

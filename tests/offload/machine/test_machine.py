@@ -52,6 +52,7 @@ MACHINE = Machine(
     "2026-11-21T14:00:00+00:00",
     "2.13.0",
     Overheads(1e-3, 1e-4, 1e-4, 1e-8, 3e-4, 1e-5),
+    Overheads(2e-4, 2e-5, 1e-5, 6e-6, 3e-4, 1e-5),
     Overheads(2e-3, 1e-4, 1e-5, 1e-9, 3e-4, 1e-5),
     {"attention": "does not compile", "cache": ""},
     LoadingRates(6e8, {"nf4": 2e8}),
@@ -74,6 +75,7 @@ MACHINES = st.builds(
     RATES,
     st.just("") | st.datetimes().map(datetime.isoformat),
     st.text(),
+    st.none() | st.builds(Overheads, *[SPEEDS] * 6),
     st.none() | st.builds(Overheads, *[SPEEDS] * 6),
     st.none() | st.builds(Overheads, *[SPEEDS] * 6),
     st.none() | st.dictionaries(st.text(), st.text(), max_size=3),
@@ -181,7 +183,7 @@ def test_a_file_cut_anywhere_or_of_another_schema_is_not_believed(tmp_path: Path
     save_machine(MACHINE, path)
     whole = path.read_bytes()
     wrong = [whole[:length] for length in range(0, len(whole), 7)]
-    wrong += [whole.replace(b"machine/3", b"machine/2"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
+    wrong += [whole.replace(b"machine/4", b"machine/3"), b"[]", b"\xff\xfe", b"[" * 100_000, b'{"machines": 3}']
     for content in wrong:
         path.write_bytes(content)
         assert load_machine(HARDWARE, path) is None

@@ -1,17 +1,20 @@
 """Predictions against what can be worked out by hand, and against the arithmetic of a pass."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedge.offload.machine.profile import Overheads
+from moedge.quant.native import library
 from moedge.runtime.plan.cost_model import MOST_UNHIDDEN, RESOURCES, CostModel
 from moedge.runtime.plan.placement import DEEP_RING_EXPERTS, Workload, largest_expert
 from moedge.runtime.plan.rates import SLOW_FLOP_S, Rates, rates_of
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.settings import Settings
+from moedge.runtime.shape.model_shape import Matrix, ModelShape
 from moedge.runtime.shape.shards import model_shards
 from support.known_shapes import choose, plain_model
 
@@ -118,3 +121,52 @@ def test_every_expert_that_streams_costs_time_besides_its_bytes() -> None:
     # Dense weights are held here, so that what comes from the disk is experts.
     nbytes = largest_expert(model_shards(shape, "none", "bf16"))
     assert experts == pytest.approx(costly.disk_nbytes / nbytes, rel=0.01)
+
+
+def attention_model() -> ModelShape:
+    """Layers with the four projections of attention."""
+    shape = plain_model()
+    dense = (*shape.layers[0].dense, *(Matrix(name, 512, 2048) for name in ("k_proj", "v_proj")))
+    return replace(shape, layers=tuple(replace(layer, dense=dense) for layer in shape.layers))
+
+
+def test_layers_that_the_library_computes_as_a_whole_have_costs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing streams and the formats have kernels; the seconds that differ are those of the overheads."""
+    monkeypatch.setattr(library, "available", lambda: True)
+    shape, job = attention_model(), Workload(64, 64, 64, 64 * 32, 64 * 32)
+    dear = replace(NOTHING, layer_s=1e-2, expert_s=1e-4)
+    instant = dict.fromkeys(("none", "nf4", "fp32"), {1: 1e18})
+    rates = replace(INSTANT, overheads=dear, fused_overheads=NOTHING, flop_s=instant)
+
+    def seconds(ram: int, **settings: str) -> tuple[float, float]:
+        """With costs of their own, and without."""
+        wanted = Settings(max_sequences=64, tokens_per_pass=512, **settings)  # type: ignore[arg-type]
+        both = (rates, replace(rates, fused_overheads=None))
+        fused, modules = (choose(shape, wanted, MemoryBudget(ram * GIB), job, each).prediction for each in both)
+        return fused.busy_s["compute"], modules.busy_s["compute"]
+
+    fused, modules = seconds(64, quant="nf4")
+    passes = 32
+    assert modules - fused >= passes * len(shape.layers) * (1e-2 + 8 * 1e-4)
+    assert fused < modules / 100
+    for same in (seconds(3, quant="none"), seconds(64, quant="nf4", dtype="fp32"), seconds(2, quant="nf4")):
+        assert same[0] == same[1]
+
+
+def test_the_search_is_not_cut_short_by_the_costs_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a candidate takes at least is never more than what is predicted of it."""
+    monkeypatch.setattr(library, "available", lambda: True)
+    shape, job = attention_model(), Workload(64, 64, 64, 64 * 32, 64 * 32)
+    rates = replace(INSTANT, overheads=replace(NOTHING, layer_s=1e-2), fused_overheads=NOTHING)
+    least: list[float] = []
+    measure = CostModel.least_seconds
+
+    def noted(self: CostModel, *arguments: Any) -> float:
+        least.append(measure(self, *arguments))
+        return least[-1]
+
+    monkeypatch.setattr(CostModel, "least_seconds", noted)
+    for ram in (2, 3, 64):
+        least.clear()
+        told = choose(shape, Settings(quant="nf4"), MemoryBudget(ram * GIB), job, rates).prediction
+        assert min(least) <= told.total_s * (1 + 1e-9)
