@@ -1,15 +1,19 @@
 # Every target makes .venv with pip when it is missing, or when the text of pyproject.toml is another one than at the
-# last time (git may write the same text anew); PYTHON chooses the interpreter it is made from.
+# last time (git may write the same text anew); PYTHON chooses the interpreter it is made from. `demo` installs what users
+# need, all others also what tests need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cksum < pyproject.toml | tr ' ' -)
+SUM := $(shell cksum < pyproject.toml | tr ' ' -)
+STAMP := $(VENV)/.installed-$(SUM)
+# An environment for tests serves the demo as well.
+DEMO := $(firstword $(wildcard $(STAMP)) $(VENV)/.demo-$(SUM))
 OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
 .PHONY: demo native test test-all test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(BIN)/moedge demo
 
 # The library of CPU kernels, in place; needs g++. Installing does the same where g++ is found.
@@ -80,11 +84,21 @@ links:
 	@ln -sfn ../bench .links/bench
 	@for package in support matrix; do ln -sfn ../tests/$$package .links/$$package; done
 
+define environment
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --upgrade pip
+endef
+
 $(STAMP):
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(environment)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	rm -f $(VENV)/.installed*
+	touch $@
+
+$(VENV)/.demo-$(SUM):
+	$(environment)
+	$(BIN)/python -m pip install --quiet --editable .
+	rm -f $(VENV)/.demo*
 	touch $@
 
 $(OLDEST)/.installed: pyproject.toml tests/matrix/oldest.txt

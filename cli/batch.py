@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -156,10 +157,15 @@ def demo() -> None:
     with as_file(files("moedge.demo")) as bundle, tempfile.TemporaryDirectory() as folder:
         prompts, output = bundle / "prompts.jsonl", Path(folder, "answers.jsonl")
         request = BatchRequest(str(bundle / "model"), prompts, output, defaults=Defaults(max_tokens=120))
-        code = JobView(options.Progress.AUTO, quiet=False).run(request, None)
+        code = JobView(options.Progress.AUTO, quiet=False, kept=False).run(request, None)
         if output.exists():
             _print_answers(prompts, output)
+            print(f"\nNothing of this is kept. The same job, to keep: {_same_job(bundle)}")
     raise typer.Exit(code)
+
+
+def _same_job(bundle: Path) -> str:
+    return shlex.join(["moedge", "batch", f"{bundle / 'model'}", f"{bundle / 'prompts.jsonl'}", "-o", "answers.jsonl"])
 
 
 def _print_answers(prompts: Path, answers: Path) -> None:

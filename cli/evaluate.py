@@ -81,6 +81,7 @@ def _evaluate(given: Mapping[str, Any]) -> None:
     """`given` are the arguments of the command, by name."""
     from rich.console import Console
 
+    from ..runtime.evaluation.task_names import refuse_unknown_tasks
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
@@ -90,6 +91,8 @@ def _evaluate(given: Mapping[str, Any]) -> None:
         with open_source(given["model"]):
             # A model that is refused is refused before torch is imported.
             pass
+        with stage("looking for the tasks"):
+            refuse_unknown_tasks(tasks, given["include_path"])
         with stage("importing torch and lm-eval"):
             from lm_eval.utils import make_table
 

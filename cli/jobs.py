@@ -109,12 +109,13 @@ def resume(
     """Resume a job with its original settings, under the budgets given here, on this machine or on a cluster."""
     options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
     from ..runtime.jobs.journal.state import read_state
-    from ..runtime.jobs.request import ClusterRequest, ResumeOptions, resumed
+    from ..runtime.jobs.request import ResumeOptions, cluster_request, resumed
     from ..runtime.jobs.stop import Limits
     from .views.job_view import JobView
 
     if cut != (max_tokens is not None):
         raise typer.BadParameter("--cut and --max-tokens go together: --cut --max-tokens 1024")
+    cluster = cluster_request(ray, ray_workers)
     folder = _batch_job(job)
     request = replace(
         resumed(
@@ -125,7 +126,7 @@ def resume(
             ResumeOptions(failed=failed, drift=tuple(accept_drift or ()), cut_to=max_tokens),
         ),
         follow=partial,
-        cluster=None if ray is None else ClusterRequest(ray, ray_workers),
+        cluster=cluster,
     )
     raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))
 

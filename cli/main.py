@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+import tempfile
 import traceback
 from importlib.metadata import version
 from pathlib import Path
@@ -101,10 +102,17 @@ def main() -> None:
 
 
 def _save_traceback() -> Path:
+    """Writes the traceback into the user's logs, or into a temporary file where they cannot be written."""
     from platformdirs import user_log_path
 
-    path = user_log_path("moedge", ensure_exists=True) / "last-bug.txt"
-    path.write_text(traceback.format_exc())
+    text = traceback.format_exc()
+    try:
+        path = user_log_path("moedge", ensure_exists=True) / "last-bug.txt"
+        path.write_text(text)
+    except OSError:
+        with tempfile.NamedTemporaryFile("w", prefix="moedge-bug-", suffix=".txt", delete=False) as file:
+            file.write(text)
+        path = Path(file.name)
     return path
 
 

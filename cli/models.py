@@ -29,12 +29,15 @@ def ls(disk_dir: options.DISK_DIR = None) -> None:
     from .views.progress import stages_on
 
     # Lines, not a table: a folder that is cut to fit the terminal cannot be copied into the next command.
-    for store in stores(disk_dir or default_root()):
+    prepared = list(stores(root := disk_dir or default_root()))
+    for store in prepared:
         print(f"{gib(store.nbytes):>12}  {'store' if store.complete else 'store, unfinished'}  {store.folder}")
     with watching(stages_on(Console(stderr=True))), stage("looking through the cache of the hub"):
         cached = list(cached_models())
     for model in cached:
         print(f"{gib(model.nbytes):>12}  checkpoint, runs: {model.verdict}  {model.name}")
+    if not prepared and not cached:
+        options.say(f"No prepared weights in {root}, and no checkpoint in the hub's cache.")
 
 
 @app.command()

@@ -79,6 +79,7 @@ def _serve(given: dict[str, Any], engine: dict[str, Any]) -> None:
     from rich.console import Console
 
     from ..offload.budget import parse_size
+    from ..runtime.serve.listener import refuse_taken
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
@@ -86,8 +87,8 @@ def _serve(given: dict[str, Any], engine: dict[str, Any]) -> None:
     model = given["model"]
     with watching(stages_on(Console(stderr=True, highlight=False))):
         with open_source(model):
-            # A model that is refused is refused before torch is imported.
-            pass
+            # A model, or an address, that is refused is refused before torch is imported.
+            refuse_taken(given["host"], given["port"])
         with stage("importing torch"):
             from ..runtime.serve.limits import Limits
             from ..runtime.serve.server import ServerSettings, serve

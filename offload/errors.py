@@ -106,6 +106,12 @@ class StoreInUse(MoedgeError):
     exit_code = ExitCode.ENVIRONMENT
 
 
+class FolderRefused(MoedgeError):
+    """The folder of a store cannot be made or written: the disk is read-only, or belongs to another user."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
 class DiskFull(MoedgeError):
     """The disk filled up while a store was written; finished files are kept and the next run continues."""
 

@@ -180,10 +180,17 @@ class ConfiguredCommand(TyperCommand):
             for setting in self.settings(ctx, given.get("profile"))
             if self.options[setting.key].name not in given and setting.origin != DEFAULT
         ]
-        rest = super().parse_args(ctx, [*(text for setting in settings for text in setting.arguments), *args])
+        rest = self._parsed(ctx, [*(text for setting in settings for text in setting.arguments), *args])
         if settings and not ctx.params.get("quiet") and ctx.params.get("output_format") != "json":
             print(f"settings: {', '.join(map(str, settings))}", file=sys.stderr)
         return rest
+
+    def _parsed(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _plain(error.message)
+            raise
 
     def settings(self, ctx: Any, profile: str | None = None) -> Iterator[Setting]:
         """Yields every option with its value and origin, without flags, in a profile. Raises ConfigError."""
@@ -284,7 +291,12 @@ def _meaning(option: Any, text: str, ctx: Any, found: str) -> Any:
     try:
         return option.process_value(ctx, text)
     except typer.BadParameter as error:
-        raise ConfigError(f"{found}; {error.message}") from None
+        raise ConfigError(f"{found}; {_plain(error.message)}") from None
+
+
+def _plain(message: str) -> str:
+    """The message without what newer releases of typer take over from pydantic."""
+    return message.removeprefix("Value error, ")
 
 
 def _from_file(entry: Entry, option: Any) -> Setting:

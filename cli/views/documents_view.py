@@ -28,6 +28,8 @@ from .job_view import JobView, prefix_cache, summary_table
 if TYPE_CHECKING:
     from ...runtime.jobs.job import Running
 
+# Seconds; a shorter wait for rows tells nobody anything.
+_LEAST_WAIT = 1.0
 # Seconds between two lines while a folder is read.
 _EVERY_SECONDS = 10.0
 _MOST_KINDS = 8
@@ -69,11 +71,11 @@ class DocumentsView(JobView, DocumentsObserver):
             if each.summary.passes.count is not None:
                 self._console.print(summary_table(each.summary, self._verbose))
                 self._say(f"prefix cache: {prefix_cache(each.summary)}")
-                if (waited := each.summary.stalls.rows) is not None:
-                    self._say(f"capacity for rows, and none read yet: {duration(waited)}")
+                if line := waited_line(each.summary.stalls.rows):
+                    self._say(line)
         if ended.sample:
             self._say_sample(request, ended, seconds)
-        return self._outcome(ended)
+        return self._outcome(request, ended)
 
     def reading(self, done: int, total: int) -> None:
         self._num_read = f", {done:,} of {counted(total, 'file')} read"
@@ -129,7 +131,7 @@ class DocumentsView(JobView, DocumentsObserver):
                 f"rate of this sample, ready {clock(whole.seconds)}{until}"
             )
 
-    def _outcome(self, ended: DocumentsEnded) -> ExitCode:
+    def _outcome(self, request: DocumentsRequest, ended: DocumentsEnded) -> ExitCode:
         totals = ended.totals
         if any(each.over_budget for each in ended.rounds):
             self._say("over budget: more memory was used than granted; see the peaks above")
@@ -142,7 +144,7 @@ class DocumentsView(JobView, DocumentsObserver):
         )  # fmt: skip
         if not ended.sample:
             self._say(f"{counted(totals.answered, 'answer')} in {ended.paths.out}")
-        self._say_quality(ended)
+        self._say_quality(ended, request.batch.defaults.max_tokens)
         if totals.num_failed:
             where = "" if ended.sample else f" ({ended.paths.errors})"
             self._say(f"{counted(totals.num_failed, 'row')} failed: {_kinds(totals.failed.items())}{where}")
@@ -173,10 +175,13 @@ class DocumentsView(JobView, DocumentsObserver):
         self._say(f"Failed in round {self._round}; every answer is kept in {running.session.folder.path}.")
         self._say(_AGAIN)
 
-    def _say_quality(self, ended: DocumentsEnded) -> None:
+    def _say_quality(self, ended: DocumentsEnded, max_tokens: int) -> None:
         totals = ended.totals
         if totals.cut:
-            self._say(f"{counted(totals.cut, 'answer')} reached --max-tokens and may be cut")
+            self._say(
+                f"{counted(totals.cut, 'answer')} reached --max-tokens {max_tokens} and may be cut; to ask again, give "
+                "more and another -o"
+            )
         if totals.structured:
             rates = ", ".join(f"{name} {count / totals.structured:.1%}" for name, count in totals.filled.items())
             low = f" (low: {', '.join(totals.low)})" if totals.low else ""
@@ -186,6 +191,11 @@ class DocumentsView(JobView, DocumentsObserver):
             self._say(f"shortest answers, in characters: {shortest}")
         if totals.quotes:
             self._say(f"{totals.quotes_found:,} of {counted(totals.quotes, 'quote')} found in their documents")
+
+
+def waited_line(seconds: float | None) -> str:
+    """How long the engine had nothing to do because no document was read yet; empty where nobody would notice."""
+    return "" if (seconds or 0.0) < _LEAST_WAIT else f"waited {duration(seconds or 0.0)} for documents to be read"
 
 
 def _tried(request: DocumentsRequest, ended: DocumentsEnded, seconds: float) -> str:

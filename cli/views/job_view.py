@@ -148,9 +148,14 @@ class JobView(JobObserver):
         *,
         verbose: bool = False,
         answers: AnswerStream | None = None,
+        kept: bool = True,
     ) -> None:
-        """`answers` also go there while the job runs; `verbose` shows all numbers of the run at its end."""
+        """`answers` also go there while the job runs; `verbose` shows all numbers of the run at its end.
+
+        A job that is not `kept` is removed when it has ended: nobody is sent to its files.
+        """
         self._answers = answers
+        self._kept = kept
         self._verbose = verbose
         as_json = output_format is Format.JSON
         stderr = cast(Any, SafeStream(sys.stderr))
@@ -333,10 +338,11 @@ class JobView(JobObserver):
         # Without a pass, the job had been finished before.
         if nothing_to_do := ended.summary.passes.count is None:
             self._say(f"Job {job_id} is already finished: {_outcomes(rows)}")
-        self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
+        if self._kept:
+            self._say(f"{counted(rows.ok, 'answer')} in {paths.out if self._answers is None else 'standard output'}")
         if nothing_to_do:
             self._say("To run all rows again, give moedge batch --overwrite")
-        for line in unfinished(ended) if is_kept(paths.out) else ():
+        for line in unfinished(ended) if self._kept and is_kept(paths.out) else ():
             self._say(line)
         return ExitCode.SOME_ROWS_FAILED if rows.failed else ExitCode.OK
 

@@ -31,6 +31,20 @@ def find_driver(library: Any = None, root: Path = Path("/")) -> Driver | None:
     return Driver((version.value // 1000, version.value % 1000 // 10), _release(root))
 
 
+def shows_gpu(root: Path = Path("/")) -> bool:
+    """Whether the machine shows a GPU that NVIDIA's driver would run: a display controller, or the one of WSL2."""
+    if (root / "dev/dxg").exists():
+        return True
+    try:
+        devices = list((root / "sys/bus/pci/devices").iterdir())
+        return any(
+            (each / "vendor").read_text().strip() == "0x10de" and (each / "class").read_text().startswith("0x03")
+            for each in devices
+        )
+    except OSError:
+        return False
+
+
 def load_driver() -> Any:
     """The driver's library; None if it is not installed."""
     return _load("libcuda.so.1")

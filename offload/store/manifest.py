@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_file import TEMPORARY_SUFFIX, sync_folder, write_atomically
-from ..errors import BadStore
+from ..errors import BadStore, FolderRefused
 from .access import LOCK, open_trusted, refuse_untrusted
 from .linked import LinkedTensor, SourceFile
 
@@ -190,9 +190,17 @@ def _hex(crc: int) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder, accessible to its owner only. Raises BadStore if it contains anything but a store."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    """Creates the folder, accessible to its owner only.
+
+    Raises BadStore if it contains anything but a store, FolderRefused where it cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise FolderRefused(
+            f"{folder} cannot be written: {error.strerror}; give --disk-dir FOLDER on a disk that you can write"
+        ) from None
     refuse_untrusted(os.stat(folder), folder)
     store_files(folder)
 

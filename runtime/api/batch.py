@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ...offload.memory import reset_host_peak
 from ..jobs.answer_stream import STDOUT
-from ..jobs.request import BatchRequest, ClusterRequest, ResumeOptions
+from ..jobs.request import BatchRequest, ResumeOptions, cluster_request
 from ..jobs.session import Checked, Ended
 from ..jobs.stop import Limits
 from ..rows.row import Defaults
@@ -246,7 +246,5 @@ def request_of(
         ),
         follow=options.get("partial", False),
         plan=None if plan is None else Path(plan),
-        cluster=None
-        if (address := options.get("ray")) is None
-        else ClusterRequest(address, options.get("ray_workers")),
+        cluster=cluster_request(options.get("ray"), options.get("ray_workers")),
     )

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...offload.budget import gib
-from ..jobs.job_plan import equal_rows, measured_job, plan_request
+from ..jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unknown_machine
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
 from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
@@ -125,6 +125,7 @@ def make_report(
     gpu: str | None = None,
 ) -> PlanReport:
     """`rows` are the arguments of `equal_rows`, for a job without an input file; `defaults` are for one with it."""
+    refuse_unknown_machine(machine, gpu)
     headers, size = read_headers(model), None
     notes: tuple[str, ...] = ()
     if input_file is not None:

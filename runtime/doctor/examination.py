@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.machine.hardware import Driver, find_driver, find_gpu_states
+from ...offload.machine.hardware import Driver, find_driver, find_gpu_states, shows_gpu
 from ...offload.machine.profile import SCHEMA, Machine, saved_path
 from ...offload.memory import host_available, host_total
 from ...offload.store.stores import disk_of
@@ -83,7 +83,7 @@ def examine(stores: Path, quick: bool = False, say: Callable[[str], None] = lamb
 
 
 def _installation(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> list[Finding]:
-    return [check_packages(), check_torch(torch, driver, gpus)]
+    return [check_packages(), check_torch(torch, driver, gpus, undriven=driver is None and shows_gpu())]
 
 
 def _machine(stores: Path) -> list[Finding]:

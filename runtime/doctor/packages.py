@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...offload.budget import auto_device, parse_size
-from ...offload.machine.hardware import Driver, GpuInfo, cpu_text, find_driver, find_gpus, gpu_text, num_threads
+from ...offload.machine.hardware import (
+    Driver,
+    GpuInfo,
+    cpu_text,
+    find_driver,
+    find_gpus,
+    gpu_text,
+    num_threads,
+    shows_gpu,
+)
 from ..settings.budgets import wants_device, without_device
-from .finding import Finding, Verdict, fail, ok
+from .finding import Finding, Verdict, fail, ok, warn
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -56,10 +65,16 @@ def check_packages(wanted: Iterable[str] | None = None, installed: Callable[[str
     return ok("packages", f"{python}, moedge {installed('moedge')}, {len(needed)} packages OK")
 
 
-def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int) -> Finding:
-    """Checks that torch was built for this machine; `gpus` is the number that the driver shows."""
+def check_torch(torch: TorchBuild | None, driver: Driver | None, gpus: int, undriven: bool = False) -> Finding:
+    """Checks that torch was built for this machine; `gpus` is the number that the driver shows.
+
+    `undriven`: the machine has a GPU of NVIDIA, and no driver.
+    """
     if torch is None:
         return fail("torch", "torch is not installed", "pip install torch")
+    if undriven:
+        fix = "install NVIDIA's driver; in a container, start it with --gpus all"
+        return warn("torch", f"torch {torch.version}; there is a GPU, and no NVIDIA driver", fix)
     if driver is None or gpus == 0:
         build = "CUDA " + _dotted(torch.cuda) if torch.cuda else "the CPU"
         reason = "no NVIDIA driver" if driver is None else "the NVIDIA driver shows no GPU to this process"
@@ -97,13 +112,18 @@ def find_computing(wants_gpu: bool = True) -> Computing:
         return Computing(None, "--gpu-mem 0")
     driver = find_driver()
     gpus = find_gpus() if driver else ()
-    return choose_computing(find_torch(), driver, gpus)
+    return choose_computing(find_torch(), driver, gpus, undriven=driver is None and shows_gpu())
 
 
-def choose_computing(torch: TorchBuild | None, driver: Driver | None, gpus: Sequence[GpuInfo]) -> Computing:
-    """The first GPU where the driver shows one and torch was built for it, else the CPU."""
+def choose_computing(
+    torch: TorchBuild | None, driver: Driver | None, gpus: Sequence[GpuInfo], undriven: bool = False
+) -> Computing:
+    """The first GPU where the driver shows one and torch was built for it, else the CPU.
+
+    Who has no GPU is not sent to `moedge doctor`: nothing is to be mended. `undriven` as for `check_torch`.
+    """
     if driver is None:
-        return Computing(None, f"no NVIDIA driver found{_MORE}")
+        return Computing(None, f"no NVIDIA driver found{_MORE if undriven else ''}")
     if not gpus:
         return Computing(None, f"the NVIDIA driver shows no GPU to this process{_MORE}")
     finding = check_torch(torch, driver, len(gpus))

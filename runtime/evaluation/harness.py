@@ -16,6 +16,7 @@ from ..api.outputs import RequestOutput
 from ..api.sampling_params import SamplingParams
 from ..rows.fields import MAX_STOP
 from ..settings.errors import BadArgument, MissingExtra, PromptError
+from .task_names import unknown_tasks
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -198,7 +199,7 @@ def task_manager(tasks: Sequence[str], folder: Path | None = None, *, defaults: 
 
     found = TaskManager(include_path=None if folder is None else str(folder), include_defaults=defaults)
     if unknown := [task for task in tasks if not found.match_tasks([task])]:
-        raise BadArgument(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists those that it has")
+        raise unknown_tasks(unknown)
     return found
 
 

@@ -84,10 +84,7 @@ class _Machine:
 
     def with_gpu(self, name: str) -> _Machine:
         """The same with a GPU of a data sheet. Raises SettingError for a name that is not known."""
-        try:
-            preset = find_preset(name)
-        except ValueError as error:
-            raise SettingError(f"--gpu: {error}") from None
+        preset = _preset(name)
         profile = with_preset(preset, self.hardware, self.profile)
         return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
@@ -213,6 +210,21 @@ def _result(plan: Plan, request: PlanRequest) -> PlanResult:
     """The result with a plan that was not searched for."""
     seconds = request.costs.predict(plan, request.workload, request.prepared.for_choice).total_s
     return PlanResult.of(plan, {plan.quant: seconds}, request)
+
+
+def refuse_unknown_machine(machine: Path | None, gpu: str | None) -> None:
+    """Raises SettingError where `plan_request` would, before anything long is done."""
+    if machine is not None:
+        _Machine.of_file(machine)
+    if gpu is not None:
+        _preset(gpu)
+
+
+def _preset(name: str) -> str:
+    try:
+        return find_preset(name)
+    except ValueError as error:
+        raise SettingError(f"--gpu: {error}") from None
 
 
 def plan_request(

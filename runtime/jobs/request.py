@@ -20,7 +20,7 @@ from ..rows.columns import settled
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
 from ..settings.budgets import Budgets
-from ..settings.errors import JobMismatch
+from ..settings.errors import BadArgument, JobMismatch
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
@@ -56,6 +56,13 @@ class ClusterRequest:
 
     address: str
     workers: int | None = None
+
+
+def cluster_request(address: str | None, workers: int | None) -> ClusterRequest | None:
+    """What `ray` and `ray_workers` ask for. Raises BadArgument for workers of no cluster."""
+    if address is None and workers is not None:
+        raise BadArgument("--ray-workers is for a cluster, and --ray is not given; add --ray ADDRESS or --ray local")
+    return None if address is None else ClusterRequest(address, workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,12 @@ class Columns:
     def id_field(self) -> str:
         return self._id_column or "id"
 
+    def refuse_without_id(self, values: Mapping[str, Any]) -> None:
+        """Raises `InvalidRow` where the column that the user named is not there: its rows would be named by lines."""
+        if self._id_column is not None and self._id_column not in values:
+            message = f"the column {self._id_column[:64]!a} of --id-column is missing from this row; {_found(values)}"
+            raise InvalidRow(ErrorCode.MISSING_PARAMETER, message, self._id_column[:64])
+
     def own(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a short row that its answer repeats."""
         own = short_own(values)

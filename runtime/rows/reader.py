@@ -222,6 +222,7 @@ class LineParser:
             return replace(position, id=openai_id(values, number), own=openai_own(values))
         if is_short(values) or made:
             self._short = True
+            self._columns.refuse_without_id(values)
             own = self._columns.own(values)
             return replace(position, id=short_id(values, number, self._columns.id_field), own=own)
         raise InvalidRow(ErrorCode.NOT_A_ROW, what_is_missing(values))

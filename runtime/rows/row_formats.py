@@ -125,9 +125,9 @@ def what_is_missing(line: Mapping[str, Any]) -> str:
     found = ", ".join(ascii(key[:32]) for key in list(line)[:8])
     known = next((advice for names, advice in _KNOWN_SHAPES if line.keys() >= set(names)), None)
     texts = [name for name, value in line.items() if isinstance(value, str) and name != "id"]
-    advice = (
-        known or f"name the column of the prompt: --prompt-column {ascii(texts[0][:32])[1:-1] if texts else 'NAME'}"
-    )
+    names = ", ".join(ascii(name[:32])[1:-1] for name in texts[:8])
+    column = f"NAME, one of {names}" if len(texts) > 1 else names or "NAME"
+    advice = known or f"name the column of the prompt: --prompt-column {column}"
     return f'needs "prompt" or "messages" (or an OpenAI batch line); found: {found}; {advice}'
 
 

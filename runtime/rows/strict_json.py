@@ -52,7 +52,9 @@ def _decode(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise InvalidRow(ErrorCode.INVALID_JSON_LINE, f"{error.msg} at column {error.colno}") from None
+        # One of its messages ends in "at" itself.
+        message = error.msg.removesuffix(" at")
+        raise InvalidRow(ErrorCode.INVALID_JSON_LINE, f"{message} at column {error.colno}") from None
 
 
 def _check_depth(line: bytes) -> None:

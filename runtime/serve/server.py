@@ -23,6 +23,7 @@ from .engine_thread import EngineThread
 from .files import FileStore
 from .gate import LOOPBACK, Gate, bounded_protocol
 from .limits import Limits
+from .listener import listen
 from .live import RequestReader
 
 _LEAST_KEY_CHARS = 16
@@ -103,7 +104,7 @@ def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
     settings.check()
     folder, limits, failed = settings.open_folder(), settings.limits, list[BaseException]()
     with ExitStack() as resources:
-        listener = resources.enter_context(_listen(settings.host, settings.port))
+        listener = resources.enter_context(listen(settings.host, settings.port))
         resources.enter_context(closing(JobLock(JobFolder(folder))))
         files, engine = FileStore(folder, limits), EngineThread(settings.model, settings.options)
         jobs = BatchSettings(settings.model, settings.options, settings.max_tokens, settings.seed)
@@ -136,17 +137,6 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
     with open_server(settings) as server:
         say(f"listening on {server.url}; Ctrl-C stops after the pass")
         server.run()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Before the model is loaded, which takes long."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise BadArgument(
-            f"{host} port {port} cannot be listened on ({error.strerror}); choose another --port"
-        ) from None
 
 
 def _url(listener: socket.socket) -> str:

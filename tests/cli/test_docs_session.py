@@ -285,6 +285,13 @@ def test_commands_for_batches_refuse_a_job_over_documents(
         assert "out.jsonl is a job over documents: its `moedge docs` command resumes it" in capsys.readouterr().err
 
 
+def test_cut_answers_name_the_limit_and_what_to_do(passes: Hook, said: Said) -> None:
+    code, lines = said("-o", "out.jsonl", "--max-tokens", 3)
+    assert code == 3, lines
+    wanted = r"10 answers reached --max-tokens 3 and may be cut; to ask again, give more and another -o"
+    assert_lines(lines, r"10 answers in out\.jsonl", wanted)
+
+
 def test_a_sample_for_a_script_is_one_event(passes: Hook, said: Said) -> None:
     code, lines = said("-o", "out.jsonl", "--try", 4, "--format", "json")
     found = {each["event"]: each for each in events(lines)}

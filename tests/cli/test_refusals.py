@@ -37,11 +37,17 @@ REFUSALS: list[tuple[list[str], int, str]] = [
     (["batch", MODEL, "bad.jsonl", "-o", "out.jsonl"], 7, "invalid_json_line"),
     (["batch", MODEL, "missing.jsonl", "-o", "out.jsonl"], 7, "missing.jsonl"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--until", "noon"], 2, "--until noon"),
-    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--quant", "int5"], 2, "int5"),
+    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--quant", "int5"], 2, "'--quant': 'int5' is not one of"),
+    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--ray-workers", "2"], 2, "--ray is not given"),
+    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--id-column", "key"], 7, "the column 'key' of --id-column is"),
+    (["jobs", "resume", "no-such-job", "--ray-workers", "2"], 2, "--ray is not given"),
     (["batch", MODEL, "in.jsonl", "-o", "in.jsonl"], 2, "in.jsonl"),
     (["run", "no-such-model", "hello"], 5, "neither a folder nor a hub id"),
     (["prepare", "no-such-model"], 5, "neither a folder nor a hub id"),
     (["plan", "models/tiny.gguf"], 5, "not GGUF"),
+    (["plan", MODEL, "in.jsonl", "--gpu", "RTX 9999"], 4, "no preset for the GPU 'RTX 9999'"),
+    (["plan", MODEL, "in.jsonl", "--machine", "in.jsonl"], 4, "holds no undamaged profile"),
+    (["eval", MODEL, "--tasks", "no_such_task"], 2, "lm-eval has no task no_such_task"),
 ]
 
 
@@ -50,6 +56,7 @@ DOCUMENTS: list[tuple[list[str], int, str]] = [
     (["docs", "no-such-model", "models", "-o", "out.csv", "--task", "summarize"], 5, "neither a folder nor a hub id"),
     (["docs", MODEL, "in.jsonl", "-o", "out.csv", "--task", "summarize"], 2, "is not a folder"),
     (["docs", MODEL, "models", "-o", "out.csv"], 4, "nothing is asked"),
+    (["docs", MODEL, "models", "-o", "out.csv", "--task", "summarize", "--ray-workers", "2"], 2, "--ray is not given"),
 ]
 
 

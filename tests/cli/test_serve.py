@@ -62,9 +62,10 @@ SERVE: dict[str, tuple[str | None, Callable[[Any], object], object]] = {
 def test_the_server_gets_what_was_typed(
     flag: str, checkpoint: Callable[[str], Path], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moedge.runtime.serve import server
+    from moedge.runtime.serve import listener, server
 
     seen: list[Any] = []
+    monkeypatch.setattr(listener, "refuse_taken", lambda host, port: None)
     monkeypatch.setattr(server, "serve", lambda settings, say: seen.append(settings))
     value, arrived, wanted = SERVE[flag]
     assert cli("serve", checkpoint("llama")) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink
+from moedge.offload.machine.hardware import Driver, GpuInfo, GpuState, Hardware, PcieLink, shows_gpu
 from moedge.offload.machine.profile import Disk, DiskRead, Link, Machine, PinLimit
 from moedge.offload.memory import MemoryGroup
 from moedge.runtime.doctor import host as places
@@ -21,7 +21,13 @@ from moedge.runtime.doctor.host import (
     check_state,
     check_stores,
 )
-from moedge.runtime.doctor.packages import TorchBuild, check_packages, check_torch, find_torch
+from moedge.runtime.doctor.packages import (
+    TorchBuild,
+    check_packages,
+    check_torch,
+    choose_computing,
+    find_torch,
+)
 from moedge.runtime.doctor.speeds import check_age, check_cache_reads, gpu_state_findings, speed_findings
 
 GIB = 1 << 30
@@ -87,6 +93,31 @@ def test_a_torch_that_cannot_use_the_gpu_is_in_the_way(
     assert finding.verdict is verdict
     assert says in finding.fix
     assert bool(finding.fix) == (verdict is not OK)
+
+
+def test_who_has_no_gpu_is_not_sent_to_doctor() -> None:
+    assert choose_computing(CPU_BUILD, None, ()).reason == "no NVIDIA driver found"
+    assert choose_computing(CPU_BUILD, None, (), undriven=True).reason.endswith("`moedge doctor` says more")
+    finding = check_torch(CPU_BUILD, None, 0, undriven=True)
+    assert (finding.verdict, "install NVIDIA's driver" in finding.fix) == (WARN, True)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "found"), [("10de", "0300", True), ("10de", "0c03", False), ("1af4", "0300", False)]
+)
+def test_a_gpu_is_found_on_the_bus(tmp_path: Path, vendor: str, kind: str, found: bool) -> None:
+    device = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"0x{vendor}\n")
+    (device / "class").write_text(f"0x{kind}00\n")
+    assert shows_gpu(tmp_path) is found
+
+
+def test_a_machine_without_a_bus_shows_no_gpu(tmp_path: Path) -> None:
+    assert not shows_gpu(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "dxg").touch()
+    assert shows_gpu(tmp_path), "the one of WSL2"
 
 
 GROUP = MemoryGroup(Path("/sys/fs/cgroup/app"), 8 * GIB, 0)

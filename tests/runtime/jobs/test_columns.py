@@ -66,6 +66,7 @@ def test_columns_of_settings_are_settings_unless_a_template_uses_them(read: Read
         ({"a": "x"}, {"prompt": "{{ a.__class__.__mro__ }}"}, "invalid_value"),
         ({"a": "{0.__class__}"}, {"prompt": "{{ a.format(a) }}"}, "invalid_value"),
         ({"a": "x" * 99}, {"prompt": "{% for i in range(99999) %}{{ a }}{{ a }}{% endfor %}"}, "invalid_value"),
+        ({"a": "x"}, {"prompt_column": "a", "id_column": "b"}, "missing_parameter"),
         ({"id": ["x"], "a": "x"}, {"prompt_column": "a"}, "invalid_id"),
     ],
 )

@@ -101,6 +101,7 @@ ADVICE = {
     "instruction,input,output": "--prompt '{{ instruction }}",
     "conversations": "ShareGPT",
     "review": "--prompt-column review",
+    "ticket,review": "--prompt-column NAME, one of ticket, review",
     "": "an empty object",
 }
 

@@ -143,3 +143,8 @@ def test_i6_a_pair_of_surrogates_and_an_escaped_backslash_are_text() -> None:
 def test_i6_an_escaped_nul_is_text_and_a_raw_one_is_not() -> None:
     assert parse_object(rb'{"a":"\u0000"}') == {"a": "\0"}
     assert code_of(b'{"a":"\0"}') is ErrorCode.INVALID_JSON_LINE
+
+
+def test_the_place_of_a_raw_control_character_is_named() -> None:
+    with pytest.raises(InvalidRow, match=r"^Invalid control character at column 7$"):
+        parse_object(b'{"a":"\0"}')
