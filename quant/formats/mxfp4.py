@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..native.widening import widen_mxfp4
 from . import lookup
 
 GROUP = 32
@@ -74,6 +75,8 @@ def _codes(device: torch.device) -> Tensor:
 def unpack(planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
     """Writes the matrix into `out` [n, K]."""
     codes, scales = planes
+    if widen_mxfp4(codes, scales, out):
+        return
     # Four weights are written at once.
     if out.dtype == torch.bfloat16 and out.is_cpu and out.storage_offset() % 4 == 0:
         _unpack_exactly(codes, scales, out)
@@ -94,7 +97,7 @@ def _unpack_exactly(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     rows = max(1, CHUNK // out.shape[1])
     for start in range(0, len(out), rows):
         part = out[start : start + rows]
-        pairs = codes[start : start + rows].view(torch.uint16).to(torch.int32)
+        pairs = codes[start : start + rows].contiguous().view(torch.uint16).to(torch.int32)
         torch.index_select(table, 0, pairs.view(-1), out=part.view(torch.int64).view(-1))
         groups = part.view(-1, GROUP)
         factors = _scales(scales[start : start + rows], out.dtype).view(-1, 1)

@@ -12,6 +12,8 @@ suffix of every name that it exports. To add one:
 2. Add the file to `build.KERNELS`.
 3. Declare the function in `moedge_cpu.h` and add it to MOEDGE_KERNELS there; `library.cpp` then exports it under its
    plain name and calls the one for the instruction set that was chosen.
+   One that has code for processors without AVX2 is in MOEDGE_PORTABLE_KERNELS and `build.PORTABLE`: its file is
+   compiled with MOEDGE_LEVEL 0 as well, and Python asks for it by `library.portable`.
 4. Declare its argument types where it is called from Python (`library.function`).
 
 The sum of a result must not depend on how work is divided into items, nor on neighbouring items.

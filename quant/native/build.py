@@ -23,7 +23,10 @@ COMPILER = "g++"
 # Compiled once, for every x86-64.
 COMMON = ("library.cpp",)
 # Compiled once for each instruction set.
-KERNELS: tuple[str, ...] = ("attention.cpp", "packing.cpp", "products.cpp", "steps.cpp")
+KERNELS: tuple[str, ...] = ("attention.cpp", "packing.cpp", "products.cpp", "steps.cpp", "widening.cpp")
+# Of these, what is compiled for processors without AVX2, too; and how, by the suffix of its names.
+PORTABLE = ("widening.cpp",)
+_PORTABLE_SETS: Mapping[str, tuple[str, ...]] = MappingProxyType({"portable": (), "ssse3": ("-mssse3",)})
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 # Instruction sets by name, from the least to the most, in the order of `enum moedge_set`.
@@ -56,6 +59,10 @@ def compilations(flags: Sequence[str] = _FLAGS) -> Iterator[tuple[str, list[str]
     common = [COMPILER, *flags, f"-DMOEDGE_VERSION={version()}u", "-c"]
     for name in COMMON:
         yield name, [*common, str(HERE / name)]
+    for name in PORTABLE:
+        for isa, options in _PORTABLE_SETS.items():
+            defined = [f"-DMOEDGE_SET={isa}", "-DMOEDGE_LEVEL=0"]
+            yield f"{isa}.{name}", [*common, *options, *defined, str(HERE / name)]
     for name in KERNELS:
         for number, (isa, options) in enumerate(SETS.items(), 1):
             defined = [f"-DMOEDGE_SET={isa}", f"-DMOEDGE_LEVEL={number}"]

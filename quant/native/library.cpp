@@ -8,6 +8,12 @@
     extern "C" void name##_avx512 types;       \
     extern "C" void name##_avx512bf16 types;
 MOEDGE_KERNELS(MOEDGE_DECLARE_SETS)
+MOEDGE_PORTABLE_KERNELS(MOEDGE_DECLARE_SETS)
+
+#define MOEDGE_DECLARE_PORTABLE(name, types, args) \
+    extern "C" void name##_ssse3 types;            \
+    extern "C" void name##_portable types;
+MOEDGE_PORTABLE_KERNELS(MOEDGE_DECLARE_PORTABLE)
 
 static_assert(sizeof(moedge_attention) == 232, "attention.py has the same fields");
 
@@ -35,6 +41,13 @@ int supported() {
     return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, 5) ? MOEDGE_AVX512BF16 : MOEDGE_AVX512;
 }
 
+bool has_ssse3() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && has(c, 9);
+}
+
+const bool ssse3 = has_ssse3();
+
 }  // namespace
 
 int64_t moedge_attention_scratch(const moedge_attention *a) { return layout_of(*a).nbytes; }
@@ -48,10 +61,19 @@ int moedge_choose(int set) {
     return chosen = set < most ? set : most;
 }
 
-#define MOEDGE_DISPATCH(name, types, args)                                 \
-    void name types {                                                      \
-        if (chosen >= MOEDGE_AVX512BF16) return name##_avx512bf16 args;    \
-        if (chosen >= MOEDGE_AVX512) return name##_avx512 args;            \
-        if (chosen >= MOEDGE_AVX2) return name##_avx2 args;                \
-    }
+#define MOEDGE_CALL_CHOSEN(name, args)                              \
+    if (chosen >= MOEDGE_AVX512BF16) return name##_avx512bf16 args; \
+    if (chosen >= MOEDGE_AVX512) return name##_avx512 args;         \
+    if (chosen >= MOEDGE_AVX2) return name##_avx2 args;
+
+#define MOEDGE_DISPATCH(name, types, args) \
+    void name types { MOEDGE_CALL_CHOSEN(name, args) }
 MOEDGE_KERNELS(MOEDGE_DISPATCH)
+
+#define MOEDGE_DISPATCH_PORTABLE(name, types, args) \
+    void name types {                               \
+        MOEDGE_CALL_CHOSEN(name, args)              \
+        if (ssse3) return name##_ssse3 args;        \
+        name##_portable args;                       \
+    }
+MOEDGE_PORTABLE_KERNELS(MOEDGE_DISPATCH_PORTABLE)

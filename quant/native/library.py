@@ -1,6 +1,7 @@
 """Loads the library of CPU kernels, and says why it cannot be used where that is so. Torch-free.
 
-MOEDGE_ISA names the most that may be used of an instruction set (`avx2`, `avx512`, `avx512bf16`), or `none`.
+MOEDGE_ISA names the most that may be used of an instruction set (`avx2`, `avx512`, `avx512bf16`), or `none`. With
+`none`, and on a processor without AVX2, no kernel is used but those that have code for such processors (`portable`).
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ def loaded() -> Loaded:
         return Loaded(lack="MOEDGE_ISA=none")
     if wanted and wanted not in SETS:
         return Loaded(lack=f"MOEDGE_ISA={wanted} is unknown; use none, {', '.join(SETS)}")
+    library, lack = _opened()
+    if library is None:
+        return Loaded(lack=lack)
+    isa = choose(library, wanted or list(SETS)[-1])
+    return Loaded(library, isa) if isa else Loaded(lack="this processor has no AVX2")
+
+
+def _opened() -> tuple[CDLL | None, str]:
+    """The library, whatever this processor has, or why there is none."""
     path = HERE / LIBRARY
     if not path.is_file():
-        return Loaded(lack=f"it was not built ({BUILD})")
+        return None, f"it was not built ({BUILD})"
     try:
         library = CDLL(str(path))
         found = _called(library, "moedge_version", c_uint32)
     except (OSError, AttributeError) as error:
-        return Loaded(lack=f"it cannot be loaded: {error}")
-    if found != version():
-        return Loaded(lack=f"it was built from other sources than these ({BUILD})")
-    isa = choose(library, wanted or list(SETS)[-1])
-    return Loaded(library, isa) if isa else Loaded(lack="this processor has no AVX2")
+        return None, f"it cannot be loaded: {error}"
+    return (library, "") if found == version() else (None, f"it was built from other sources than these ({BUILD})")
 
 
 def choose(library: CDLL, isa: str) -> str:
@@ -87,6 +94,23 @@ def function(name: str, arguments: Sequence[Any], result: Any = None) -> Callabl
     found = getattr(library, name)
     found.argtypes, found.restype = list(arguments), result
     return found  # type: ignore[no-any-return]
+
+
+def portable(name: str, arguments: Sequence[Any]) -> Callable[..., None] | None:
+    """The C function `name`, one of MOEDGE_PORTABLE_KERNELS, with its argument types.
+
+    None where there is no library, or one without this function.
+    """
+    library = loaded().library or _opened()[0]
+    found = getattr(library, name, None)
+    if found is not None:
+        found.argtypes, found.restype = list(arguments), None
+    return found
+
+
+def refused() -> bool:
+    """Whether a kernel gave wrong numbers here, so that none is used."""
+    return bool(_refusals)
 
 
 def _called(library: CDLL, name: str, result: Any) -> int:

@@ -89,6 +89,9 @@ MOEDGE_EXPORT int64_t moedge_attention_scratch(const struct moedge_attention *a)
     X(moedge_steps, (const int64_t *given), (given))                                             \
     X(moedge_pack, (int64_t *given), (given))
 
+// Kernels that have code for processors without AVX2, too.
+#define MOEDGE_PORTABLE_KERNELS(X) X(moedge_widen, (const int64_t *given), (given))
+
 // A checksum of the sources, which the loader compares with the sources beside it.
 MOEDGE_EXPORT uint32_t moedge_version(void);
 // The most that this processor and its operating system support, an enum moedge_set.
@@ -98,6 +101,7 @@ MOEDGE_EXPORT int moedge_choose(int set);
 
 #define MOEDGE_DECLARE(name, types, args) MOEDGE_EXPORT void name types;
 MOEDGE_KERNELS(MOEDGE_DECLARE)
+MOEDGE_PORTABLE_KERNELS(MOEDGE_DECLARE)
 #undef MOEDGE_DECLARE
 
 #endif
