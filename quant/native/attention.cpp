@@ -78,8 +78,8 @@ void prepare(const Work &w) {
         } else
 #endif
             pack_float(w.wide, v.width, int(stride), w.num, (float *)packed);
-        packed += w.num * stride * 4;
-        numbers += w.num * numbers_of(v);
+        packed += padded_queries(w.num) * stride * 4;
+        numbers += padded_queries(w.num) * numbers_of(v);
         begin += v.width;
     }
 }
@@ -133,20 +133,13 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
     for (int part = 0; part < a.num_parts; part++) {
         const moedge_vectors &v = a.keys[part];
         locate(w, v, begin, seen, from, to, w.rows, w.scales, w.zeros);
-        for (int t = from, count; t < to; t += count) {
-            count = TILE;
 #if MOEDGE_LEVEL >= 3
-            if (packs(a, v)) {
-                if (v.format != MOEDGE_BF16 && to - t >= SCORED) count = SCORED;
-                if (v.format == MOEDGE_BF16) score_bf16(w, part, t, packed, part > 0, ahead);
-                else if (count == SCORED) score_bytes<2>(w, part, t, packed, numbers, part > 0, ahead);
-                else score_bytes<1>(w, part, t, packed, numbers, part > 0, ahead);
-            } else
+        if (packs(a, v)) score_packed(w, part, from, to, packed, numbers, ahead);
+        else
 #endif
-                score_float(w, part, t, (const float *)packed, part > 0);
-        }
-        packed += w.num * padded_width(v) * 4;
-        numbers += w.num * numbers_of(v);
+            for (int t = from; t < to; t += TILE) score_float(w, part, t, (const float *)packed, part > 0);
+        packed += padded_queries(w.num) * padded_width(v) * 4;
+        numbers += padded_queries(w.num) * numbers_of(v);
     }
 }
 

@@ -32,8 +32,15 @@ inline int parts_of(const moedge_vectors &v) {
     return groups == 0 ? 0 : (v.width / groups + SCALED - 1) / SCALED;
 }
 
-// Floats beside a packed query: the scale of each part and what flipped keys add to its sum; then the sum of each group.
-inline int numbers_of(const moedge_vectors &v) { return 2 * groups_of(v) * parts_of(v) + groups_of(v); }
+// Floats beside a packed query: the scale of each part, and what flipped keys add to its sum, both in the query's two
+// lanes; then the sum of each group. A run of queries has [parts][queries][2] of the first two, and [groups][queries].
+inline int numbers_of(const moedge_vectors &v) { return 4 * groups_of(v) * parts_of(v) + groups_of(v); }
+
+// Queries that meet keys together, of `left` queries: each has two lanes of a register.
+inline int lanes_of(int left) { return left > 4 ? 8 : 4; }
+
+// Queries with those that fill up registers: at most MOEDGE_ROWS * group for any number of rows.
+inline int64_t padded_queries(int64_t count) { return padded(count, 4); }
 
 // Elements of a vector with padding: every group of int4 is padded to whole cache lines of codes, others to 64.
 inline int64_t padded_width(const moedge_vectors &v) {
@@ -54,7 +61,7 @@ struct Layout {
     int64_t scores;    // float [Q][SPLIT]
     int64_t weights;   // bytes [Q][groups][2][SPLIT], or bf16 [Q][SPLIT]
     int64_t shares;    // float [Q][4]: factors of weights by group, then what zeros add
-    int64_t tile;      // keys of a tile, transposed or widened
+    int64_t tile;      // keys that are widened, or filled up to whole steps
     int64_t values;    // values of a split, interleaved, or of a tile, widened
     int64_t sums;      // float [Q][padded width of values]
     int64_t total;     // float [Q][width of values + 2]: sums, their exponent and the sum of weights

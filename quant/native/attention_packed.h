@@ -1,7 +1,8 @@
 // Attention's products of pairs of bf16 (VDPBF16PS) and of four bytes (VPDPBUSD), with sums in float32 and int32.
 //
-// Keys of 16 tokens are transposed, so that a lane is a token: scores need no sum over lanes. Queries meet quantized keys
-// as integers of 8 bits, each SCALED of which have a scale. Weights of values are bf16, or 16 bits in two bytes.
+// Eight bytes of a key, in all lanes of a register, meet those of all queries: a query has two lanes, whose sums are added
+// at the end, and keys are read as they lie. Queries meet quantized keys as integers of 8 bits, each SCALED of which have a
+// scale. Weights of values are bf16, or 16 bits in two bytes.
 #ifndef MOEDGE_ATTENTION_PACKED_H
 #define MOEDGE_ATTENTION_PACKED_H
 
@@ -13,31 +14,6 @@ inline __mmask64 first_bytes(int count) { return count >= 64 ? ~0ull : (1ull << 
 
 inline __mmask16 first_lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
-// Transposes bytes `offset` on of 16 vectors of `nbytes` bytes: lane i of out[j * stride] is dword j of vector i.
-inline void transpose(const uint8_t *const *rows, int offset, int nbytes, __m512i flip, __m512i *out, int stride) {
-    const __mmask64 mask = first_bytes(nbytes - offset);
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi8(mask, rows[i] + offset);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        const __m512i p = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), q = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        const __m512i r = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88), s = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-        out[i * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0x88), flip);
-        out[(i + 4) * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0x88), flip);
-        out[(i + 8) * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(p, r, 0xdd), flip);
-        out[(i + 12) * stride] = _mm512_xor_si512(_mm512_shuffle_i32x4(q, s, 0xdd), flip);
-    }
-}
-
 // Queries are packed in runs of MOST and of powers of two below it, so that a loop keeps their sums in registers.
 template <int MOST>
 inline int run_of(int left) {
@@ -46,62 +22,295 @@ inline int run_of(int left) {
     return size;
 }
 
-// Keys and queries of bytes whose scores are computed together: their sums take 16 registers. A query's bytes are read for
-// all of the keys at once, since a processor reads one register in a cycle, as many as it multiplies.
-constexpr int SCORED = 2 * TILE, BYTE_QUERIES = 4;
-
 inline __m512i dword(const void *p) { return _mm512_set1_epi32(*(const int32_t *)p); }
 
-// --- bf16 ---
+// --- scores ---
 
-// q [count][stride] to pairs [dwords][N] for each run of N.
+// Keys whose scores are computed together, keys that all queries meet before the next ones, and bytes of a key between two
+// looks at what is read ahead.
+constexpr int SCORED = 8, CHUNK = 32, STEP = 32;
+
+inline int64_t qword(const void *p) {
+    int64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
+// L queries, in two lanes of 32 bits each.
+template <int L>
+struct Lanes;
+
+template <>
+struct Lanes<4> {
+    using Ints = __m256i;
+    using Floats = __m256;
+    static Ints load(const void *p) { return _mm256_loadu_si256((const Ints *)p); }
+    static Ints all(const void *p) { return _mm256_set1_epi64x(qword(p)); }
+    static Ints all_bytes(int x) { return _mm256_set1_epi8(char(x)); }
+    static Ints flip(Ints x, Ints bits) { return _mm256_xor_si256(x, bits); }
+    static Ints mask(Ints x, Ints bits) { return _mm256_and_si256(x, bits); }
+    static Ints high(Ints x) { return _mm256_srli_epi16(x, 4); }
+    static Ints dot(Ints sum, Ints keys, Ints q) { return _mm256_dpbusd_epi32(sum, keys, q); }
+    static Floats dot(Floats sum, Ints keys, Ints q) { return _mm256_dpbf16_ps(sum, (__m256bh)keys, (__m256bh)q); }
+    static Floats add(Ints sum, const float *scale, Floats total) {
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(scale), total);
+    }
+};
+
+template <>
+struct Lanes<8> {
+    using Ints = __m512i;
+    using Floats = __m512;
+    static Ints load(const void *p) { return _mm512_loadu_si512(p); }
+    static Ints all(const void *p) { return _mm512_set1_epi64(qword(p)); }
+    static Ints all_bytes(int x) { return _mm512_set1_epi8(char(x)); }
+    static Ints flip(Ints x, Ints bits) { return _mm512_xor_si512(x, bits); }
+    static Ints mask(Ints x, Ints bits) { return _mm512_and_si512(x, bits); }
+    static Ints high(Ints x) { return _mm512_srli_epi16(x, 4); }
+    static Ints dot(Ints sum, Ints keys, Ints q) { return _mm512_dpbusd_epi32(sum, keys, q); }
+    static Floats dot(Floats sum, Ints keys, Ints q) { return _mm512_dpbf16_ps(sum, (__m512bh)keys, (__m512bh)q); }
+    static Floats add(Ints sum, const float *scale, Floats total) {
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(scale), total);
+    }
+};
+
+// Packed queries of `nbytes` bytes as [nbytes / 8][lanes] runs of eight bytes; `count` of them, the others are zeros.
+inline void pack_lanes(const uint8_t *queries, int64_t nbytes, int count, int lanes, uint8_t *out) {
+    for (int64_t i = 0; i < nbytes; i += 8)
+        for (int n = 0; n < lanes; n++, out += 8) {
+            if (n < count) memcpy(out, queries + n * nbytes + i, 8);
+            else memset(out, 0, 8);
+        }
+}
+
+// q [count][stride] to pairs of bf16, see pack_lanes.
 inline void pack_bf16(const float *q, int width, int64_t stride, int count, uint8_t *out) {
-    const int dwords = int(padded(width, 32)) / 2;
-    for (int begin = 0, n; begin < count; begin += n) {
-        n = run_of<8>(count - begin);
-        int32_t *run = (int32_t *)out + int64_t(begin) * dwords;
-        for (int i = 0; i < n; i++)
-            for (int d = 0; d < dwords * 2; d += 32) {
-                const float *x = q + (begin + i) * stride + d;
-                const __m512 a = _mm512_maskz_loadu_ps(first_lanes(width - d), x);
-                const __m512 b = _mm512_maskz_loadu_ps(first_lanes(width - d - 16), x + 16);
-                int32_t pairs[16];
-                _mm512_storeu_si512(pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-                for (int j = 0; j < 16; j++) run[(d / 2 + j) * n + i] = pairs[j];
+    uint8_t *pairs = out + padded_queries(count) * stride * 2;
+    for (int begin = 0, lanes; begin < count; begin += lanes) {
+        lanes = lanes_of(count - begin);
+        const int own = count - begin < lanes ? count - begin : lanes;
+        for (int n = 0; n < own; n++)
+            for (int64_t d = 0; d < stride; d += 32) {
+                const float *x = q + (begin + n) * stride + d;
+                const __m512 a = _mm512_maskz_loadu_ps(first_lanes(int(width - d)), x);
+                const __m512 b = _mm512_maskz_loadu_ps(first_lanes(int(width - d - 16)), x + 16);
+                _mm512_storeu_si512(pairs + (n * stride + d) * 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
             }
+        pack_lanes(pairs, stride * 2, own, lanes, out);
+        out += lanes * stride * 2;
     }
 }
 
-template <int N>
-inline void dots_bf16(const __m512i *keys, int dwords, const int32_t *q, float *scores, bool add_up, Ahead &ahead) {
-    __m512 sums[N];
-    for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
-    for (int i = 0; i < dwords; i++) {
-        for (int n = 0; n < N; n++) sums[n] = _mm512_dpbf16_ps(sums[n], (__m512bh)keys[i], (__m512bh)dword(q + i * N + n));
-        ahead.step();
-    }
-    for (int n = 0; n < N; n++) {
-        float *out = scores + n * SPLIT;
-        _mm512_storeu_ps(out, add_up ? _mm512_add_ps(sums[n], _mm512_loadu_ps(out)) : sums[n]);
+// SCALED elements of a query, or `count` where that is less, as integers of 8 bits; their scale for both lanes, and what
+// flipped keys add to their products, an int32 for one lane. The elements are added to those of `added`.
+inline void pack_part(const float *x, int count, uint8_t *codes, float *scales, float *flips, __m512 &added) {
+    const __m512 a = _mm512_maskz_loadu_ps(first_lanes(count), x), b = _mm512_maskz_loadu_ps(first_lanes(count - 16), x + 16);
+    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    // Not zero where an element is not finite.
+    const float wrong = sum(_mm512_mul_ps(_mm512_add_ps(a, b), _mm512_setzero_ps()));
+    const __m512 inverse = _mm512_set1_ps(most > 1e-30f && wrong == 0 ? 127 / most : 0);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), second = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+    _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8(first));
+    _mm_storeu_si128((__m128i *)(codes + 16), _mm512_cvtepi32_epi8(second));
+    const int32_t flipped = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    memcpy(flips, &flipped, 4);
+    scales[0] = scales[1] = most / 127 + wrong;
+    added = _mm512_add_ps(added, _mm512_add_ps(a, b));
+}
+
+// q [count][stride] to integers of 8 bits, see pack_lanes, where groups begin at whole cache lines as in keys; and their
+// numbers, see numbers_of.
+inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *numbers) {
+    const int groups = groups_of(v), width = v.width / groups, parts = parts_of(v);
+    uint8_t *codes = out + padded_queries(count) * stride;
+    for (int begin = 0, lanes; begin < count; begin += lanes) {
+        lanes = lanes_of(count - begin);
+        const int own = count - begin < lanes ? count - begin : lanes;
+        memset(codes, 0, own * stride);
+        memset(numbers, 0, numbers_of(v) * lanes * sizeof(float));
+        for (int n = 0; n < own; n++)
+            for (int g = 0; g < groups; g++) {
+                __m512 added = _mm512_setzero_ps();
+                for (int part = 0; part < parts; part++) {
+                    const int d = part * SCALED;
+                    float *scales = numbers + 2 * ((g * parts + part) * lanes + n);
+                    pack_part(q + (begin + n) * stride + g * width + d, width - d,
+                              codes + n * stride + g * (stride / groups) + d, scales, scales + 2 * groups * parts * lanes, added);
+                }
+                numbers[(4 * groups * parts + g) * lanes + n] = sum(added);
+            }
+        pack_lanes(codes, stride, own, lanes, out);
+        out += lanes * stride;
+        numbers += numbers_of(v) * lanes;
     }
 }
 
-inline void score_bf16(const Work &w, int part, int t, const uint8_t *queries, bool add_up, Ahead &ahead) {
+// A run of L queries and the keys of a chunk.
+struct Scored {
+    const uint8_t *const *keys;
+    int num_keys;  // a multiple of SCORED
+    const uint8_t *queries;
+    int count;  // queries that are no padding
+    int parts;  // of STEP bytes
+    int lines;  // that are read ahead after each of them
+    bool add_up;
+};
+
+// Adds up the two lanes of every query: out[i] has the scores of two queries with SCORED keys, i and i + 2 of each four.
+inline void add_lanes(const __m512 (&x)[SCORED], __m512 (&out)[4]) {
+    __m512 pairs[4];
+    for (int i = 0; i < 4; i++)
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88), _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xdd));
+    // Lane L has queries 2 * L and 2 * L + 1 of two keys: now one of them, of four keys.
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    const __m512i even = _mm512_castps_si512(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88));
+    const __m512i even_rest = _mm512_castps_si512(_mm512_shuffle_ps(pairs[2], pairs[3], 0x88));
+    const __m512i odd = _mm512_castps_si512(_mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
+    const __m512i odd_rest = _mm512_castps_si512(_mm512_shuffle_ps(pairs[2], pairs[3], 0xdd));
+    out[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(even, low, even_rest));
+    out[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(odd, low, odd_rest));
+    out[2] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(even, high, even_rest));
+    out[3] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(odd, high, odd_rest));
+}
+
+inline void add_lanes(const __m256 (&x)[SCORED], __m512 (&out)[2]) {
+    __m512 pairs[2], rows[4];
+    for (int i = 0; i < 4; i++) rows[i] = _mm512_insertf32x8(_mm512_castps256_ps512(x[i]), x[i + 4], 1);
+    for (int i = 0; i < 2; i++)
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(rows[2 * i], rows[2 * i + 1], 0x88), _mm512_shuffle_ps(rows[2 * i], rows[2 * i + 1], 0xdd));
+    const __m512 even = _mm512_shuffle_ps(pairs[0], pairs[1], 0x88), odd = _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd);
+    out[0] = _mm512_shuffle_f32x4(even, even, 0xd8);
+    out[1] = _mm512_shuffle_f32x4(odd, odd, 0xd8);
+}
+
+// Stores what `finish(query, SCORED scores of two queries)` makes of sums, or adds it to the scores [L][SPLIT].
+template <class Floats, class Finish>
+inline void put_scores(const Floats (&sums)[SCORED], int count, float *scores, bool add_up, Finish finish) {
+    constexpr int L = sizeof(Floats) / 8;
+    __m512 both[L / 2];
+    add_lanes(sums, both);
+    for (int i = 0; i < L / 2; i++) {
+        const int n = i / 2 * 4 + i % 2;
+        const __m512 x = finish(n, both[i]);
+        const __m256 halves[] = {_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)};
+        for (int j = 0; j < 2; j++) {
+            if (n + 2 * j >= count) break;
+            float *out = scores + int64_t(n + 2 * j) * SPLIT;
+            _mm256_storeu_ps(out, add_up ? _mm256_add_ps(halves[j], _mm256_loadu_ps(out)) : halves[j]);
+        }
+    }
+}
+
+template <int L>
+inline void dots_bf16(const Scored &s, float *scores, Ahead &ahead) {
+    using Run = Lanes<L>;
+    for (int begin = 0; begin < s.num_keys; begin += SCORED) {
+        typename Run::Floats sums[SCORED] = {};
+        const uint8_t *q = s.queries, *const *keys = s.keys + begin;
+        for (int part = 0; part < s.parts; part++, q += STEP * L) {
+#pragma GCC unroll 4
+            for (int i = 0; i < STEP / 8; i++) {
+                const typename Run::Ints x = Run::load(q + 8 * L * i);
+#pragma GCC unroll 8
+                for (int t = 0; t < SCORED; t++) sums[t] = Run::dot(sums[t], Run::all(keys[t] + part * STEP + 8 * i), x);
+            }
+            ahead.steps(s.lines);
+        }
+        put_scores(sums, s.count, scores + begin, s.add_up, [](int, __m512 x) { return x; });
+    }
+}
+
+// What codes and their products with queries of 8 bits are multiplied by and have added: of one group.
+struct Factors {
+    const float *queries, *flips, *sums;  // of L queries: see numbers_of
+    const float *scales, *zeros;          // of keys
+};
+
+enum Codes { SIGNED, LOW, HIGH };
+
+template <int L, Codes CODES>
+inline void dots_bytes(const Scored &s, const Factors &f, float *scores, Ahead &ahead) {
+    using Run = Lanes<L>;
+    const typename Run::Ints bits = Run::all_bytes(CODES == SIGNED ? -128 : 15);
+    for (int begin = 0; begin < s.num_keys; begin += SCORED) {
+        typename Run::Floats totals[SCORED] = {};
+        const uint8_t *q = s.queries, *const *keys = s.keys + begin;
+        for (int part = 0; part < s.parts; part++, q += STEP * L) {
+            typename Run::Ints sums[SCORED] = {};
+            for (int t = 0; CODES == SIGNED && t < SCORED; t++) sums[t] = Run::load(f.flips + part * 2 * L);
+#pragma GCC unroll 4
+            for (int i = 0; i < STEP / 8; i++) {
+                const typename Run::Ints x = Run::load(q + 8 * L * i);
+#pragma GCC unroll 8
+                for (int t = 0; t < SCORED; t++) {
+                    const typename Run::Ints key = Run::all(keys[t] + part * STEP + 8 * i);
+                    sums[t] = Run::dot(sums[t], CODES == SIGNED ? Run::flip(key, bits) : Run::mask(CODES == LOW ? key : Run::high(key), bits), x);
+                }
+            }
+            for (int t = 0; t < SCORED; t++) totals[t] = Run::add(sums[t], f.queries + part * 2 * L, totals[t]);
+            ahead.steps(s.lines);
+        }
+        const __m512 scale = _mm512_broadcast_f32x8(_mm256_loadu_ps(f.scales + begin));
+        put_scores(totals, s.count, scores + begin, s.add_up, [&](int n, __m512 x) {
+            x = _mm512_mul_ps(x, scale);
+            if (CODES == SIGNED) return x;
+            const __m512 sums = _mm512_insertf32x8(_mm512_set1_ps(f.sums[n]), _mm256_set1_ps(f.sums[n + 2]), 1);
+            return _mm512_fmadd_ps(sums, _mm512_broadcast_f32x8(_mm256_loadu_ps(f.zeros + begin)), x);
+        });
+    }
+}
+
+template <int L>
+inline void dots(const Work &w, const moedge_vectors &v, int t, Scored s, const float *numbers, float *scores, Ahead &ahead) {
+    if (v.format == MOEDGE_BF16) return dots_bf16<L>(s, scores, ahead);
+    const int groups = groups_of(v), parts = groups * parts_of(v) * 2 * L;
+    const Factors f{numbers, numbers + parts, numbers + 2 * parts, w.scales + t, w.zeros + t};
+    if (v.format == MOEDGE_INT8) return dots_bytes<L, SIGNED>(s, f, scores, ahead);
+    const Factors second{f.queries + parts / 2, nullptr, f.sums + L, f.scales + SPLIT, f.zeros + SPLIT};
+    dots_bytes<L, LOW>(s, f, scores, ahead);
+    s.queries += padded_width(v) / 2 * L;
+    s.add_up = true;
+    dots_bytes<L, HIGH>(s, second, scores, ahead);
+}
+
+// Keys of whole STEPs: a last one that is shorter is filled up with zeros.
+inline const uint8_t *const *whole_keys(const Work &w, const uint8_t *const *rows, int count, int nbytes, const uint8_t **keys) {
+    if (nbytes % STEP == 0) return rows;
+    uint8_t *out = (uint8_t *)w.tile;
+    for (int t = 0; t < count; t++) {
+        keys[t] = out;
+        for (int offset = 0; offset < nbytes; offset += 64, out += 64)
+            _mm512_storeu_si512(out, _mm512_maskz_loadu_epi8(first_bytes(nbytes - offset), rows[t] + offset));
+    }
+    return keys;
+}
+
+// Scores of tokens `from` to `to` of the split.
+inline void score_packed(const Work &w, int part, int from, int to, const uint8_t *queries, const float *numbers, Ahead &ahead) {
     const moedge_vectors &v = w.a.keys[part];
-    const int nbytes = row_nbytes(v), dwords = int(padded(v.width, 32)) / 2;
-    __m512i *keys = (__m512i *)w.tile;
-    for (int offset = 0; offset < nbytes; offset += 64)
-        transpose(w.rows + t, offset, nbytes, _mm512_setzero_si512(), keys + offset / 4, 1);
-    for (int begin = 0, n; begin < w.num; begin += n) {
-        n = run_of<8>(w.num - begin);
-        const int32_t *q = (const int32_t *)queries + int64_t(begin) * dwords;
-        float *scores = w.scores + int64_t(begin) * SPLIT + t;
-        if (n == 8) dots_bf16<8>(keys, dwords, q, scores, add_up, ahead);
-        else if (n == 4) dots_bf16<4>(keys, dwords, q, scores, add_up, ahead);
-        else if (n == 2) dots_bf16<2>(keys, dwords, q, scores, add_up, ahead);
-        else dots_bf16<1>(keys, dwords, q, scores, add_up, ahead);
+    const int nbytes = row_nbytes(v), parts = (nbytes + STEP - 1) / STEP;
+    const int64_t stride = padded_width(v) * (v.format == MOEDGE_BF16 ? 2 : 1);
+    // What is read ahead has been when as many keys have been multiplied.
+    const int steps = parts * ((w.num + 7) / 8) * (v.format == MOEDGE_INT4 ? 2 : 1);
+    const int lines = (SCORED * ((ahead.nbytes + 63) / 64) + steps - 1) / steps;
+    const uint8_t *filled[CHUNK];
+    for (int t = from; t < to; t += CHUNK) {
+        const int count = to - t < CHUNK ? to - t : CHUNK;
+        Scored s{whole_keys(w, w.rows + t, count, nbytes, filled), count, queries, 0, parts, lines, part > 0};
+        const float *own = numbers;
+        for (int begin = 0, lanes; begin < w.num; begin += lanes) {
+            lanes = lanes_of(w.num - begin);
+            s.count = w.num - begin;
+            float *scores = w.scores + int64_t(begin) * SPLIT + t;
+            if (lanes == 8) dots<8>(w, v, t, s, own, scores, ahead);
+            else dots<4>(w, v, t, s, own, scores, ahead);
+            s.queries += stride * lanes;
+            own += numbers_of(v) * lanes;
+        }
     }
 }
+
+// --- sums of bf16 values ---
 
 // Values of tokens `from` to `to` as pairs of tokens: [runs of 32 elements][pairs][2].
 inline void interleave_bf16(const Work &w, int from, int to) {
@@ -135,8 +344,7 @@ inline void sums_bf16(const __m512i *values, int pairs, const uint16_t *weights,
             sums[n][0] = _mm512_dpbf16_ps(sums[n][0], (__m512bh)values[2 * i], p);
             sums[n][1] = _mm512_dpbf16_ps(sums[n][1], (__m512bh)values[2 * i + 1], p);
         }
-        ahead.step();
-        ahead.step();
+        ahead.steps(2);
     }
     for (int n = 0; n < N; n++) {
         _mm512_storeu_ps(out + n * stride, sums[n][0]);
@@ -162,121 +370,7 @@ inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
     }
 }
 
-// --- bytes: int8 and int4 ---
-
-// q [count][stride] to integers of 8 bits, [count][stride] bytes where groups begin at whole cache lines as in keys; and
-// for every query numbers_of: what parts add where their keys are flipped is an int32.
-inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *numbers) {
-    const int groups = groups_of(v), width = v.width / groups, parts = parts_of(v);
-    for (int n = 0; n < count; n++, numbers += numbers_of(v)) {
-        for (int g = 0; g < groups; g++) {
-            __m512 added = _mm512_setzero_ps();
-            for (int part = 0; part < parts; part++) {
-                const int d = part * SCALED, left = width - d;
-                const float *x = q + n * stride + g * width + d;
-                const __m512 a = _mm512_maskz_loadu_ps(first_lanes(left), x), b = _mm512_maskz_loadu_ps(first_lanes(left - 16), x + 16);
-                const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-                // Not zero where an element is not finite.
-                const float wrong = sum(_mm512_mul_ps(_mm512_add_ps(a, b), _mm512_setzero_ps()));
-                const __m512 inverse = _mm512_set1_ps(most > 1e-30f && wrong == 0 ? 127 / most : 0);
-                const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), second = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-                uint8_t *at = out + n * stride + g * (stride / groups) + d;
-                _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8(first));
-                _mm_storeu_si128((__m128i *)(at + 16), _mm512_cvtepi32_epi8(second));
-                const int32_t flips = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
-                numbers[g * parts + part] = most / 127 + wrong;
-                memcpy(numbers + (groups + g) * parts + part, &flips, 4);
-                added = _mm512_add_ps(added, _mm512_add_ps(a, b));
-            }
-            numbers[2 * groups * parts + g] = sum(added);
-        }
-    }
-}
-
-// What the queries of a run, one after the other, are to dots_bytes: of one group.
-struct ByteQueries {
-    const uint8_t *codes;
-    const float *scales, *flips, *sum;
-    int64_t stride, apart;  // of codes and of numbers
-};
-
-// Adds the products of N queries with dwords of V tiles of keys: LENGTH of them, or `dwords` where that is 0.
-template <int N, int V, int LENGTH>
-inline void add_dots(__m512i (&sums)[N][V], const __m512i *keys, const uint8_t *codes, int64_t stride, int dwords) {
-    const int count = LENGTH ? LENGTH : dwords;
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            const __m512i x = dword(codes + n * stride + 4 * i);
-#pragma GCC unroll 2
-            for (int v = 0; v < V; v++) sums[n][v] = _mm512_dpbusd_epi32(sums[n][v], keys[i * V + v], x);
-        }
-}
-
-// Scores of V tiles of keys [dwords][V].
-template <int N, int V>
-inline void dots_bytes(const __m512i *keys, int dwords, const ByteQueries &q, bool flipped, const float *scales,
-                       const float *zeros, float *scores, bool add_up, Ahead &ahead) {
-    constexpr int WHOLE = SCALED / 4;
-    __m512 totals[N][V];
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) totals[n][v] = _mm512_setzero_ps();
-    for (int begin = 0, part = 0; begin < dwords; begin += WHOLE, part++) {
-        __m512i sums[N][V];
-        for (int n = 0; n < N; n++)
-            for (int v = 0; v < V; v++)
-                sums[n][v] = flipped ? dword(q.flips + n * q.apart + part) : _mm512_setzero_si512();
-        const __m512i *at = keys + begin * V;
-        if (dwords - begin >= WHOLE) add_dots<N, V, WHOLE>(sums, at, q.codes + 4 * begin, q.stride, 0);
-        else add_dots<N, V, 0>(sums, at, q.codes + 4 * begin, q.stride, dwords - begin);
-        for (int n = 0; n < N; n++) {
-            const __m512 scale = _mm512_set1_ps(q.scales[n * q.apart + part]);
-            for (int v = 0; v < V; v++) totals[n][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[n][v]), scale, totals[n][v]);
-        }
-        ahead.steps(WHOLE * V);
-    }
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) {
-            const int t = v * TILE;
-            float *out = scores + n * SPLIT + t;
-            __m512 x = _mm512_mul_ps(totals[n][v], _mm512_loadu_ps(scales + t));
-            if (zeros) x = _mm512_fmadd_ps(_mm512_set1_ps(q.sum[n * q.apart]), _mm512_loadu_ps(zeros + t), x);
-            _mm512_storeu_ps(out, add_up ? _mm512_add_ps(x, _mm512_loadu_ps(out)) : x);
-        }
-}
-
-template <int V>
-inline void score_bytes(const Work &w, int part, int t, const uint8_t *queries, const float *numbers, bool add_up, Ahead &ahead) {
-    const moedge_vectors &v = w.a.keys[part];
-    const bool int8 = v.format == MOEDGE_INT8;
-    const int nbytes = row_nbytes(v), groups = groups_of(v), dwords = int(padded(nbytes, 4)) / 4;
-    const int vectors = int(padded(nbytes, 64)) / 4 * V;
-    __m512i *keys = (__m512i *)w.tile;
-    const __m512i flip = int8 ? _mm512_set1_epi8(char(-128)) : _mm512_setzero_si512(), nibble = _mm512_set1_epi8(15);
-    for (int offset = 0; offset < nbytes; offset += 64)
-        for (int i = 0; i < V; i++)
-            transpose(w.rows + t + i * TILE, offset, nbytes, flip, keys + offset / 4 * V + i, V);
-    for (int i = 0; !int8 && i < dwords * V; i++) {
-        keys[vectors + i] = _mm512_and_si512(_mm512_srli_epi16(keys[i], 4), nibble);
-        keys[i] = _mm512_and_si512(keys[i], nibble);
-    }
-    const int64_t stride = padded_width(v), parts = parts_of(v), apart = numbers_of(v);
-    for (int begin = 0, n; begin < w.num; begin += n) {
-        n = run_of<BYTE_QUERIES>(w.num - begin);
-        float *scores = w.scores + int64_t(begin) * SPLIT + t;
-        for (int g = 0; g < groups; g++) {
-            const float *own = numbers + begin * apart;
-            const ByteQueries q{queries + begin * stride + g * (stride / groups), own + g * parts,
-                                own + (groups + g) * parts, own + 2 * groups * parts + g, stride, apart};
-            const float *scales = w.scales + g * SPLIT + t, *zeros = int8 ? nullptr : w.zeros + g * SPLIT + t;
-            const bool more = add_up || g > 0;
-            if (n == 4) dots_bytes<4, V>(keys + g * vectors, dwords, q, int8, scales, zeros, scores, more, ahead);
-            else if (n == 2) dots_bytes<2, V>(keys + g * vectors, dwords, q, int8, scales, zeros, scores, more, ahead);
-            else dots_bytes<1, V>(keys + g * vectors, dwords, q, int8, scales, zeros, scores, more, ahead);
-        }
-    }
-}
+// --- sums of int8 and int4 values ---
 
 // Values of tokens `from` to `to` as four tokens of an element beside each other: [runs of 64 codes][quads][4].
 template <bool INT4, bool WHOLE>
@@ -327,8 +421,7 @@ inline void sums_bytes(const __m512i *values, int quads, const uint8_t *weights,
                 low[n][j] = _mm512_dpbusd_epi32(low[n][j], r, values[4 * i + j]);
             }
         }
-        ahead.step();
-        ahead.step();
+        ahead.steps(2);
     }
     for (int n = 0; n < N; n++) {
         __m512 x[4];

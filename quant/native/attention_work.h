@@ -12,18 +12,18 @@ struct Ahead {
     const uint8_t **rows = nullptr;
     int count = 0, nbytes = 0, row = 0, offset = 0;
 
-    void step() {
-        if (row >= count) return;
-        _mm_prefetch((const char *)rows[row] + offset, _MM_HINT_T1);
-        offset += 64;
-        if (offset >= nbytes) {
-            offset = 0;
-            row++;
-        }
-    }
-
     void steps(int lines) {
-        for (; lines > 0 && row < count; lines--) step();
+        int r = row, o = offset;
+        for (; lines > 0 && r < count; lines--) {
+            _mm_prefetch((const char *)rows[r] + o, _MM_HINT_T1);
+            o += 64;
+            if (o >= nbytes) {
+                o = 0;
+                r++;
+            }
+        }
+        row = r;
+        offset = o;
     }
 };
 
