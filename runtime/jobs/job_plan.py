@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -194,14 +195,17 @@ def as_rehearsed(chosen: PlanResult, plan: Plan, shown: Rehearsed) -> Prediction
     """What to expect of the rows by what the rehearsal showed of routing, of the layers and of the disk; `plan` is what
     it ran by.
 
-    What earlier runs of this kind taught is better, and kept.
+    What earlier runs of this kind taught is better, and kept. A disk may be slow right after weights were written, and
+    fast later, so its rate is between what was measured before and what the rehearsal showed: their geometric mean.
     """
     request, plan = chosen.request, plan if shown.fused else replace(plan, fused_nbytes=0)
     first = PlanResult.of(plan, chosen.seconds, request).prediction
     if first.bottleneck in request.corrections:
         return first
     costs, rate = request.costs, shown.disk_bytes_s
-    rates = costs.rates if rate is None else replace(costs.rates, disk_bytes_s=rate)
+    rates = costs.rates
+    if rate is not None:
+        rates = replace(rates, disk_bytes_s=math.sqrt(rate * rates.disk_bytes_s))
     costs = CostModel(costs.shape, rates, costs.factors, shown.wanted)
     return PlanResult.of(plan, chosen.seconds, replace(request, costs=costs)).prediction
 

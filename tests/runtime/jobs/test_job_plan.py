@@ -88,7 +88,7 @@ def streamed(**found: object) -> PlanResult:
 def test_the_rate_and_the_routing_of_the_rehearsal_are_in_the_estimate() -> None:
     chosen = streamed()
     assert chosen.prediction.bottleneck == "disk"
-    faster = as_rehearsed(chosen, chosen.plan, Rehearsed(wanted_by, 2e9, False))
+    faster = as_rehearsed(chosen, chosen.plan, Rehearsed(wanted_by, 4e9, False))
     assert faster.disk_nbytes == chosen.prediction.disk_nbytes
     assert faster.seconds == pytest.approx(chosen.prediction.seconds / 2, rel=1e-3)
     fewer = as_rehearsed(

@@ -135,7 +135,7 @@ def test_layers_that_the_library_computes_as_a_whole_have_costs_of_their_own(mon
     monkeypatch.setattr(library, "available", lambda: True)
     shape, job = attention_model(), Workload(64, 64, 64, 64 * 32, 64 * 32)
     dear = replace(NOTHING, layer_s=1e-2, expert_s=1e-4)
-    instant = dict.fromkeys(("none", "nf4", "fp32"), {1: 1e18})
+    instant = {name: {1: 1e18} for name in ("none", "nf4", "fp32")}
     rates = replace(INSTANT, overheads=dear, fused_overheads=NOTHING, flop_s=instant)
 
     def seconds(ram: int, **settings: str) -> tuple[float, float]:
