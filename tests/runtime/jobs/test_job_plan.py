@@ -9,6 +9,7 @@ import pytest
 from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
 from moedge.offload.machine.profile import Disk, DiskRead, LoadingRates, Machine, Overheads
+from moedge.quant.native import library
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs.job_plan import as_rehearsed, plan_job
 from moedge.runtime.loading.rehearsal import Rehearsed
@@ -101,3 +102,13 @@ def test_the_rate_and_the_routing_of_the_rehearsal_are_in_the_estimate() -> None
 def test_what_earlier_runs_taught_is_kept() -> None:
     chosen = streamed(corrections={"disk": 0.7})
     assert as_rehearsed(chosen, chosen.plan, Rehearsed(wanted_by, 9e9, False)) == chosen.prediction
+
+
+def test_assumed_packing_is_that_of_the_library_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured counts first, with the library and without."""
+    for available in (True, False):
+        monkeypatch.setattr(library, "available", lambda available=available: available)
+        assumed, measured = LoadingSpeeds(), LoadingSpeeds.of(MEASURED)
+        assert (assumed.packing("int4") > 1e9) == available
+        assert measured.packing("nf4") == PACKED["nf4"]
+        assert measured.packing("mxfp4") == assumed.packing("mxfp4")
