@@ -16,11 +16,10 @@ from heapq import nsmallest
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...offload.atomic_file import AtomicFile, write_atomically
 from ..jobs.outputs import OutputPaths, file_sha256
-from ..jobs.summary import RunSummary
 from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
 from ..settings.errors import InputRefused
@@ -37,6 +36,10 @@ from .schemas import KeyedLists
 from .splitting import Chunk, split
 from .table import DocumentTable, Mirror, Totals
 from .text_cache import TextCache
+
+if TYPE_CHECKING:
+    # It knows plans, which what is refused at once needs not.
+    from ..jobs.summary import RunSummary
 
 MAX_CHUNK_TOKENS = 32_768
 # Tokens that may appear where a text meets the prompt around it.
