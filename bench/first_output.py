@@ -44,7 +44,8 @@ class Taken(NamedTuple):
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """Commands by name; names of those that are refused begin with "refuse"."""
-    rows, out = str(folder / "in.jsonl"), str(folder / "out.jsonl")
+    rows, out, empty = str(folder / "in.jsonl"), str(folder / "out.jsonl"), str(folder / "empty")
+    asked = ["-o", str(folder / "x.csv"), "--task", "summarize"]
     batch = ["batch", MODEL, rows, "-o"]
     return {
         "--help": ["--help"],
@@ -66,7 +67,10 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "refuse run": ["run", "no-such-model", "hello"],
         "refuse prepare": ["prepare", "no-such-model"],
         "refuse plan": ["plan", "no-such-model"],
-        "refuse docs": ["docs", "no-such-model", str(folder), "-o", str(folder / "x.csv"), "--task", "summarize"],
+        "refuse budget": [*batch, str(folder / "x.jsonl"), "--gpu-mem", "0", "--ram", "10MiB"],
+        "refuse docs": ["docs", "no-such-model", str(folder), *asked],
+        "refuse docs, empty": ["docs", MODEL, empty, *asked],
+        "refuse docs, budget": ["docs", MODEL, str(folder / "texts"), *asked, "--gpu-mem", "0", "--ram", "10MiB"],
     }
 
 
@@ -79,9 +83,12 @@ def main() -> None:
         folder = Path(name)
         (folder / "in.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
         (folder / "bad.jsonl").write_text('{"prompt": \n')
+        (folder / "empty").mkdir()
+        (folder / "texts").mkdir()
+        (folder / "texts" / "a.txt").write_text("hello")
         timed(["batch", MODEL, str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--max-tokens", "2"], folder)
         print(f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores", flush=True)
-        print(f"{'command':18} {'first':>10} {'CPU':>10} {'exit':>10} {'CPU':>10}", flush=True)
+        print(f"{'command':19} {'first':>10} {'CPU':>10} {'exit':>10} {'CPU':>10}", flush=True)
         for command, arguments in commands(folder).items():
             if options.only in command:
                 runs = [fresh(arguments, folder) for _ in range(options.runs)]
@@ -138,7 +145,7 @@ def report(command: str, runs: list[Taken]) -> None:
     refused = command.startswith("refuse")
     late = "  late" if first > FIRST_S or (refused and ended > REFUSED_S) else ""
     slow = "  slow" if first_cpu > FIRST_S or (refused and cpu > REFUSED_S) else ""
-    print(f"{command:18} {first:8.2f} s {first_cpu:8.2f} s {ended:8.2f} s {cpu:8.2f} s{late}{slow}", flush=True)
+    print(f"{command:19} {first:8.2f} s {first_cpu:8.2f} s {ended:8.2f} s {cpu:8.2f} s{late}{slow}", flush=True)
 
 
 if __name__ == "__main__":

@@ -93,13 +93,18 @@ def plan(
 
 
 def _watched(given: Mapping[str, Any]) -> PlanReport:
-    """The report, with a line that says what is done meanwhile, before it imports what takes long."""
+    """The report, with a line that says what is done meanwhile, before it imports what takes long.
+
+    Counting tokens imports torch for many models: a log gets its line first.
+    """
     from rich.console import Console
 
     from ..runtime.settings.stages import stage, watching
     from .views.progress import stages_on
 
-    with watching(stages_on(Console(stderr=True))), stage(f"planning {given['model']}"):
+    rows = given["input_file"]
+    announcement = "" if rows is None else f"counting the tokens of {rows}"
+    with watching(stages_on(Console(stderr=True))), stage(f"planning {given['model']}", announcement=announcement):
         return _report(given)
 
 

@@ -88,6 +88,7 @@ def run_job(request: BatchRequest, observer: JobObserver, given: LoadedModel | N
 def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Executor:
     observer.checked(checked)
     refuse_unreachable(checked)
+    _refuse_too_small(checked)
     with stage("importing torch"):
         from ..jobs.job import Measured
     with stage("counting tokens"):
@@ -99,6 +100,16 @@ def _load(checked: Checked, observer: JobObserver, resources: ExitStack) -> Exec
     loaded: Executor = planned.load() if cluster is None else cluster.load(planned)
     observer.loaded(loaded)
     return loaded
+
+
+def _refuse_too_small(checked: Checked) -> None:
+    """Raises DoesNotFit where no row would fit. Workers have budgets of their own, a saved plan says what it needs."""
+    request = checked.request
+    if checked.given is None and request.cluster is None and request.plan is None:
+        # Imports numpy, without which rows are refused.
+        from ..jobs.job_plan import refuse_too_small
+
+        refuse_too_small(checked.source, checked.claim.settings, request.budgets)
 
 
 def refuse_unreachable(checked: Checked) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from ...offload.atomic_file import own_name, write_atomically
 from ...offload.memory import reset_host_peak
 from ..documents.feed import Reading
-from ..documents.job import DocumentJob, FolderReport, Tokens, WholeFolder
+from ..documents.job import DocumentJob, FolderReport, Listed, Tokens, WholeFolder
 from ..documents.question import Long, Question, make_question
 from ..documents.reader_process import ReadOptions
 from ..documents.request import DocumentPaths, DocumentsRequest, facts_digest, settle_question
@@ -26,7 +26,7 @@ from ..jobs.session import Checked, Ended, lock_folder
 from ..jobs.stop import StopRule
 from ..plan.placement import Workload
 from ..rows.tables import InputFormat
-from ..settings.errors import BadArgument, InputRefused
+from ..settings.errors import BadArgument
 from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
@@ -95,10 +95,14 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
         resources.enter_context(lock_folder(paths.outputs))
         settle_question(paths, request)
         _note(paths, request)
-        with stage("importing tokenizers"):
+        listed = Listed.of(request, paths.outputs)
+        observer.found(listed.report)
+        _refuse_too_small(request, source, paths)
+        with stage("reading the tokenizer"):
             from ..text.tokenizer import Tokenizer
-        tokenizer = resources.enter_context(Tokenizer.load(source.folder))
-        job = DocumentJob(request, paths, _tokens(request, source, tokenizer))
+
+            tokenizer = resources.enter_context(Tokenizer.load(source.folder))
+        job = DocumentJob(request, paths, _tokens(request, source, tokenizer), listed)
         resources.callback(job.close)
         rounds = resources.enter_context(_RoundRunner(request.batch, request.question, job, observer))
         reason = _run_rounds(job, rounds, observer)
@@ -114,6 +118,15 @@ def run_documents_job(request: DocumentsRequest, observer: DocumentsObserver) ->
         ended = DocumentsEnded(paths.outputs, job.report, job.totals, tuple(rounds.ended), reason, sample, whole)
         _note(paths, request, ended)
         return ended
+
+
+def _refuse_too_small(request: DocumentsRequest, source: ModelSource, paths: DocumentPaths) -> None:
+    """Raises DoesNotFit where no row would fit. A job that has rounds may have all answers, and workers have budgets of
+    their own."""
+    if request.batch.cluster is None and not paths.rounds.exists():
+        from ..jobs.job_plan import refuse_too_small
+
+        refuse_too_small(source, request.batch.settings, request.batch.budgets)
 
 
 def _note(paths: DocumentPaths, request: DocumentsRequest, ended: DocumentsEnded | None = None) -> None:
@@ -132,11 +145,7 @@ def _plain(counts: Totals | FolderReport) -> dict[str, Any]:
 
 def _run_rounds(job: DocumentJob, rounds: _RoundRunner, observer: DocumentsObserver) -> str | None:
     """Why the rounds ended before the last row; None where they did not."""
-    files = job.find()
-    if not job.report.num_files:
-        raise InputRefused(f"{rounds.folder} has no file to read; {job.report.skipped.total():,} were skipped")
-    observer.found(job.report)
-    left = True
+    files, left = job.files, True
     while left:
         with job.reading(files, rounds.longest_prompt) as reading:
             reason = _run_while_reading(reading, rounds, observer)
@@ -209,10 +218,6 @@ class _RoundRunner:
         self._retry = False
         self._expected: Workload | None = None
         self.ended: list[Ended] = []
-
-    @property
-    def folder(self) -> Path:
-        return self._request.input
 
     @property
     def longest_prompt(self) -> int | None:

@@ -91,7 +91,7 @@ class PlanReport:
 
 
 def plan(model: str | Path, input_file: str | Path | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
-    """What `moedge plan` says of a model and a job; reads headers only, and loads no torch.
+    """What `moedge plan` says of a model and a job; reads headers only, and loads no torch but to count tokens.
 
     The rows of `input_file` are measured; without it the job is `rows` of `prompt_tokens` and `output_tokens` each
     (1,000 of 512 and 256). Budgets are bytes or texts such as "7GiB" (`PlanOptions`). A job that does not fit is a

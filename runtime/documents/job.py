@@ -16,13 +16,13 @@ from heapq import nsmallest
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ...offload.atomic_file import AtomicFile, write_atomically
-from ..jobs.outputs import file_sha256
-from ..jobs.summary import RunSummary
+from ..jobs.outputs import OutputPaths, file_sha256
 from ..jobs.table_files import is_table, schema_fields, write_table
 from ..rows.failure import InvalidRow
+from ..settings.errors import InputRefused
 from .document import Document, UnreadDocument
 from .feed import READ_FIRST, AskedRow, Expected, Reading
 from .file_walk import FoundFile, FoundFiles, Skipped, find_files
@@ -36,6 +36,10 @@ from .schemas import KeyedLists
 from .splitting import Chunk, split
 from .table import DocumentTable, Mirror, Totals
 from .text_cache import TextCache
+
+if TYPE_CHECKING:
+    # It knows plans, which what is refused at once needs not.
+    from ..jobs.summary import RunSummary
 
 MAX_CHUNK_TOKENS = 32_768
 # Tokens that may appear where a text meets the prompt around it.
@@ -91,10 +95,39 @@ class Tokens:
     limit: int
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The files of a folder that are documents, in their order, and the counts of all of them."""
+
+    files: FoundFiles
+    report: FolderReport
+
+    @classmethod
+    def of(cls, request: DocumentsRequest, outputs: OutputPaths) -> Self:
+        """Lists the folder of a job. Raises InputUnreadable, MissingExtra, InputRefused where nothing is to be read."""
+        folder, report = Path(request.batch.input), FolderReport()
+        found = find_files(folder, include=request.include, exclude=request.exclude)
+        files = report.found(each for each in found if not _is_own(outputs, folder, each))
+        if not report.num_files:
+            raise InputRefused(f"{folder} has no file to read; {report.skipped.total():,} were skipped")
+        if request.reading.reader is None:
+            refuse_missing_readers(report.suffixes)
+        return cls(files, report)
+
+
+def _is_own(outputs: OutputPaths, folder: Path, found: FoundFile) -> bool:
+    """Whether a file is one of the job: its output may be in the folder of the documents."""
+    path = Path(found.path)
+    if outputs.job.name in path.parts:
+        return (folder / path).resolve().is_relative_to(outputs.job.resolve())
+    ours = (each for each in (outputs.out, outputs.errors, outputs.partial) if each.name == path.name)
+    return any((folder / path).parent.resolve() == each.parent.resolve() for each in ours)
+
+
 class DocumentJob:
     """The job in one folder, which the caller has locked."""
 
-    def __init__(self, request: DocumentsRequest, paths: DocumentPaths, tokens: Tokens) -> None:
+    def __init__(self, request: DocumentsRequest, paths: DocumentPaths, tokens: Tokens, listed: Listed) -> None:
         self._request = request
         self._paths = paths
         self._tokens = tokens
@@ -103,11 +136,11 @@ class DocumentJob:
         schema = None if request.question.schema is None else json.loads(request.question.schema)
         self._merger = Merger(self._prompts, tokens.prompt, tokens.limit, KeyedLists(schema))
         self.rounds = Rounds(paths.rounds)
-        self.report = FolderReport()
+        self.report = listed.report
         self.totals = Totals()
         self._log: EntryLog | None = None
         self._before: IndexedEntries | None = None
-        self._files = FoundFiles()
+        self._files = listed.files
         self._files_read: Sequence[FoundFile] = ()
         self._expected: Expected | None = None
 
@@ -116,15 +149,10 @@ class DocumentJob:
         """The documents of the folder, or of the sample, when all were read."""
         return self._paths.index if self._request.sample is None else self._paths.sample
 
-    def find(self) -> Sequence[FoundFile]:
-        """The files to read, in their order; counts all of them. Raises InputUnreadable, MissingExtra."""
-        request, folder = self._request, Path(self._request.batch.input)
-        listed = find_files(folder, include=request.include, exclude=request.exclude)
-        files = self.report.found(each for each in listed if not self._own(folder, each))
-        if request.reading.reader is None:
-            refuse_missing_readers(self.report.suffixes)
-        self._files = files
-        return files if request.sample is None else spread(files, request.sample)
+    @property
+    def files(self) -> Sequence[FoundFile]:
+        """The files to read, in their order."""
+        return self._files if self._request.sample is None else spread(self._files, self._request.sample)
 
     def whole(self, ran: Sequence[RunSummary]) -> WholeFolder | None:
         """What all files come to, by those of a sample and the runs that answered it; None where nothing ran."""
@@ -270,14 +298,6 @@ class DocumentJob:
             return None
         sources = (each.source for each in self._indexed() if each.error is None)
         return Mirror(self._request.mirror, self._paths.mirrored, sources)
-
-    def _own(self, folder: Path, found: FoundFile) -> bool:
-        """Whether a file is one of this job: its output may be in the folder of the documents."""
-        outputs, path = self._paths.outputs, Path(found.path)
-        if outputs.job.name in path.parts:
-            return (folder / path).resolve().is_relative_to(outputs.job.resolve())
-        ours = (each for each in (outputs.out, outputs.errors, outputs.partial) if each.name == path.name)
-        return any((folder / path).parent.resolve() == each.parent.resolve() for each in ours)
 
     def _read(self, files: Sequence[FoundFile], stop: Event) -> Iterator[tuple[int, Document | UnreadDocument]]:
         """Some of all types and sizes first: what is expected of the others comes of them."""

@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...offload.machine.hardware import Hardware, find_hardware
+from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.presets import find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
+from ..plan import planner
 from ..plan.cost_model import CostModel, Prediction
 from ..plan.history import (
     BESIDE_PASSES,
@@ -35,7 +36,7 @@ from ..plan.plan_file import load_plan
 from ..plan.planner import PlanRequest, PlanResult, choose_dtype, solve
 from ..plan.rates import rates_of
 from ..rows.tables import InputFormat
-from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget
+from ..settings.budgets import Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.errors import ModelNotFound, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
@@ -176,6 +177,21 @@ def plan_job(
     return result
 
 
+def refuse_too_small(source: ModelSource, settings: Settings, budgets: Budgets) -> None:
+    """Raises DoesNotFit where the budget is too small for any job on this machine, before torch is imported and tokens
+    are counted; SettingError, BadSize.
+
+    Says nothing where there is a GPU: what its context takes is known once it is opened.
+    """
+    if budgets.wants_device and find_gpus():
+        return
+    without_device(budgets.gpu_mem)
+    costs = CostModel(source.shape, rates_of(None, on_device=False), BESIDE_PASSES)
+    budget = MemoryBudget(budgets.host_nbytes(), None, budgets.disk_nbytes())
+    request = PlanRequest(costs=costs, workload=equal_rows(1, 1, 0), budget=budget, settings=source.settle(settings))
+    planner.refuse_too_small(request)
+
+
 def _is_long(predicted: Prediction) -> bool:
     return predicted.total_s > LONG_SECONDS or predicted.loading_s > LONG_LOADING_SECONDS
 
@@ -309,20 +325,19 @@ def measured_job(
         raise ModelNotFound(
             f"{headers.name} is not in the local cache, and its tokenizer is needed to count the tokens of {rows}"
         )
-    # A tokenizer, JSON schemas and what they import: a plan of equal rows takes none of it.
+    # JSON schemas and what they import: a plan of equal rows takes none of it.
     from ..rows.reader import read_rows
-    from ..text.tokenizer import Tokenizer
-    from .encode import RowEncoder, measure
     from .folder import JobFolder
     from .request import BatchRequest, settled_rows
     from .session import JobInput
 
     shape, asked = headers.shape, BatchRequest(headers.name, rows, Path(), defaults=defaults, input_format=kind)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        small_files(headers.folder) as small,
-        Tokenizer.load(small) as tokenizer,
-    ):
+    with tempfile.TemporaryDirectory() as folder, small_files(headers.folder) as small:
         found = JobInput.check(settled_rows(asked, small), JobFolder(Path(folder)))
-        size, _ = measure(read_rows(found.path, found.defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
+        # Behind what is refused without tokens: transformers, which reads it, imports torch.
+        from ..text.tokenizer import Tokenizer
+        from .encode import RowEncoder, measure
+
+        with Tokenizer.load(small) as tokenizer:
+            size, _ = measure(read_rows(found.path, found.defaults), RowEncoder(tokenizer, shape.vocab, shape.context))
     return size, found.preflight

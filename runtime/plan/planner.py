@@ -36,6 +36,8 @@ MOST_SEQUENCES = 4096
 SPARE_BLOCKS = 1.1
 # `auto` takes a less lossy weight format if its time is at most this multiple of the fastest.
 WORTH = 1.5
+# The workload that takes least.
+_ONE_TOKEN = Workload(1, 1, 1, 0, 1)
 # Sums that are added up in two ways may differ by this factor.
 ROUNDING = 1e-9
 
@@ -188,6 +190,27 @@ class SearchSpace:
         if self.for_every_row == self._option(shortest.smallest):
             return ""
         return f"; that runs only the shortest rows, {self.for_every_row} runs all"
+
+
+def refuse_too_small(request: PlanRequest) -> None:
+    """Raises DoesNotFit where the budget is too small for any job of this model, whatever the workload; SettingError.
+
+    Takes no search, and no tokens need to be counted for it. The message has the least that works for a row of one
+    token, and for a row of the whole context.
+    """
+    space = SearchSpace(replace(request, workload=_ONE_TOKEN))
+    smallest = space.candidate(space.smallest_quant)
+    if smallest.smallest > request.budget_nbytes:
+        context = request.shape.context
+        every = SearchSpace(replace(request, workload=Workload(1, context, context, context - 1, 1)))
+        tier = "host" if request.budget.device is None else "device"
+        raise DoesNotFit(
+            f"{request.budget_nbytes / MIB:,.0f} MiB of {tier} memory is too little for this model and any job with "
+            f"--quant {smallest.weights.quant}: the smallest that works is {space.for_every_row} "
+            f"({smallest.fixed / MIB:,.0f} MiB for the process and the scratch of a pass), for rows of one token; "
+            f"{every.for_every_row} runs rows up to the context of {context:,}. `moedge plan` names the smallest for "
+            "given rows."
+        )
 
 
 def choose_dtype(wanted: str, checkpoint: str, gpu: Gpu | None) -> str:

@@ -56,7 +56,22 @@ DOCUMENTS: list[tuple[list[str], int, str]] = [
     (["docs", "no-such-model", "models", "-o", "out.csv", "--task", "summarize"], 5, "neither a folder nor a hub id"),
     (["docs", MODEL, "in.jsonl", "-o", "out.csv", "--task", "summarize"], 2, "is not a folder"),
     (["docs", MODEL, "models", "-o", "out.csv"], 4, "nothing is asked"),
+    (["docs", MODEL, "empty", "-o", "out.csv", "--task", "summarize"], 7, "empty has no file to read; 0 were skipped"),
     (["docs", MODEL, "models", "-o", "out.csv", "--task", "summarize", "--ray-workers", "2"], 2, "--ray is not given"),
+]
+# Budgets are refused by what plans are made of, which takes numpy.
+BUDGETS: list[tuple[list[str], int, str]] = [
+    (
+        ["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--gpu-mem", "0", "--ram", "10MiB"],
+        4,
+        "one token; --ram ",
+    ),
+    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--ram", "999TiB"], 2, "is more than this machine has"),
+    (
+        ["docs", MODEL, "texts", "-o", "out.csv", "--task", "summarize", "--gpu-mem", "0", "--ram", "10MiB"],
+        4,
+        "one token; --ram ",
+    ),
 ]
 
 
@@ -81,6 +96,9 @@ def without_libraries(commands: list[list[str]], cwd: Path, program: str = WITHO
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny.gguf").touch()
     (tmp_path / "models" / "model.safetensors").touch()
@@ -104,6 +122,13 @@ def test_questions_about_documents_are_refused_before_torch(folder: Path) -> Non
         assert stderr.startswith("computing on the CPU ("), "the first line"
 
 
+def test_a_budget_below_that_of_any_row_is_refused_before_torch(folder: Path) -> None:
+    program = WITHOUT_LIBRARIES.replace(', "jinja2"', "").replace('"numpy", ', "")
+    results = without_libraries([arguments for arguments, _, _ in BUDGETS], folder, program)
+    for (_, code, says), (ended, stderr) in zip(BUDGETS, results, strict=True):
+        assert (ended, says in stderr) == (code, True), stderr
+
+
 def test_a_finished_job_is_recognised_without_libraries(folder: Path, cli: Cli) -> None:
     job = ["batch", MODEL, str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "--max-tokens", "2"]
     assert cli(*job, "-q") == 0
@@ -119,3 +144,5 @@ def test_the_first_lines_come_before_torch(folder: Path) -> None:
     assert first.startswith("computing on the CPU (")
     assert first.endswith("): --gpu-mem 0")
     assert second == "in.jsonl: 1 row: all valid (1 short)"
+    ((code, stderr),) = without_libraries([["plan", MODEL, "in.jsonl"]], folder)
+    assert (code, stderr.splitlines()[0]) == (1, "counting the tokens of in.jsonl")

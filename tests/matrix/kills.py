@@ -30,6 +30,7 @@ from moedge.offload.errors import BadStore
 from moedge.offload.store.manifest import MANIFEST
 from moedge.offload.store.store import Store
 from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as ledger
 from moedge.runtime.jobs.folder import JobFolder
@@ -47,7 +48,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "tiny_moe" / "model"
 FAKED = [(states, name) for name in (
     "plan_job", "load_engine", "load_with_fallback", "FallbackPolicy", "Tokenizer", "rehearse",
     "as_rehearsed", "store_for", "summarise", "with_workload", "expert_use",
-)] + [(ledger, "open_source"), (requests, "_model")]  # fmt: skip
+)] + [(ledger, "open_source"), (requests, "_model"), (job_plan, "refuse_too_small")]  # fmt: skip
 
 
 class OneDay(datetime):

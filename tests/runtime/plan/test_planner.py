@@ -1,5 +1,6 @@
 """The planner's promises: feasible from the reported minimum on, never slower with more, user's values kept."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,14 +13,14 @@ from moedge.offload.machine.profile import Overheads
 from moedge.runtime.plan import candidate, planner
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.plan.planner import WORTH, PlanRequest, PlanResult, budget_range, solve
+from moedge.runtime.plan.planner import WORTH, PlanRequest, PlanResult, budget_range, refuse_too_small, solve
 from moedge.runtime.plan.rates import Rates
 from moedge.runtime.settings.budgets import DeviceBudget, MemoryBudget
 from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.model_shape import ExpertsShape, KVGroup, LayerShape, Matrix, ModelShape
 from moedge.runtime.shape.shards import weights_nbytes
-from support.known_shapes import choose, known_shape, plain_model
+from support.known_shapes import CONFIGS, LATENT_CONFIGS, choose, known_shape, plain_model
 
 GIB, MIB = 1 << 30, 1 << 20
 FAST = Rates(
@@ -250,6 +251,42 @@ def test_few_candidates_are_placed_and_a_format_is_packed_once(monkeypatch: pyte
     assert counts["packed"] == 4
     assert counts["candidates"] > 1000
     assert counts["placed"] < counts["candidates"] / 10
+
+
+@given(models(), SETTINGS, jobs(), st.sampled_from(["host", "device"]))
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_what_is_refused_without_a_workload_fits_no_workload(
+    shape: ModelShape, wanted: Settings, job: Workload, tier: str
+) -> None:
+    _never_more_than(shape, wanted, job, None if tier == "host" else ROOM)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS | LATENT_CONFIGS))
+@pytest.mark.parametrize("rows", [(1, 1, 1), (300, 20, 4), (4000, 3000, 60)])
+def test_what_is_refused_of_known_models_fits_no_workload(name: str, rows: tuple[int, int, int]) -> None:
+    sequences, longest, shortest = rows
+    _never_more_than(known_shape(name), Settings(), Workload(sequences, longest, shortest), None)
+
+
+def _never_more_than(shape: ModelShape, wanted: Settings, job: Workload, device: DeviceBudget | None) -> None:
+    """The smallest budget of a workload is not refused, and that of one token is the limit."""
+
+    def request(workload: Workload, nbytes: int) -> PlanRequest:
+        budget = MemoryBudget(nbytes) if device is None else MemoryBudget(AMPLE, replace(device, nbytes=nbytes))
+        return PlanRequest(costs=CostModel(shape, FAST), workload=workload, budget=budget, settings=wanted)
+
+    refuse_too_small(request(job, budget_range(shape, wanted, replace(job, longest=job.least), device)[0]))
+    token = Workload(1, 1, 1, 0, 1)
+    least = budget_range(shape, wanted, token, device)[0]
+    refuse_too_small(request(job, least))
+    for refuse in (refuse_too_small, solve):
+        with pytest.raises(DoesNotFit, match=f"the smallest that works is .* {-(-least // MIB)}MiB") as refused:
+            refuse(request(token, least - 1))
+        if refuse is refuse_too_small:
+            every = int(re.findall(r" (\d+)MiB", str(refused.value))[-1])
+    # What it says of rows of any length is enough for every job within the context.
+    within = replace(job, longest=min(job.longest, shape.context))
+    assert budget_range(shape, wanted, within, device)[0] <= every * MIB
 
 
 def test_a_refusal_names_the_budget_of_every_row_where_the_smallest_fits_only_some() -> None:

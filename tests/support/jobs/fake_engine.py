@@ -16,6 +16,7 @@ from typing import Any
 from moedge.runtime.engine.engine import Metrics
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs.job import Measured
@@ -183,6 +184,7 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
         return fake_loaded(engine(), key_offsets)
 
     setattr(sessions, "open_source", open_source)
+    setattr(job_plan, "refuse_too_small", lambda *_: None)
     setattr(states, "plan_job", lambda source, settings, *_: fake_plan(settings))
     setattr(states, "with_workload", lambda chosen, plan, workload: chosen)
     setattr(states, "as_rehearsed", lambda chosen, *_: chosen.prediction)
