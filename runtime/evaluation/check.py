@@ -44,9 +44,9 @@ ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 # What a layer, or the output head, may always differ from the reference's for the same input, by dtype: 4 units of
 # roundoff, and in float32, where it depends on the order of sums, what wrong numbers exceed tenfold. Where one unit in
 # the input of the reference's own layer changes its output by more than that, MOST_ROUNDINGS times that change: right
-# engines were seen to differ by up to 3.2 times.
+# engines were seen to differ by up to 4.7 times.
 ALWAYS_MOST = {"fp32": 1e-4, "fp16": 2.0**-9, "bf16": 2.0**-6}
-MOST_ROUNDINGS = 6
+MOST_ROUNDINGS = 8
 # Of a layer's tokens, the most for which a router may choose other experts than the reference's for the same input.
 MOST_REROUTED = 0.5
 
@@ -116,7 +116,7 @@ class CheckReport:
         # JSON has no NaN.
         found = {name: value if _is_number(value) else None for name, value in asdict(self).items()}
         for name in ("layers", "local", "rounding"):
-            found[name] = [value if isfinite(value) else None for value in found[name]]
+            found[name] = [value if isfinite(value) else None for value in getattr(self, name)]
         head = {"schema": SCHEMA, "version": version("moedge")}
         return {**head, **found, "parts_at": self.parts_at, "bound": bound, "within": self.within}
 

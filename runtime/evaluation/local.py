@@ -1,8 +1,8 @@
 """Local errors: what an engine's layers return beside what a reference computes from the same input.
 
 A layer that gets what the engine's layer got differs from it by that layer's rounding alone. From end to end rounding
-adds up, and in a mixture it chooses other experts where a router's scores are nearly equal, after which nothing is
-alike.
+adds up, and in a mixture it chooses other experts where a router's scores are nearly equal, after which all numbers
+differ.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LocalErrors:
 
     def _leave(self, index: int, last: bool, layer: nn.Module, args: Any, out: Any) -> Any:
         states, found = hidden_of(out).detach(), self._hidden[index]
-        own, wanted, *shaken = states.unflatten(0, (_TIMES, self._count))
+        own, wanted, *shaken = states.reshape(_TIMES, self._count, *states.shape[1:])
         size = torch.maximum(wanted.norm(dim=-1), self._input.norm(dim=-1))
         self.relative.append((found - wanted).norm(dim=-1) / size)
         moved = torch.stack([(each - wanted).norm(dim=-1) / size for each in shaken])
