@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from ...runtime.evaluation.check import PARTING, CheckReport
+from ...runtime.evaluation.check import ALWAYS_MOST, MOST_REROUTED, CheckReport
 from ...runtime.settings.formatting import fit, loss_line
 
 
@@ -26,8 +26,10 @@ def lines(found: CheckReport) -> Iterator[str]:
     yield f"logits   greatest difference {found.max_abs:.1e}, relative {found.max_relative:.1e}"
     yield f"         greatest KL divergence {found.kl:.1e} nats"
     yield f"tokens   {found.greedy_same} of {found.greedy_total} greedy ones are the same"
-    greatest = max(range(len(found.layers)), key=lambda index: found.layers[index])
-    yield f"layers   greatest relative difference {found.layers[greatest]:.1e}, after layer {greatest}"
+    yield f"layers   greatest relative difference {_greatest(found.layers)}"
+    yield f"alone    from the same input {_greatest(found.local)}; output head {found.head:.1e}"
+    if any(found.rerouted):
+        yield f"         other experts for at most {max(found.rerouted):.1%} of a layer's tokens"
     if line := loss_line(found.loss):
         yield line
     yield verdict(found)
@@ -35,21 +37,28 @@ def lines(found: CheckReport) -> Iterator[str]:
 
 def verdict(found: CheckReport) -> str:
     """One sentence: whether the numbers agree, and if not, where they part."""
-    if found.bound is None:
+    if not found.lossless:
         if found.within:
             return f"Weights in {found.quant} lose precision; no bound is known for their logits."
-        return f"Differs: numbers are not finite{_where(found)}."
-    of = "relative difference" if found.bound[0] == "max_relative" else "KL divergence"
-    most = f"{found.bound[1]:.0e}"
-    if found.within:
-        return f"Same: the {of} is within {most}, the bound of {found.dtype}."
-    much = f"{getattr(found, found.bound[0]):.1e}"
-    return f"Differs: the {of} is {much}, the bound of {found.dtype} is {most}{_where(found)}."
+        return "Differs: numbers are not finite."
+    if not found.within:
+        return f"Differs: {_where(found)}."
+    return f"Same: from the same input, all layers and the output head differ by the rounding of {found.dtype} only."
 
 
 def _where(found: CheckReport) -> str:
-    if found.parts_at is None:
-        return "; all layers agree, so it is the output head or the norm before it"
-    return (
-        f"; they part in layer {found.parts_at} ({found.layers[found.parts_at]:.1e}, wanted {PARTING[found.dtype]:.0e})"
-    )
+    """What differs first from the same input, by how much, and what was wanted."""
+    at = found.parts_at
+    if at is None:
+        much = f"by {found.head:.1e}, wanted {ALWAYS_MOST[found.dtype]:.0e}"
+        return f"all layers agree, but the output head, or the norm before it, differs {much}"
+    if found.rerouted[at] > MOST_REROUTED:
+        share = f"for {found.rerouted[at]:.0%} of its tokens, wanted at most {MOST_REROUTED:.0%}"
+        return f"layer {at} is the first to part, from the same input: its router chooses other experts {share}"
+    much = f"by {found.local[at]:.1e}, wanted {found.bounds[at]:.1e}"
+    return f"layer {at} is the first to part, from the same input: its output differs {much}"
+
+
+def _greatest(errors: Sequence[float]) -> str:
+    greatest = max(range(len(errors)), key=lambda index: errors[index])
+    return f"{errors[greatest]:.1e}, after layer {greatest}"

@@ -32,6 +32,7 @@ from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, checkpoint_nbytes, resident_nbytes
 from ..source.model_source import ModelSource
 from ..weights.preparation import WINDOW_COPIES, widening_nbytes
+from .local import LocalErrors, hidden_of
 
 _ITEM = ITEM_NBYTES["fp32"]
 # Methods whose codes transformers widens to float32 without rounding them in between, where a CPU computes.
@@ -40,10 +41,12 @@ _WIDENED_EXACTLY = ("mxfp4",)
 
 class Passed(NamedTuple):
     """One pass over sequences that are padded at their end: logits [S, R, V] of the rows asked for, and what every
-    decoder layer returned, [L, S, T, D]."""
+    decoder layer returned, [L, S, T, D]; `from_engine` are the logits of what an engine's last layer returned, or None.
+    """
 
     logits: Tensor
     hidden: Tensor
+    from_engine: Tensor | None = None
 
 
 class Reference(NamedTuple):
@@ -54,20 +57,24 @@ class Reference(NamedTuple):
     passed: Passed
 
 
-def compute_reference(source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int) -> Reference:
+def compute_reference(
+    source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int, local: Callable[[], LocalErrors] | None = None
+) -> Reference:
     """Runs token_ids [S, T] of several sequences, padded at their end, and takes the logits of `rows` [R] of them.
 
-    `budget` are the bytes of host memory that the process may have. Raises DoesNotFit, BadCheckpoint, UnsupportedModel.
+    With `local`, which is called for each try, the same pass computes every layer from an engine's hidden states, too:
+    its weights are loaded once. `budget` are the bytes of host memory that the process may have. Raises DoesNotFit,
+    BadCheckpoint, UnsupportedModel.
     """
     why = _refusal(source, budget)
     if not why:
         try:
-            return Reference("transformers", "", _by_transformers(source, token_ids, rows))
+            return Reference("transformers", "", _by_transformers(source, token_ids, rows, local))
         except (ImportError, OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Whatever transformers cannot load has another class of errors in every release.
             why = f"transformers cannot load it here ({' '.join(str(error).split())[:200]})"
         trim()
-    return Reference("layers", why, _by_layers(source, token_ids, rows, budget))
+    return Reference("layers", why, _by_layers(source, token_ids, rows, budget, local))
 
 
 def _refusal(source: ModelSource, budget: int) -> str:
@@ -87,7 +94,9 @@ def _refusal(source: ModelSource, budget: int) -> str:
     )
 
 
-def _by_transformers(source: ModelSource, token_ids: Tensor, rows: Tensor) -> Passed:
+def _by_transformers(
+    source: ModelSource, token_ids: Tensor, rows: Tensor, local: Callable[[], LocalErrors] | None = None
+) -> Passed:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -101,10 +110,12 @@ def _by_transformers(source: ModelSource, token_ids: Tensor, rows: Tensor) -> Pa
             trust_remote_code=False, **({"use_safetensors": True} | more),
         )  # fmt: skip
     adapt_decoder(model)
-    return _run(model.eval(), token_ids, rows)
+    return _run(model.eval(), token_ids, rows, local)
 
 
-def _by_layers(source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int) -> Passed:
+def _by_layers(
+    source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int, local: Callable[[], LocalErrors] | None = None
+) -> Passed:
     shape = source.shape
     config = ModelConfig.read(source.folder)
     model = define_stock(config, torch.float32)
@@ -121,7 +132,7 @@ def _by_layers(source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int
                 read = partial(_load_layer, loader, index, mixture, count)
                 layer.register_forward_pre_hook(lambda module, _, read=read: read(module))
                 layer.register_forward_hook(partial(_free, advance, sizes[index]))
-            return _run(model, token_ids, rows)
+            return _run(model, token_ids, rows, local)
 
 
 def experts_at_once(shape: ModelShape, budget: int) -> int:
@@ -139,20 +150,18 @@ def experts_at_once(shape: ModelShape, budget: int) -> int:
     return (budget - stays) // expert if expert else 0
 
 
-def _run(model: PreTrainedModel, token_ids: Tensor, rows: Tensor) -> Passed:
-    layers = list(model.get_decoder().layers)
+def _run(model: PreTrainedModel, token_ids: Tensor, rows: Tensor, local: Callable[[], LocalErrors] | None) -> Passed:
+    layers, count = list(model.get_decoder().layers), len(token_ids)
     hidden: list[Tensor] = []
     for layer in layers:
-        layer.register_forward_hook(lambda module, _, out: hidden.append(hidden_of(out).detach().clone()))
+        layer.register_forward_hook(lambda module, _, out: hidden.append(hidden_of(out)[:count].detach().clone()))
+    if local is not None:
+        errors = local()
+        errors.watch(layers)
+        token_ids = errors.repeat(token_ids)
     with torch.no_grad():
-        logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits
-    return Passed(logits.float(), torch.stack(hidden))
-
-
-def hidden_of(out: Any) -> Tensor:
-    """The hidden states among what a decoder layer returned."""
-    states: Tensor = out[0] if isinstance(out, tuple) else out
-    return states
+        logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits.float()
+    return Passed(logits[:count], torch.stack(hidden), None if local is None else logits[count:])
 
 
 def _experts_of(layer: nn.Module, config: ModelConfig) -> Any:

@@ -416,9 +416,10 @@ def test_a_check_fits_terminals_of_every_width_and_exits_by_what_it_found(
     same = CheckReport(
         model=NAME, against=NAME, reference="layers", why=why, quant="none", dtype="bf16", prompts=4, tokens=85,
         max_abs=0.0312, max_relative=0.0021, kl=4.2e-5, greedy_same=32, greedy_total=32,
-        layers=(1.1e-3, 2.4e-3, 2.2e-3), parts_at=None, lossless=True,
+        layers=(1.1e-3, 2.4e-3, 2.2e-3), local=(1.1e-3, 1.3e-3, 1.0e-3), rounding=(1e-3, 9e-4, 1e-3),
+        rerouted=(0.0, 0.012, 0.0), head=8e-4, lossless=True,
     )  # fmt: skip
-    wrong = {"kl": 0.31, "greedy_same": 3, "layers": (1e-3, 0.2, 0.4), "parts_at": 1}
+    wrong = {"kl": 0.31, "greedy_same": 3, "layers": (1e-3, 0.2, 0.4), "local": (1e-3, 0.19, 2e-3)}
     parted = replace(same, reference="transformers", why="", **wrong)
     packed = replace(same, quant="nf4", lossless=False, loss={"experts": 0.091, "attention": 0.088})
     screens = {}
