@@ -56,7 +56,7 @@ def test_plan_says_which_rows_it_leaves_out(cli: Cli, tmp_path: Path, capsys: py
     assert "line 2: unknown_parameter" in said
     assert "planned without 1 invalid row\nplanned without 1 row longer than the model's context" in said
     assert cli("plan", MODEL, reviews(tmp_path), "--prompt-column", "review") == 0
-    assert capsys.readouterr().err == ""
+    assert "planned without" not in capsys.readouterr().err
 
 
 def test_rows_that_share_an_error_are_refused_before_anything_is_loaded(

@@ -98,7 +98,7 @@ def test_a_summary_that_moedge_wrote_is_replaced_and_an_empty_input_is_a_sentenc
     assert cli("batch", MODEL, "empty.jsonl", "-o", "out.jsonl", "--summary", "s.json") == 7
     assert "contains no rows" in capsys.readouterr().err
     assert cli("plan", MODEL, "empty.jsonl") == 7
-    assert capsys.readouterr().err == "moedge: empty.jsonl contains no rows\n"
+    assert capsys.readouterr().err.splitlines()[1:] == ["moedge: empty.jsonl contains no rows"]
     assert cli("plan", MODEL, "a\x1b[31m\u202eb.jsonl") == 7
     assert "a\\x1b[31m\\u202eb.jsonl cannot be read" in capsys.readouterr().err, "nothing steers the terminal"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moedge.runtime.doctor import packages
+from moedge.runtime.jobs import job_plan
 from moedge.runtime.loading import machine_memory
 from support.row_files import read_rows, write_rows
 
@@ -30,6 +31,7 @@ def batch(
     def run(fake: Any, *options: str) -> tuple[int, list[Any], dict[str, Any]]:
         out, numbers = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", tmp_path / "summary"
         monkeypatch.setattr(machine_memory, "find_device", lambda: fake and fake.device)
+        monkeypatch.setattr(job_plan, "find_gpus", lambda: (fake,) if fake else ())
         # The first line of the command asks the driver, which is not there.
         monkeypatch.setattr(packages, "computing_line", lambda gpu_mem: "computing on a simulated device")
         arguments = ["batch", str(checkpoint("mixtral")), str(rows), "-o", str(out), *EXACT, *options]

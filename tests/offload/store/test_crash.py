@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moedge.offload.errors import BadStore, DiskFull
+from moedge.offload.errors import BadStore, DiskFull, FolderRefused
 from moedge.offload.store.manifest import HEAD_FILE, RESIDENT_FILE, layer_file
 from moedge.offload.store.shard_file import TensorSpec
 from moedge.offload.store.store import Store
@@ -291,7 +291,7 @@ def test_any_call_may_fail(
         try:
             with patched(disk):
                 write(folder)
-        except (DiskFull, OSError) as error:
+        except (DiskFull, FolderRefused, OSError) as error:
             failures.append(type(error))
             assert len(os.listdir("/proc/self/fd")) == descriptors
             assert not list(folder.glob(".*.tmp")) or before is half
