@@ -216,6 +216,7 @@ class Bench:
     def measure(self, task: Task) -> Row:
         """Raises NoGroup, before anything ran, where no memory group can be made."""
         row = Row(Contender(task["contender"], task["model"], task["setting"], ram="").title)
+        self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
             task = task | {"scratch": str(self._stores or scratch)}
             weights = [] if task["contender"] == "products" else [Path(task["model"])]
