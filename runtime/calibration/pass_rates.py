@@ -273,9 +273,7 @@ def measure_overheads() -> Overheads:
     work: the same code as in any model. Takes about six seconds on the CPU, and the disk of temporary files.
     """
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
-        most = max(count for count, _ in PASS_KINDS)
-        settings = Settings(quant="none", tokens_per_pass=PASS_TOKENS, max_sequences=most)
-        plan = make_plan(source.shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
+        plan = _plan(source.shape, "none")
         timed = list(timed_passes(source, plan, None))
         with TemporaryDirectory(prefix="moedge-overheads-") as folder:
             store = Path(folder, "store")
@@ -291,13 +289,18 @@ _FUSED_QUANT = "nf4"
 def measure_fused_overheads() -> Overheads | None:
     """The same where the library of CPU kernels computes whole layers; None where it does not."""
     with as_file(files("moedge.demo")) as bundle, open_source(str(bundle / "model")) as source:
-        most = max(count for count, _ in PASS_KINDS)
-        settings = Settings(quant=_FUSED_QUANT, tokens_per_pass=PASS_TOKENS, max_sequences=most)
-        plan = make_plan(source.shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
+        plan = _plan(source.shape, _FUSED_QUANT)
         if not plan.fused_nbytes:
             return None
         with closing(load_engine(source, plan)) as loaded:
             return solve_overheads(source.shape, list(passes_of(loaded, source.shape, plan))) if loaded.fused else None
+
+
+def _plan(shape: ModelShape, quant: str) -> Plan:
+    """A plan that holds all weights and takes every kind of pass."""
+    most = max(count for count, _ in PASS_KINDS)
+    settings = Settings(quant=quant, tokens_per_pass=PASS_TOKENS, max_sequences=most)
+    return make_plan(shape, settings, MemoryBudget(_BUDGET_NBYTES), Workload(most, 128))
 
 
 def streaming(shape: ModelShape, plan: Plan) -> Plan:
