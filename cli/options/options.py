@@ -141,7 +141,7 @@ COMPUTE = Annotated[
         envvar="MOEDGE_COMPUTE",
         show_envvar=False,
         rich_help_panel=Panel.PRECISION,
-        help="int8 also quantizes activations: faster prefill on many CPUs; needs --quant int8.",
+        help="int8 also quantizes activations: faster on CPUs without matrix units; with --quant int8, int4 or mxfp4.",
     ),
 ]
 KV_FORMAT = Annotated[

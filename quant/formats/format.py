@@ -95,6 +95,8 @@ class Layout:
 # The bits of a code, by type of codes: `none` are floats of the matrix's own dtype, `int8` and `int4` integers (the
 # latter from 0 to 15), `nf4` and `e2m1` indices into a table of 16 values.
 CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4, "nf4": 4, "e2m1": 4})
+# Types of codes that are small integers, or halves of them.
+INTEGER_CODES = ("int4", "e2m1", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,16 @@ class WeightFormat:
             return (own,)
         fused = self.codes == "nf4" and self.scales == "bfloat16"
         return (own, NF4PACK, TILES) if fused else (own, TILES)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether codes are int8 with a scale per row, which torch multiplies by such rows."""
+        return self.codes == "int8" and self.group is None
+
+    @property
+    def reads_integers(self) -> bool:
+        """Whether kernels multiply activations that are rounded to int8 by the codes as they are."""
+        return self.whole_rows or (self.codes in INTEGER_CODES and TILES in self.orders)
 
     def _tensors(self, rows: int, columns: int, dtype: str) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """The name, dtype, shape and axis of rows of each plane."""

@@ -94,7 +94,8 @@ class Matmul:
     libraries. Other products vary: among 1, 64 or 300 other rows, or with another number of threads, the same row is
     computed by kernels that sum in another order. The fused product of nf4 does not, and is used for any rows.
 
-    `integer`: int8 matrices are multiplied by activations that are rounded to int8, with a scale per row (W8A8).
+    `integer`: activations are rounded to int8 where kernels multiply such integers: with a scale per row for int8
+    matrices (W8A8), with one per 32 columns for those in order `tiles` with codes of INTEGER_CODES, whatever their rows.
     Integer sums are exact, so such products are always deterministic.
 
     `gemv_max_rows`: by type of codes, and for order `tiles`, the number of rows up to which kernels on codes are used.
@@ -122,7 +123,7 @@ class Matmul:
         if self.integer and packed.layout.codes == "int8" and packed.layout.order == ROWS and not packed.layout.grouped:
             int8.multiply_integers(x, packed.planes, y)
         elif self._is_tiled(x, packed):
-            tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._on_threads(x, packed))
+            tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._on_threads(x, packed), self.integer)
             return y
         elif self._is_fused(x, packed):
             nf4.multiply(x, packed.planes, y)
@@ -141,17 +142,18 @@ class Matmul:
 
         Returns False, having done nothing, where no kernel does that, or where dequantizing first is faster.
         """
-        if not experts or self.integer or not tiled.takes_experts(hidden, experts, gate, self.workspace.nbytes):
+        if not experts or not tiled.takes_experts(hidden, experts, gate, self.workspace.nbytes):
             return False
         if max(one.num_rows for one in experts) > self.tiled_rows():
             return False
         assert gate is not None
-        tiled.multiply_experts(hidden, token_ids, experts, gate, out, self.workspace.buffer, self._all_threads)
+        scratch, threads = self.workspace.buffer, self._all_threads
+        tiled.multiply_experts(hidden, token_ids, experts, gate, out, scratch, threads, self.integer)
         return True
 
     def tiled_rows(self) -> int:
-        """The most rows for which widening codes in registers is used."""
-        return ALL_ROWS if self.deterministic else self.gemv_max_rows.get(TILES, 0)
+        """The most rows for which codes are read by kernels, instead of being dequantized first."""
+        return ALL_ROWS if self.deterministic or self.integer else self.gemv_max_rows.get(TILES, 0)
 
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
         enough = self.workspace.nbytes >= row_nbytes(packed.shape[1])

@@ -74,11 +74,12 @@ class Steps:
         on_threads(lambda: kernel(address))
 
 
-def multiply(x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor) -> Array[c_int64]:
+def multiply(
+    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, integer: bool = False
+) -> Array[c_int64]:
     """x [T, K] times packed [N, K] transposed plus bias, into `out` [T, N]; see tiled.multiply."""
-    return _numbers(
-        x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), 0, scratch.data_ptr(), 0, *describe(packed, bias)
-    )
+    rows = (x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0))
+    return _numbers(*rows, 0, scratch.data_ptr(), 0, *describe(packed, bias, integer))
 
 
 def norm(x: Tensor, added: Tensor | None, total: Tensor, weight: NormWeight, out: Tensor) -> Array[c_int64]:
@@ -137,12 +138,12 @@ class Routed(NamedTuple):
     assignment_rows: Tensor
 
 
-def experts_table(matrices: Sequence[ExpertMatrices]) -> Array[c_int64]:
-    """The matrices and biases of all experts of a layer, as `group` reads them."""
+def experts_table(matrices: Sequence[ExpertMatrices], integer: bool = False) -> Array[c_int64]:
+    """The matrices and biases of all experts of a layer, as `group` reads them; `integer` as for tiled.multiply."""
     rows = [
         number
         for up, up_bias, down, down_bias in matrices
-        for number in describe(up, up_bias) + describe(down, down_bias)
+        for number in describe(up, up_bias, integer) + describe(down, down_bias, integer)
     ]
     return _numbers(*rows)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats.format import TILES
+from ..formats.format import INTEGER_CODES, TILES
 from ..kernels.operands import Gate
 from ..native.library import available, function
 from ..scratch import row_nbytes
@@ -31,6 +31,8 @@ Kernel = Callable[[int], None]
 MOST_ROWS = 128
 # Enums of tiles.h and products.cpp.
 _VALUES = {"int4": 0, "nf4": 1, "e2m1": 2, "int8": 3}
+# Added to these where rows are rounded to integers.
+_INTEGERS = 8
 _SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
 _PAIRS = 4
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
@@ -49,15 +51,22 @@ def takes(x: Tensor, packed: PackedTensor) -> bool:
 
 
 def multiply(
-    x: Tensor, packed: PackedTensor, bias: Tensor | None, out: Tensor, scratch: Tensor, on_threads: OnThreads
+    x: Tensor,
+    packed: PackedTensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: Tensor,
+    on_threads: OnThreads,
+    integer: bool = False,
 ) -> None:
     """Writes x [T, K] times packed [N, K] transposed plus bias [N] into `out` [T, N], all bfloat16.
 
-    `out` has adjacent columns. `scratch` is uint8, row_nbytes(K) bytes for each of at least one row.
+    `out` has adjacent columns. `scratch` is uint8, row_nbytes(K) bytes for each of at least one row. With `integer`, each
+    32 columns of a row are rounded to int8 with a scale of their own, if the codes are of INTEGER_CODES.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    kernel, described = _functions()[0], describe(packed, bias)
+    kernel, described = _functions()[0], describe(packed, bias, integer)
     at_once = min(MOST_ROWS, scratch.numel() // row_nbytes(x.shape[1]))
     for first in range(0, x.shape[0], at_once):
         rows = min(at_once, x.shape[0] - first)
@@ -102,6 +111,7 @@ def multiply_experts(
     out: Tensor,
     scratch: Tensor,
     on_threads: OnThreads,
+    integer: bool = False,
 ) -> None:
     """Writes the outputs of experts for their rows into those rows of `out` [P, D].
 
@@ -111,7 +121,7 @@ def multiply_experts(
     of_row = row_nbytes(up.shape[1]) + row_nbytes(down.shape[1])
     most = scratch.numel() // of_row
     for jobs in _calls(experts, most):
-        given = _experts_arguments(hidden, token_ids, jobs, gate, out, scratch, of_row)
+        given = _experts_arguments(hidden, token_ids, jobs, gate, out, scratch, of_row, integer)
         _run(_functions()[1], given, 10, on_threads)
 
 
@@ -138,13 +148,14 @@ def _experts_arguments(
     out: Tensor,
     scratch: Tensor,
     of_row: int,
+    integer: bool,
 ) -> Array[c_int64]:
     described: list[int] = []
     offset = 0
     for job in jobs:
         described += (job.first, job.num_rows, offset)
-        described += describe(job.up, job.up_bias)
-        described += describe(job.down, job.down_bias)
+        described += describe(job.up, job.up_bias, integer)
+        described += describe(job.down, job.down_bias, integer)
         offset += job.num_rows * of_row
     given = (c_int64 * (11 + len(described) + _COUNTERS))(
         hidden.data_ptr(),
@@ -171,8 +182,8 @@ def _run(kernel: Kernel, given: Array[c_int64], counters: int, on_threads: OnThr
     on_threads(lambda: kernel(address))
 
 
-def describe(packed: PackedTensor, bias: Tensor | None) -> tuple[int, ...]:
-    """A bias and a matrix as `Matrix` in tiles.h has them."""
+def describe(packed: PackedTensor, bias: Tensor | None, integer: bool = False) -> tuple[int, ...]:
+    """A bias and a matrix as `Matrix` in tiles.h has them; `integer` as for multiply."""
     if not packed.described:
         codes, scales, *zeros = packed.planes
         layout = packed.layout
@@ -185,7 +196,10 @@ def describe(packed: PackedTensor, bias: Tensor | None) -> tuple[int, ...]:
             _VALUES[layout.codes],
             _PAIRS if scales.dim() == 3 else _SCALES[scales.dtype],
         )
-    return (0 if bias is None else bias.data_ptr(), *packed.described)
+    *matrix, values, scales_kind = packed.described
+    if integer and packed.layout.codes in INTEGER_CODES:
+        values += _INTEGERS
+    return (0 if bias is None else bias.data_ptr(), *matrix, values, scales_kind)
 
 
 @cache

@@ -5,7 +5,7 @@
 // for by giving the processor away.
 #include <sched.h>
 
-#include "tiles.h"
+#include "tiles_integer.h"
 
 namespace {
 
@@ -30,20 +30,51 @@ int64_t tiles_at_once(const Matrix& matrix) {
     return nbytes < 65536 ? 65536 / nbytes : 1;
 }
 
-// The memory of `rows` Inputs of `columns`: their numbers, then the sums of their chunks.
+// The memory of `rows` inputs of a matrix: bfloat16 and the sums of their chunks, or integers, which take less.
 struct Memory {
+    const Matrix& matrix;
+    int64_t rows;
     uint16_t* x;
     float* sums;
+    IntegerInputs integers;
 
-    Memory(char* at, int64_t rows, int64_t columns) : x((uint16_t*)at), sums((float*)(x + rows * columns)) {}
+    Memory(char* at, int64_t num_rows, const Matrix& of)
+        : matrix(of), rows(num_rows), x((uint16_t*)at), sums((float*)(x + num_rows * of.columns)),
+          integers(at, num_rows, of.columns) {}
     static int64_t nbytes(int64_t rows, int64_t columns) { return rows * columns / CHUNK * (CHUNK * 2 + 4); }
+
+    void put_row(const uint16_t* from, int64_t row) const {
+        if (matrix.integers) integers.put_row(from, matrix.columns, row, matrix.values);
+        else ::put_row(from, matrix.columns, row, rows, x, sums);
+    }
+
+    // A chunk of all rows, [rows, CHUNK].
+    void put_chunk(const float* from, int64_t chunk) const {
+        for (int64_t r = 0; r < rows; r++, from += CHUNK) {
+            if (matrix.integers) {
+                vf numbers[VECTORS];
+                for (int v = 0; v < VECTORS; v++) numbers[v] = load(from + v * W);
+                integers.put(numbers, chunk, r, matrix.values);
+            } else {
+                const int64_t at = chunk * rows + r;
+                round_all(from, x + at * CHUNK);
+                sums[at] = sum_of(x + at * CHUNK);
+            }
+        }
+    }
+
+    // Products of all rows with a tile, [rows, OUTPUTS].
+    void multiply(int64_t tile, float* results) const {
+        if (matrix.integers) multiply_integers(matrix, tile, integers, results);
+        else multiply_tile(matrix, tile, {x, sums, rows}, results);
+    }
 };
 
 // Writes products with the tile to the rows of y, rounded to bfloat16.
-void write_tile(const Matrix& matrix, int64_t tile, const Inputs& in, uint16_t* y, int64_t stride) {
+void write_tile(const Memory& memory, int64_t tile, uint16_t* y, int64_t stride) {
     alignas(64) float results[MOST_ROWS * OUTPUTS];
-    multiply_tile(matrix, tile, in, results);
-    for (int64_t r = 0; r < in.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
+    memory.multiply(tile, results);
+    for (int64_t r = 0; r < memory.rows; r++) round_all(results + r * OUTPUTS, y + r * stride + tile * OUTPUTS);
 }
 
 inline float from_bits(uint32_t bits) {
@@ -112,10 +143,8 @@ struct Job {
     static constexpr int64_t FIELDS = 3 + 2 * 9;
     explicit Job(const int64_t* given) : first(given[0]), rows(given[1]), offset(given[2]), up(given + 3), down(given + 12) {}
 
-    Memory input(char* scratch) const { return Memory(scratch + offset, rows, up.columns); }
-    Memory inner(char* scratch) const {
-        return Memory(scratch + offset + Memory::nbytes(rows, up.columns), rows, down.columns);
-    }
+    Memory input(char* scratch) const { return Memory(scratch + offset, rows, up); }
+    Memory inner(char* scratch) const { return Memory(scratch + offset + Memory::nbytes(rows, up.columns), rows, down); }
 };
 
 struct Experts {
@@ -137,30 +166,23 @@ struct Experts {
 
     void gather(const Job& job) const {
         const Memory memory = job.input(scratch);
-        for (int64_t r = 0; r < job.rows; r++)
-            put_row(hidden + tokens[job.first + r] * stride, job.up.columns, r, job.rows, memory.x, memory.sums);
+        for (int64_t r = 0; r < job.rows; r++) memory.put_row(hidden + tokens[job.first + r] * stride, r);
     }
 
     // The 32 inner numbers of all rows that two tiles of the first matrix give: a chunk of the second matrix's inputs.
     void activate(const Job& job, int64_t chunk) const {
         alignas(64) float gate[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
-        const Memory from = job.input(scratch), to = job.inner(scratch);
-        const Inputs in{from.x, from.sums, job.rows};
-        multiply_tile(job.up, alternating ? 2 * chunk : chunk, in, gate);
-        multiply_tile(job.up, alternating ? 2 * chunk + 1 : job.up.tiles() / 2 + chunk, in, up);
+        const Memory from = job.input(scratch);
+        from.multiply(alternating ? 2 * chunk : chunk, gate);
+        from.multiply(alternating ? 2 * chunk + 1 : job.up.tiles() / 2 + chunk, up);
         if (activation == SILU) gate_rows<SILU>(gate, up, alternating, job.rows);
         if (activation == GELU_TANH) gate_rows<GELU_TANH>(gate, up, alternating, job.rows);
         if (activation == CLAMPED_SWIGLU) gate_rows<CLAMPED_SWIGLU>(gate, up, alternating, job.rows);
-        for (int64_t r = 0; r < job.rows; r++) {
-            const int64_t at = chunk * job.rows + r;
-            round_all(gate + r * OUTPUTS, to.x + at * CHUNK);
-            to.sums[at] = sum_of(to.x + at * CHUNK);
-        }
+        job.inner(scratch).put_chunk(gate, chunk);
     }
 
     void multiply(const Job& job, int64_t tile) const {
-        const Memory from = job.inner(scratch);
-        write_tile(job.down, tile, {from.x, from.sums, job.rows}, out + job.first * out_stride, out_stride);
+        write_tile(job.inner(scratch), tile, out + job.first * out_stride, out_stride);
     }
 };
 
@@ -180,7 +202,7 @@ extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
     const auto rows_of = [&](int64_t block) { return rows - block * at_once < at_once ? rows - block * at_once : at_once; };
     const auto memory_of = [&](int64_t block) {
         char* const scratch = (char*)given[5] + block * Memory::nbytes(at_once, matrix.columns);
-        return Memory(scratch, rows_of(block), matrix.columns);
+        return Memory(scratch, rows_of(block), matrix);
     };
     const int64_t step = tiles_at_once(matrix), packing = ceil_of(rows, PACKED), items = ceil_of(matrix.tiles(), step);
     for (int64_t item; (item = work.take()) < packing + items * ceil_of(rows, at_once);) {
@@ -188,7 +210,7 @@ extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
             const int64_t block = item * PACKED / at_once, first = block * at_once;
             const Memory memory = memory_of(block);
             for (int64_t r = item * PACKED; r < rows && r < item * PACKED + PACKED; r++)
-                put_row(x + r * given[1], matrix.columns, r - first, rows_of(block), memory.x, memory.sums);
+                memory.put_row(x + r * given[1], r - first);
             work.finish();
             continue;
         }
@@ -197,7 +219,7 @@ extern "C" void MOEDGE_NAMED(moedge_multiply)(const int64_t* given) {
         const Memory memory = memory_of(block);
         uint16_t* const to = y + block * at_once * given[3];
         for (int64_t tile = first; tile < first + step && tile < matrix.tiles(); tile++)
-            write_tile(matrix, tile, {memory.x, memory.sums, rows_of(block)}, to, given[3]);
+            write_tile(memory, tile, to, given[3]);
     }
 }
 

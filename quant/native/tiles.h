@@ -213,16 +213,20 @@ struct Factors {
     vf scale[VECTORS], zero[VECTORS];
 };
 
+// Added to a matrix's `values` where its inputs are rounded to integers of 8 bits (tiles_integer.h).
+constexpr int64_t INTEGERS = 8;
+
 // A matrix [rows, columns], as Python describes it (matmul/tiled.py).
 struct Matrix {
     const uint8_t *codes, *scales, *zeros;
     const uint16_t* bias;
     int64_t rows, columns, group, values, scales_kind;
+    bool integers;
 
     explicit Matrix(const int64_t* given)
         : codes((const uint8_t*)given[1]), scales((const uint8_t*)given[2]), zeros((const uint8_t*)given[3]),
-          bias((const uint16_t*)given[0]), rows(given[4]), columns(given[5]), group(given[6]), values(given[7]),
-          scales_kind(given[8]) {}
+          bias((const uint16_t*)given[0]), rows(given[4]), columns(given[5]), group(given[6]),
+          values(given[7] % INTEGERS), scales_kind(given[8]), integers(given[7] >= INTEGERS) {}
 
     int64_t tiles() const { return rows / OUTPUTS; }
     // The columns that are summed before they are scaled.
@@ -340,6 +344,13 @@ void add_rows(int64_t rows, float* results, const Source& source, const Matrix& 
 #undef MOEDGE_ROWS
 }
 
+void add_bias(const Matrix& matrix, int64_t tile, int64_t rows, float* results) {
+    if (matrix.bias == nullptr) return;
+    const uint16_t* bias = matrix.bias + tile * OUTPUTS;
+    for (int64_t r = 0; r < rows; r++)
+        for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += bf16_to_float(bias[i]);
+}
+
 template <int VALUES, int KIND>
 void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
@@ -365,10 +376,7 @@ void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* 
             }
         }
     }
-    if (matrix.bias == nullptr) return;
-    const uint16_t* bias = matrix.bias + tile * OUTPUTS;
-    for (int64_t r = 0; r < in.rows; r++)
-        for (int i = 0; i < OUTPUTS; i++) results[r * OUTPUTS + i] += bf16_to_float(bias[i]);
+    add_bias(matrix, tile, in.rows, results);
 }
 
 // Writes the products of all rows (MOST_ROWS at most) with one tile into `results` [rows, OUTPUTS].

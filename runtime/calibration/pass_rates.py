@@ -42,7 +42,7 @@ from ..loading.engine_loader import LoadedEngine, load_engine
 from ..loading.prepare import prepare
 from ..plan.placement import RING_EXPERTS, Placement, Plan, Workload, largest_expert
 from ..plan.planner import make_plan
-from ..plan.rates import ATTENTION, TOGETHER, WIDE
+from ..plan.rates import ATTENTION, INTEGERS, TOGETHER, WIDE
 from ..sampling.params import SamplingParams
 from ..settings.budgets import Budgets, MemoryBudget
 from ..settings.settings import Settings
@@ -67,17 +67,20 @@ _SECONDS = 0.05
 def pass_rates() -> dict[str, dict[int, float]]:
     """FLOP/s on the CPU by operation, then by rows (of an expert, or queries of one sequence)."""
     rates = {TOGETHER.format(name): _experts(name, torch.bfloat16) for name in QUANT_FORMATS}
+    for name in integer_formats():
+        rates[TOGETHER.format(INTEGERS.format(name))] = _experts(name, torch.bfloat16, integer=True)
     rates[WIDE] = _wide()
     rates[TOGETHER.format(WIDE)] = _experts("none", torch.float32)
     return rates | {ATTENTION.format(name): _attention(name) for name in KV_FORMATS}
 
 
-def _experts(format_name: str, dtype: torch.dtype) -> dict[int, float]:
+def _experts(format_name: str, dtype: torch.dtype, integer: bool = False) -> dict[int, float]:
     packed = pack(torch.randn(EXPERT_SHAPE).to(dtype), format_name, kernel_order(format_name, dtype, "cpu"))
     experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
     nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
     workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
-    compute = ParallelMatmul(workspaces[0], gemv_max_rows=measure_gemv_max_rows(format_name), helpers=workspaces[1:])
+    limits = measure_gemv_max_rows(format_name)
+    compute = ParallelMatmul(workspaces[0], integer=integer, gemv_max_rows=limits, helpers=workspaces[1:])
     flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     rates = {}
     for rows in EXPERT_ROWS:
@@ -188,27 +191,31 @@ def _convert(files: list[Tensor]) -> None:
 
 
 ROWS = (1, 4, 16, 64, 256, 1024)
-# Rows of activations rounded to int8, which `--compute int8` multiplies; no format of its own.
-INTEGER = "int8xint8"
 SHAPE = (1536, 2048)
 # Matrices of this many bytes in all take turns, so that each is out of the caches when it is used again, as in a model.
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
 
-WAYS: Mapping[str, str] = MappingProxyType({**{name: name for name in QUANT_FORMATS}, INTEGER: "int8"})
 
 
 @torch.inference_mode()
 def weight_rates() -> dict[str, dict[int, float]]:
     """FLOP/s of bfloat16 rows times matrices of an expert's size, all of torch's threads at work.
 
-    By format of the weights and "int8xint8", then by rows. A few seconds.
+    By format of the weights, of `integer_formats` twice, then by rows. A few seconds.
     """
+    ways = [(name, name, False) for name in QUANT_FORMATS]
+    ways += [(INTEGERS.format(name), name, True) for name in integer_formats()]
     rates: dict[str, dict[int, float]] = {}
-    for name, format_name in WAYS.items():
-        case = _case(name == INTEGER, format_name)
+    for name, format_name, integer in ways:
+        case = _case(integer, format_name)
         rates |= measure_rates({name: case}, ROWS, 2 * SHAPE[0] * SHAPE[1], _SECONDS_EACH)
     return rates
+
+
+def integer_formats() -> tuple[str, ...]:
+    """The formats whose products with rows that are rounded to int8 are measured."""
+    return ("int8", "int4") if library.available() else ("int8",)
 
 
 def _case(integer: bool, format_name: str) -> Case:

@@ -226,9 +226,10 @@ def may_fuse(dense: Sequence[Matrix], experts: ExpertsShape | None) -> bool:
 
 def fuses(quant: str, dtype: str, compute: str, deterministic: bool) -> bool:
     """Whether the library's steps exist here and take these formats."""
-    if deterministic or dtype != "bf16" or compute == "int8" or not library.available():
+    if deterministic or dtype != "bf16" or not library.available():
         return False
-    return TILES in get_format(quant).orders
+    found = get_format(quant)
+    return TILES in found.orders and not (compute == "int8" and found.whole_rows)
 
 
 def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:

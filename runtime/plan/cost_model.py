@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Literal, Protocol
 
 from ...moe.expected_rows import padded_rows, wanted_by
-from ...quant.formats.format import get_format
+from ...quant.formats.format import CODE_BITS, get_format
 from ..kv.spec import KVSpec
 from ..settings.budgets import DeviceBudget
 from ..shape.model_shape import ExpertsShape, Matrix, ModelShape
@@ -20,7 +20,7 @@ from ..shape.shards import ModelShards, model_shards
 from .candidate import Candidate, WeightFootprint, fuses, may_fuse
 from .loading_cost import LoadingCost, Prepared, least_loading_s, loading_cost
 from .placement import DEEP_RING_EXPERTS, Placement, Plan, Workload, largest_expert
-from .rates import ATTENTION, TOGETHER, WIDE, Curve, Rates
+from .rates import ATTENTION, INTEGERS, TOGETHER, WIDE, Curve, Rates
 
 # The share of a layer's experts that a number of tokens wants together, each of them the second number.
 Wanted = Callable[[float, float], float]
@@ -179,11 +179,13 @@ class _ComputeCosts:
         self._width = model.attention_width
         specs = [KVSpec(group, formats.kv, formats.kv_block) for group in model.shape.kv_groups]
         self._groups = [_GroupReads.of(spec, model.expanding_numel) for spec in specs]
-        name = formats.quant if formats.compute == "auto" else f"{formats.quant}x{formats.compute}"
         # Kernels on codes are for bfloat16; others widen, then multiply in their own precision.
-        name = name if formats.dtype == "bf16" else WIDE
         # Formats of which nobody measured rates have those of a format that computes about as fast.
-        names = [name, *filter(None, [get_format(formats.quant).rates])]
+        names = [formats.quant if formats.dtype == "bf16" else WIDE, *filter(None, [get_format(formats.quant).rates])]
+        if formats.compute == "int8" and formats.dtype == "bf16":
+            # All 4-bit codes are multiplied by integers in the same way.
+            alike = f"int{CODE_BITS[get_format(formats.quant).codes]}"
+            names = [INTEGERS.format(alike), *names]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
         self._attending = rates.curve(ATTENTION.format(formats.kv), "none", *names)

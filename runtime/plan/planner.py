@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
+from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
@@ -99,7 +100,7 @@ class SearchSpace:
             )
         device = request.budget.device
         self.dtype = choose_dtype(settings.dtype, shape.dtype, None if device is None else device.gpu)
-        self.quants = _quants(settings, shape)
+        self.quants = _quants(settings, shape, self.dtype)
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
@@ -232,16 +233,26 @@ def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...
     return ()
 
 
-def _quants(settings: Settings, shape: ModelShape) -> tuple[str, ...]:
+def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...]:
     """The weight formats that the settings leave open, from exact to smallest."""
+    open_ones = offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
     if settings.compute == "auto":
-        return offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
-    if settings.quant not in ("auto", settings.compute):
+        return open_ones
+    found = tuple(quant for quant in open_ones if _reads_integers(quant, dtype))
+    if not found:
+        of_library = ", ".join(name for name in QUANT_FORMATS if get_format(name).reads_integers and name != "int8")
         raise SettingError(
-            f"--compute {settings.compute} multiplies weights in {settings.compute}, and --quant {settings.quant} was "
-            "asked for; leave one of the two away"
+            f"--compute {settings.compute} multiplies int8 weights, and in bf16 with the library of CPU kernels those in"
+            f" {of_library} or of a checkpoint with such codes; found were --quant {settings.quant}, {dtype}"
+            f"{'' if library.available() else ' and no such library'}. Give --quant int8, or leave --compute away"
         )
-    return (settings.compute,)
+    return found
+
+
+def _reads_integers(quant: str, dtype: str) -> bool:
+    """Whether weights in this format are multiplied by activations that are rounded to int8."""
+    found = get_format(quant)
+    return found.whole_rows or (found.reads_integers and dtype == "bf16" and library.available())
 
 
 @dataclass(frozen=True, slots=True)

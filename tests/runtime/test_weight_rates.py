@@ -28,7 +28,7 @@ def test_every_format_and_row_count_has_a_rate_and_matrices_take_turns(monkeypat
 
     monkeypatch.setattr(ParallelMatmul, "linear", linear)
     rates = measuring.weight_rates()
-    assert set(rates) == {*QUANT_FORMATS, measuring.INTEGER}
+    assert set(rates) == {*QUANT_FORMATS, *(f"{name}xint8" for name in measuring.integer_formats())}
     assert {tuple(by_rows) for by_rows in rates.values()} == {(1, 8)}
     assert all(rate > 1e6 for by_rows in rates.values() for rate in by_rows.values())
     for before, after in pairwise(multiplied):

@@ -82,18 +82,18 @@ class LayerSteps:
     """
 
     def __init__(
-        self, parts: LayerParts, buffers: Buffers, routed: Routed, table: Any, rotary: int, block: int
+        self, parts: LayerParts, buffers: Buffers, routed: Routed, table: Any, rotary: int, block: int, integer: bool
     ) -> None:
         (first, second), (q_norm, k_norm), output = parts.norms, parts.head_norms, parts.linears[3]
         self._first = steps.norm(buffers.total, None, buffers.total, first, buffers.normed)
         products = [
-            steps.multiply(buffers.normed, linear.packed, linear.bias, out.flatten(1), scratch)
+            steps.multiply(buffers.normed, linear.packed, linear.bias, out.flatten(1), scratch, integer)
             for linear, out, scratch in zip(parts.linears[:3], buffers.qkv, buffers.packed, strict=True)
         ]
         queries, keys = HeadRows(buffers.q, q_norm), HeadRows(buffers.k, k_norm)
         self._heads = steps.heads(queries, keys, buffers.v, rotary, block)
         self._projection = steps.multiply(
-            buffers.q.flatten(1), output.packed, output.bias, buffers.projected, buffers.packed[0]
+            buffers.q.flatten(1), output.packed, output.bias, buffers.projected, buffers.packed[0], integer
         )
         self._second = steps.norm(buffers.total, buffers.projected, buffers.total, second, buffers.normed)
         self._last = steps.combine(buffers.outputs, buffers.total, routed)
@@ -167,7 +167,7 @@ class FusedLayer:
         self._compute = compute
         self._source: HeldExperts = parts.source
         self._composed: _Composed | None = None
-        self._table = steps.experts_table([expert.operands for expert in parts.source.experts])
+        self._table = steps.experts_table([expert.operands for expert in parts.source.experts], compute.integer)
         self.routed = buffers.routed._replace(
             ids=torch.empty_like(buffers.routed.ids), counts=torch.zeros_like(buffers.routed.counts)
         )
@@ -201,7 +201,7 @@ class FusedLayer:
 
     def steps(self, rotary: int, block: int = 1) -> LayerSteps:
         """Steps of this layer for a rotary embedding of that many elements."""
-        return LayerSteps(self.parts, self.buffers, self.routed, self._table, rotary, block)
+        return LayerSteps(self.parts, self.buffers, self.routed, self._table, rotary, block, self._compute.integer)
 
     def _compose(self, rotary: int) -> _Composed:
         composed = self.steps(rotary)

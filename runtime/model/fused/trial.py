@@ -57,7 +57,7 @@ def fuse(
     `runner` is the model's ModelRunner, whose weights are all held in memory; `nbytes` may be taken for buffers of at
     most `most_rows` rows.
     """
-    if not available() or compute.deterministic or compute.device.type != "cpu" or compute.integer:
+    if not available() or compute.deterministic or compute.device.type != "cpu":
         return []
     if runner.states is not None or any(pool.spec.group.is_latent for pool in runner.attention.cache.pools):
         return []
