@@ -6,7 +6,7 @@
         --moedge none --files bf16 --transformers --record in-3-GiB.json
 
 A cell of the table is a number of sequences that generate after short prompts (`--batches`), or prompts alone
-(`--prompts 32x64`). Contenders: moedge (`--moedge none nf4 int4 int8+int8`: weights, then --compute), transformers'
+(`--prompts 32x64`). Contenders: moedge (`--moedge none nf4 int4 int4+int8`: weights, then --compute), transformers'
 generate with either of its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of
 memory), llama.cpp (`--llama-bin`, where llama-batched-bench and llama-quantize lie). Its GGUF files are written beside
 the model where they are missing (`--files`), or named with `--gguf`. Peers are tried once with each of their settings
@@ -71,7 +71,7 @@ UNDER_A_CEILING = ("-fa on --no-repack -kvu",)
 SWEPT_TOKENS = 256
 LLAMA_MOST = 256
 # Settings whose perplexity rises by no more than that of llama.cpp's Q4_0 (docs/quality.md); nf4's rises by more.
-COUNTED = ("none", "int8", "int8+int8", "int4")
+COUNTED = ("none", "int8", "int8+int8", "int4", "int4+int8")
 
 
 @dataclass(slots=True)
@@ -438,7 +438,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ram", help=f"moedge's --ram; auto, or {SHARE}% of a ceiling")
-    parser.add_argument("--moedge", nargs="*", default=["none", "nf4", "int4", "int8+int8"])
+    parser.add_argument("--moedge", nargs="*", default=["none", "nf4", "int4", "int4+int8"])
     parser.add_argument("--transformers", nargs="*", default=["eager", "grouped_mm"])
     parser.add_argument("--products", action=argparse.BooleanOptionalAction, help="time the bare products as well")
     parser.add_argument("--offload", help="accelerate's max_memory for weights, such as 2GiB")

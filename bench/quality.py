@@ -35,9 +35,11 @@ ROWS = [
     ("bf16", "none", "auto"),
     ("bf16", "int8", "auto"),
     ("bf16", "int8", "int8"),
-    ("bf16", "int4", "auto"),
+    ("bf16", "int4", "float"),
+    ("bf16", "int4", "int8"),
     ("bf16", "nf4", "auto"),
-    ("bf16", "mxfp4", "auto"),
+    ("bf16", "mxfp4", "float"),
+    ("bf16", "mxfp4", "int8"),
 ]
 
 

@@ -200,7 +200,7 @@ def planned(task: Task) -> Iterator[tuple[ModelSource, Plan, Path | None]]:
         most = task.most
         tokens = max(most, min(PASS_TOKENS, max(load.sequences * load.prompt for load in task.cells.values())))
         settings = Settings(
-            dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "auto"
+            dtype="auto", quant=quant, tokens_per_pass=tokens, max_sequences=most, compute=compute or "float"
         )
         budget = MemoryBudget(budgets.host_nbytes())
         plan = make_plan(source.shape, settings, budget, Workload(most, longest(task)))

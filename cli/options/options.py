@@ -77,7 +77,7 @@ class Quant(StrEnum):
 
 
 class Arithmetic(StrEnum):
-    AUTO, INT8 = "auto", "int8"
+    AUTO, FLOAT, INT8 = "auto", "float", "int8"
 
 
 class KV(StrEnum):
@@ -141,7 +141,7 @@ COMPUTE = Annotated[
         envvar="MOEDGE_COMPUTE",
         show_envvar=False,
         rich_help_panel=Panel.PRECISION,
-        help="int8 also quantizes activations: faster on CPUs without matrix units; with --quant int8, int4 or mxfp4.",
+        help="int8 rounds activations, too: for --quant int8, int4, mxfp4; auto: with 4 bits, if faster.",
     ),
 ]
 KV_FORMAT = Annotated[

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...offload.budget import gib
-from ...runtime.settings.formatting import fit
+from ...runtime.settings.formatting import fit, formats_line
 
 Point = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def print_bench(found: Mapping[str, Any]) -> None:
 
 def _head(found: Mapping[str, Any]) -> Iterator[str]:
     plan, load = found["plan"], found["load"]
-    yield f"{found['model']['name']}: weights {plan['quant']}, KV cache {plan['kv']}, dtype {plan['dtype']}"
+    yield f"{found['model']['name']}: {formats_line(plan)}"
     yield (
         f"random prompts of {load['prompt_tokens']:,} tokens, {load['max_tokens']:,} generated for each; at most "
         f"{plan['max_sequences']:,} sequences together, {plan['tokens_per_pass']:,} tokens per pass"

@@ -397,6 +397,7 @@ def _plan_line(plan: Plan) -> str:
     where = "CPU" if plan.staging is None else "GPU"
     packed = f"{plan.dtype} weights {gib(plan.weights_nbytes)} (not quantized)"
     weights = packed if plan.quant == "none" else f"{plan.quant} weights {gib(plan.weights_nbytes)}, {plan.dtype} dtype"
+    weights += ", int8 activations" if plan.compute == "int8" else ""
     names = {"device": "GPU memory", "host": "RAM"}
     budgets = [f"{names[tier]} budget {gib(nbytes)}" for tier, nbytes in plan.budget.memory.items()]
     return (

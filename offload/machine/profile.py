@@ -242,7 +242,7 @@ def _check_flag(value: bool) -> None:
         raise ValueError(f"{value!r} was found; wanted true or false")
 
 
-SCHEMA = "moedge.machine/4"
+SCHEMA = "moedge.machine/5"
 # Several profiles are kept: for several disks, and for several machines that share a home folder.
 _MOST_KEPT = 8
 

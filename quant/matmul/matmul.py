@@ -95,7 +95,7 @@ class Matmul:
     computed by kernels that sum in another order. The fused product of nf4 does not, and is used for any rows.
 
     `integer`: activations are rounded to int8 where kernels multiply such integers: with a scale per row for int8
-    matrices (W8A8), with one per 32 columns for those in order `tiles` with codes of INTEGER_CODES, whatever their rows.
+    matrices (W8A8), with one per 32 columns for any number of rows times codes of INTEGER_CODES in order `tiles`.
     Integer sums are exact, so such products are always deterministic.
 
     `gemv_max_rows`: by type of codes, and for order `tiles`, the number of rows up to which kernels on codes are used.

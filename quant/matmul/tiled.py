@@ -61,8 +61,8 @@ def multiply(
 ) -> None:
     """Writes x [T, K] times packed [N, K] transposed plus bias [N] into `out` [T, N], all bfloat16.
 
-    `out` has adjacent columns. `scratch` is uint8, row_nbytes(K) bytes for each of at least one row. With `integer`, each
-    32 columns of a row are rounded to int8 with a scale of their own, if the codes are of INTEGER_CODES.
+    `out` has adjacent columns. `scratch` is uint8, row_nbytes(K) bytes for each of at least one row. With `integer`,
+    each 32 columns of a row are rounded to int8 with a scale of their own, if the codes are of INTEGER_CODES.
     """
     if x.stride(1) != 1:
         x = x.contiguous()

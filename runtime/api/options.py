@@ -24,7 +24,7 @@ from ..settings.settings import Settings
 Size = str | int
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 Quant = Literal["auto", "none", "int8", "int4", "nf4", "mxfp4", "kept"]
-Compute = Literal["auto", "int8"]
+Compute = Literal["auto", "float", "int8"]
 KVCacheFormat = Literal["auto", "bf16", "fp16", "fp32", "int8", "int8/int4", "int4"]
 Attention = Literal["auto", "torch", "native", "triton"]
 Stream = Literal["auto", "all", "wanted", "wanted+forecast"]

@@ -23,7 +23,7 @@ from ..rows.row import Defaults
 from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
-from ..settings.formatting import TIE, count, duration, fit, kernel_lines
+from ..settings.formatting import TIE, count, duration, fit, formats_line, kernel_lines
 from ..settings.settings import Settings
 from ..source.headers import read_headers
 from .options import (
@@ -224,7 +224,7 @@ def _head(found: Mapping[str, Any]) -> Iterator[str]:
         f"{job['generated_tokens'] / job['sequences']:,.0f} generated tokens; the longest row has {job['longest']:,}"
     )
     yield (
-        f"plan: weights {plan['quant']}, KV cache {plan['kv']}, dtype {plan['dtype']}; "
+        f"plan: {formats_line(plan)}; "
         f"{counted(plan['max_sequences'], 'sequence')} per batch, {plan['tokens_per_pass']:,} tokens per pass; "
         f"{_held(found)}"
     )

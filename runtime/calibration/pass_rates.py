@@ -6,7 +6,7 @@ For its profile; rates are named as predictions look them up (plan/cost_model.py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,6 @@ from importlib.resources import as_file, files
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -195,7 +194,6 @@ SHAPE = (1536, 2048)
 # Matrices of this many bytes in all take turns, so that each is out of the caches when it is used again, as in a model.
 POOL_NBYTES = 192 << 20
 _SECONDS_EACH = 0.06
-
 
 
 @torch.inference_mode()

@@ -162,7 +162,7 @@ def check(
         else:
             quant, dtype = precision(engine.source, quant, dtype)
         encoded = _encode(engine, prompts or PROMPTS)
-        settings = Settings(quant=quant, dtype=dtype, kv=_cache_dtype(engine.source, dtype))
+        settings = Settings(quant=quant, dtype=dtype, kv=_cache_dtype(engine.source, dtype), compute="float")
         traced = _trace(engine, encoded, settings, chosen)
         # Its memory is the reference's now; the small files of a GGUF file stay.
         engine.close_engines()

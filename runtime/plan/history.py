@@ -119,8 +119,9 @@ def shape_key(shape: ModelShape) -> str:
 
 
 def formats_key(quant: str, dtype: str, compute: str, deterministic: bool, on_device: bool) -> str:
-    """The formats that determine how a model is computed."""
-    words = [quant, dtype, compute, "deterministic" if deterministic else "", "device" if on_device else ""]
+    """The formats that determine how a model is computed, first those that "auto" chooses by speed."""
+    weights = f"{quant}x{compute}" if compute == "int8" else quant
+    words = [weights, dtype, "deterministic" if deterministic else "", "device" if on_device else ""]
     return " ".join(word for word in words if word)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
-from ...quant.formats.format import QUANT_FORMATS, get_format
+from ...quant.formats.format import CODE_BITS, QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
@@ -104,6 +104,19 @@ class SearchSpace:
         self.most_live = min(settings.max_sequences or MOST_SEQUENCES, workload.sequences)
         self._block = choose_block(workload.mean_live)
         self._specs: dict[str, tuple[KVSpec, ...]] = {}
+
+    def arithmetics(self, quant: str) -> tuple[str, ...]:
+        """What the settings leave open of how weights in a format are multiplied, of equally fast ones the first taken.
+
+        Rounding activations to int8 loses nothing beside what 4 bits lose (docs/quality.md).
+        """
+        settings, codes = self.request.settings, get_format(quant).codes
+        if settings.compute != "auto":
+            return (settings.compute,)
+        may = self.request.budget.device is None and not settings.deterministic
+        if may and CODE_BITS[codes] == 4 and _reads_integers(quant, self.dtype):
+            return ("int8", "float")
+        return ("float",)
 
     def weights(self, quant: str) -> WeightFootprint:
         """The model's weights in a format."""
@@ -236,13 +249,13 @@ def dtype_notes(wanted: str, checkpoint: str, gpu: Gpu | None) -> tuple[str, ...
 def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...]:
     """The weight formats that the settings leave open, from exact to smallest."""
     open_ones = offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
-    if settings.compute == "auto":
+    if settings.compute != "int8":
         return open_ones
     found = tuple(quant for quant in open_ones if _reads_integers(quant, dtype))
     if not found:
         of_library = ", ".join(name for name in QUANT_FORMATS if get_format(name).reads_integers and name != "int8")
         raise SettingError(
-            f"--compute {settings.compute} multiplies int8 weights, and in bf16 with the library of CPU kernels those in"
+            f"--compute int8 multiplies int8 weights, and in bf16 with the library of CPU kernels those in"
             f" {of_library} or of a checkpoint with such codes; found were --quant {settings.quant}, {dtype}"
             f"{'' if library.available() else ' and no such library'}. Give --quant int8, or leave --compute away"
         )
@@ -297,7 +310,8 @@ def solve(request: PlanRequest) -> PlanResult:
     search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction]] = {}
     for quant in search.space.quants:
-        if found := search.best(quant):
+        ways = [search.best(quant, compute) for compute in search.space.arithmetics(quant)]
+        if found := min(filter(None, ways), key=lambda each: each[1].total_s, default=None):
             best[quant] = found
         if quant == search.space.quants[0] and found and search.holds_everything(found[0]):
             # The checkpoint's own precision, and nothing is short of memory.
@@ -328,11 +342,13 @@ def budget_range(
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A candidate that fits, with its cache, the seconds that it takes at least, and its `index` in the search."""
+    """A candidate that fits and its arithmetic, with its cache, the seconds that it takes at least, and its `index` in
+    the search."""
 
     least_seconds: float
     index: int
     candidate: Candidate
+    compute: str
     cached: int
 
 
@@ -352,10 +368,10 @@ class _Search:
         self._prepared = space.request.prepared.for_choice
         self.refusal = DoesNotFit("no plan was found")
 
-    def best(self, quant: str) -> tuple[Plan, Prediction] | None:
-        """The fastest plan in a weight format; of plans that are equally fast, that with the smaller passes."""
+    def best(self, quant: str, compute: str) -> tuple[Plan, Prediction] | None:
+        """The fastest plan in a weight format and arithmetic; of equally fast ones, that with the smaller passes."""
         best: tuple[float, int, Plan, Prediction] | None = None
-        for each in sorted(self._candidates(quant), key=lambda each: (each.least_seconds, each.index)):
+        for each in sorted(self._candidates(quant, compute), key=lambda each: (each.least_seconds, each.index)):
             if best and each.least_seconds * (1 - ROUNDING) > best[0]:
                 break
             if plan := self._plan(each):
@@ -368,8 +384,8 @@ class _Search:
         """Whether all weights are in the tier that computes, and every running sequence has its blocks."""
         return plan.placement.ring_nbytes == 0 and plan.kv_sequences >= plan.max_sequences
 
-    def _candidates(self, quant: str) -> Iterator[_Ranked]:
-        costs, settings, index = self._request.costs, self._request.settings, 0
+    def _candidates(self, quant: str, compute: str) -> Iterator[_Ranked]:
+        costs, index = self._request.costs, 0
         for tokens in self.space.tokens():
             for live in self.space.sequences(tokens):
                 candidate = self._candidate(quant, tokens, live)
@@ -378,10 +394,8 @@ class _Search:
                 free = self._request.budget_nbytes - candidate.fixed - candidate.cache.nbytes_of(blocks)
                 if free < candidate.weights.streaming_nbytes:
                     break
-                least = costs.least_seconds(
-                    candidate, settings.compute, blocks, free, self._request.workload, self._prepared
-                )
-                yield _Ranked(least, index, candidate, cached)
+                least = costs.least_seconds(candidate, compute, blocks, free, self._request.workload, self._prepared)
+                yield _Ranked(least, index, candidate, compute, cached)
                 index += 1
 
     def _has_disk(self, weights: WeightFootprint) -> bool:
@@ -408,15 +422,15 @@ class _Search:
     def _plan(self, ranked: _Ranked) -> Plan | None:
         """None, and why in `refusal`, where the host cannot take what a device does not hold, or the disk a store."""
         try:
-            plan = self._with_placement(ranked.candidate, ranked.cached)
+            plan = self._with_placement(ranked)
         except DoesNotFit as refusal:
             self.refusal = refusal
             return None
         return None if plan.streams and not self._has_disk(ranked.candidate.weights) else plan
 
-    def _with_placement(self, candidate: Candidate, cached: int) -> Plan:
+    def _with_placement(self, ranked: _Ranked) -> Plan:
         """Raises DoesNotFit where the host cannot take what a device does not hold."""
-        plan = self._in_computing_tier(candidate, cached)
+        plan, candidate = self._in_computing_tier(ranked), ranked.candidate
         if self._budget.device is None:
             plan = plan.with_spare(self._budget.host_nbytes - plan.used_nbytes)
             may = not plan.streams and fuses(plan.quant, plan.dtype, plan.compute, plan.deterministic)
@@ -443,8 +457,9 @@ class _Search:
         most = min(self.space.most_live, candidate.tokens_per_pass)
         return max(least, candidate.cache.sequences_in(free, most))
 
-    def _in_computing_tier(self, candidate: Candidate, cached: int) -> Plan:
+    def _in_computing_tier(self, ranked: _Ranked) -> Plan:
         """The plan, as far as it concerns the tier that computes."""
+        candidate, cached = ranked.candidate, ranked.cached
         free, shards = self._request.budget_nbytes - candidate.fixed, candidate.weights.shards
         ring = device_ring(shards, free) if candidate.weights.on_device else 0
         placement = choose_placement(shards, free - candidate.cache.nbytes(cached), ring)
@@ -463,7 +478,7 @@ class _Search:
             quant=weights.quant,
             kv=specs[0].format,
             attention=attention,
-            compute=settings.compute,
+            compute=ranked.compute,
             deterministic=settings.deterministic,
             kv_block=specs[0].block,
             kv_blocks=blocks,

@@ -122,7 +122,7 @@ def _changes(request: PlanRequest, result: PlanResult) -> Iterator[list[tuple[st
             for step in STEPS
             if nbytes + step * GIB <= most_of(request, tier)
         ]
-    if request.settings.compute == "auto":
+    if request.settings.compute != "int8":
         offered = offered_formats(request.shape)
         lossier = offered[offered.index(result.plan.quant) + 1 :] if result.plan.quant in offered else ()
         yield [(f"--quant {quant}", request.with_settings(quant=quant)) for quant in lossier]

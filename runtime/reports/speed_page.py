@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...offload.budget import gib
+from ..settings.formatting import formats_line
 from .charts import Line, by_count
 from .page import Figure, figures_page
 
@@ -35,13 +36,13 @@ def speed_page(found: Document) -> str:
 
 
 def _about(found: Document) -> Iterator[str]:
-    plan, load = found["plan"], found["load"]
+    plan, load, formats = found["plan"], found["load"], formats_line(found["plan"])
     hardware = found["machine"]["hardware"] or {}
     gpu = (hardware.get("gpu") or {}).get("name") if plan.get("staging") is not None else None
     names = [str(each) for each in (hardware.get("cpu"), gpu) if each]
     yield f"{', '.join([*names, found['at'][:10]])}. moedge {found['version']}."
     yield (
-        f"Weights {plan['quant']}, KV cache {plan['kv']}, dtype {plan['dtype']}; random prompts of "
+        f"{formats[0].upper()}{formats[1:]}; random prompts of "
         f"{load['prompt_tokens']:,} tokens, {load['max_tokens']:,} generated for each; at most "
         f"{plan['max_sequences']:,} sequences together, {plan['tokens_per_pass']:,} tokens per pass."
     )

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -82,3 +83,9 @@ def loss_line(loss: Mapping[str, float], more_bits: int = 0) -> str:
     parts = [f"{group} {100 * each:.2g} %" for group, each in loss.items()]
     why = f"; the files have {more_bits} bits a weight, and --quant int8 would lose less" if more_bits else ""
     return f"weights were packed again; relative L2 error against the checkpoint: {', '.join(parts)}{why}"
+
+
+def formats_line(plan: Mapping[str, Any]) -> str:
+    """The formats of a plan as JSON."""
+    activations = ", activations int8" if plan["compute"] == "int8" else ""
+    return f"weights {plan['quant']}{activations}, KV cache {plan['kv']}, dtype {plan['dtype']}"

@@ -10,7 +10,7 @@ class Settings:
     """The planner decides what is "auto" or None; it keeps every other value as it is.
 
     `dtype` is the dtype to compute in, `quant` the format of the weights, `kv` that of keys and values. `compute`
-    "int8" rounds activations, too, and multiplies as integers; that takes weights in int8, or in 4 bits.
+    "int8" rounds activations, too, and multiplies as integers, which takes weights in int8 or 4 bits; "float" does not.
     """
 
     dtype: str = "auto"

@@ -36,15 +36,23 @@ Numbers random_numbers(Random &random, size_t count, float scale) {
     return made;
 }
 
-// A matrix of 4-bit integers with pairs of scale and zero, and the 9 numbers that describe it.
+// How matrices are multiplied: int4 with pairs of scale and zero or int8 with scales, inputs rounded to integers or not.
+struct Kind {
+    bool int8, integers;
+
+    explicit Kind(Random &random) : int8(random() % 3 == 0), integers(random() % 2 == 0) {}
+};
+
+// A matrix, and the 9 numbers that describe it.
 struct Matrix {
+    Kind kind;
     int64_t rows, columns, group;
     std::vector<uint8_t> codes;
     Numbers scales, bias;
 
-    Matrix(Random &random, int64_t rows_, int64_t columns_, int64_t group_)
-        : rows(rows_), columns(columns_), group(group_), codes(size_t(rows_ * columns_ / 2)),
-          scales(random_numbers(random, size_t(2 * rows_ * columns_ / group_), 0.1f)),
+    Matrix(Random &random, Kind kind_, int64_t rows_, int64_t columns_, int64_t group_)
+        : kind(kind_), rows(rows_), columns(columns_), group(group_), codes(size_t(rows_ * columns_ / (kind_.int8 ? 1 : 2))),
+          scales(random_numbers(random, size_t((kind_.int8 ? 1 : 2) * rows_ * columns_ / group_), 0.1f)),
           bias(random() % 2 ? random_numbers(random, size_t(rows_), 1) : Numbers()) {
         for (auto &each : codes) each = uint8_t(random());
     }
@@ -53,15 +61,20 @@ struct Matrix {
         for (const void *each : {(const void *)(bias.empty() ? nullptr : bias.data()), (const void *)codes.data(),
                                  (const void *)scales.data(), (const void *)nullptr})
             given.push_back(int64_t(each));
-        for (int64_t each : {rows, columns, group, int64_t(0), int64_t(4)}) given.push_back(each);
+        const int64_t values = (kind.int8 ? 3 : 0) + (kind.integers ? 8 : 0), scales_kind = kind.int8 ? 0 : 4;
+        for (int64_t each : {rows, columns, group, values, scales_kind}) given.push_back(each);
     }
 
     double weight(int64_t row, int64_t column) const {
         const int64_t tile = row / 32, i = row % 32;
+        const size_t item = size_t((tile * (columns / group) + column / group) * 32 + i);
+        if (kind.int8) {
+            const uint8_t code = codes[size_t(tile * 32 * columns + column / 2 * 64 + 2 * i + column % 2)];
+            return int8_t(code) * double(from_bf16(scales[item]));
+        }
         const uint8_t both = codes[size_t(tile * 16 * columns + column / 2 * 32 + 2 * (i % 16) + column % 2)];
-        const size_t at = size_t((tile * (columns / group) + column / group) * 32 + i);
         const int code = i < 16 ? both & 15 : both >> 4;
-        return (code - 8) * double(from_bf16(scales[2 * at])) + from_bf16(scales[2 * at + 1]);
+        return (code - 8) * double(from_bf16(scales[2 * item])) + from_bf16(scales[2 * item + 1]);
     }
 
     std::vector<double> product(const std::vector<double> &x) const {
@@ -102,12 +115,13 @@ struct Error {
         }
     }
 
-    bool small() const { return difference <= 1e-4 * whole; }
+    bool small(Kind kind) const { return difference <= (kind.integers ? 4e-4 : 1e-4) * whole; }
 };
 
 bool one_matrix(Random &random) {
     const int64_t group = 32 << random() % 3, rows = 1 + random() % 130;
-    const Matrix matrix(random, 32 * (1 + random() % 4), group * (1 + random() % 4), group);
+    const Kind kind(random);
+    const Matrix matrix(random, kind, 32 * (1 + random() % 4), group * (1 + random() % 4), group);
     const Numbers x = random_numbers(random, size_t(rows * matrix.columns), 1);
     Numbers found[2];
     for (int turn = 0; turn < 2; turn++) {
@@ -121,16 +135,17 @@ bool one_matrix(Random &random) {
     Error error;
     for (int64_t r = 0; r < rows; r += 7)
         error.add(matrix.product(row_of(x, r, matrix.columns)), found[0].data() + r * matrix.rows);
-    return error.small() && found[0] == found[1];
+    return error.small(kind) && found[0] == found[1];
 }
 
 bool experts(Random &random) {
     const int64_t width = 32 * (1 + random() % 4), inner = 32 * (1 + random() % 3), count = 1 + random() % 4, tokens = 9;
+    const Kind kind(random);
     std::vector<Matrix> ups, downs;
     std::vector<int64_t> rows, jobs, token_ids;
     for (int64_t e = 0; e < count; e++) {
-        ups.emplace_back(random, 2 * inner, width, 32);
-        downs.emplace_back(random, width, inner, 32);
+        ups.emplace_back(random, kind, 2 * inner, width, 32);
+        downs.emplace_back(random, kind, width, inner, 32);
         rows.push_back(1 + random() % 40);
     }
     int64_t first = 0;
@@ -160,7 +175,7 @@ bool experts(Random &random) {
             activated.push_back(both[i] / (1 + exp(-both[i])) * both[i + size_t(inner)]);
         error.add(downs[size_t(e)].product(activated), found[0].data() + r * width);
     }
-    return error.small() && found[0] == found[1];
+    return error.small(kind) && found[0] == found[1];
 }
 
 }  // namespace

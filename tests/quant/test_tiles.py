@@ -11,10 +11,11 @@ from torch import Tensor
 from moedge.moe.expert import ExpertBody, ExpertWeights, HeldExperts, mix_experts
 from moedge.moe.groups import group_by_expert
 from moedge.moe.routing_stats import RoutingStats
-from moedge.quant.formats.format import FORMATS, ROWS, TILES, get_format
+from moedge.quant.formats.format import FORMATS, INTEGER_CODES, ROWS, TILES, get_format
 from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
+from moedge.quant.native import library
 from moedge.quant.planes import from_planes, planes_of, relayout
 from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
@@ -24,6 +25,7 @@ from support.random_planes import defined, random_planes
 pytestmark = pytest.mark.numerics
 
 NAMES = sorted(name for name, each in FORMATS.items() if TILES in each.orders)
+INTEGERS = [name for name in NAMES if FORMATS[name].reads_integers]
 # Rounding of a bfloat16 result, and of nf4's levels to bfloat16.
 TOLERANCE = 5e-3
 needs_library = pytest.mark.skipif(not tiled.has_kernel(), reason="the library of CPU kernels is not usable here")
@@ -82,25 +84,73 @@ def test_products_agree_with_float64_and_rows_with_themselves(name: str, isa: st
         assert torch.equal(compute.linear(x[part], packed), whole[part]), (isa, count)
 
 
+def rounded(x: Tensor) -> Tensor:
+    """Each 32 columns of a row as integers of 8 bits times their scale: what `integer` makes of activations."""
+    chunks = x.double().view(len(x), -1, 32)
+    scale = chunks.abs().amax(2, keepdim=True) / 127
+    return (scale * (chunks / scale).round().nan_to_num()).view(x.shape)
+
+
+@needs_library
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integer_products_are_those_of_rounded_rows_on_every_processor(name: str, isa: str) -> None:
+    planes = random_planes(get_format(name), (64, 512), seed=len(name))
+    packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
+    x, compute = rows_of(150, 512), matmul(deterministic=False, integer=True, gemv_max_rows={})
+    x[7, 32:64] = 0
+    whole = compute.linear(x, packed)
+    assert error_of(whole, rounded(x) @ exact.t()) < TOLERANCE, "the rounding of results alone"
+    assert error_of(whole, x.double() @ exact.t()) < 0.01
+    assert not torch.equal(whole, matmul().linear(x, packed)), "products of floats are others"
+    for first, count in ((0, 1), (3, 2), (1, 7), (20, 13), (0, 25), (5, 129)):
+        part = slice(first, first + count)
+        assert torch.equal(compute.linear(x[part], packed), whole[part]), (isa, count)
+    kernels = library.loaded().library
+    assert kernels is not None
+    library.choose(kernels, "avx2")
+    assert torch.equal(compute.linear(x, packed), whole), "integer sums are exact, and the others have one order"
+
+
+@needs_library
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_rows_that_are_not_finite_give_nan_and_leave_their_neighbours_alone(wrong: float) -> None:
+    packed, x = pack(rows_of(64, 128), "int4", TILES), rows_of(5, 128)
+    compute = matmul(integer=True)
+    right = compute.linear(x, packed)
+    x[2, 70] = wrong
+    found = compute.linear(x, packed)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4]], right[[0, 1, 3, 4]])
+
+
 @needs_library
 @given(
-    st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 4), st.integers(0, 140), st.booleans(), st.integers(0, 99)
+    st.sampled_from(NAMES),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 140),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_products_of_any_size(name: str, tiles: int, groups: int, num_rows: int, biased: bool, seed: int) -> None:
+def test_products_of_any_size(
+    name: str, tiles: int, groups: int, num_rows: int, biased: bool, integer: bool, seed: int
+) -> None:
     shape = (64 * tiles, groups * (get_format(name).group or 32))
     planes = random_planes(get_format(name), shape, seed)
     packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
     memory = rows_of(num_rows, shape[1] + 5, seed)
     x, bias = memory[:, 2:-3], rows_of(1, shape[0], seed)[0] if biased else None
     out = torch.full((num_rows, shape[0] + 2), 7.0, dtype=torch.bfloat16)
-    compute = matmul()
+    compute = matmul(integer=integer)
     compute.linear(x, packed, bias, out=out[:, 1:-1])
-    wanted = x.double() @ exact.t() + (0 if bias is None else bias.double())
+    integer = integer and get_format(name).codes in INTEGER_CODES
+    wanted = (rounded(x) if integer else x.double()) @ exact.t() + (0 if bias is None else bias.double())
     assert num_rows == 0 or error_of(out[:, 1:-1], wanted) < 2 * TOLERANCE
     assert (out[:, [0, -1]] == 7).all(), "nothing is written beside the result"
     for threads in (1, 3):
-        assert torch.equal(matmul(threads).linear(x, packed, bias), out[:, 1:-1])
+        assert torch.equal(matmul(threads, integer=integer).linear(x, packed, bias), out[:, 1:-1])
 
 
 def experts_of(name: str, count: int, width: int, inner: int, biased: bool) -> list[ExpertWeights]:
@@ -125,23 +175,26 @@ def definition(hidden: Tensor, expert: ExpertWeights, gate: Gate) -> Tensor:
     return product(ACTIVATIONS[gate.activation](*pairs), expert.down, expert.down_bias)
 
 
-@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize(("alternating", "integer"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_experts_agree_with_float64_one_by_one_and_together(activation: str, alternating: bool, isa: str) -> None:
+def test_experts_agree_with_float64_one_by_one_and_together(
+    activation: str, alternating: bool, integer: bool, isa: str
+) -> None:
     gate, experts = Gate(activation, alternating), experts_of("int4", 3, 128, 64, biased=True)
     hidden, token_ids = 3 * rows_of(40, 128), torch.arange(200) % 40
     # Rows 141 to 159 belong to nobody.
     spans = [(0, 141), (160, 1), (161, 39)]
     wanted = [tiled.ExpertRows(*span, *each.operands) for span, each in zip(spans, experts, strict=True)]
     out = torch.zeros(200, 128, dtype=torch.bfloat16)
-    assert matmul().experts(hidden, token_ids, wanted, gate, out)
+    assert matmul(integer=integer).experts(hidden, token_ids, wanted, gate, out)
     assert not out[141:160].any()
     for (first, count), expert in zip(spans, experts, strict=True):
         exact = definition(hidden[token_ids[first : first + count]], expert, gate)
-        assert error_of(out[first : first + count], exact) < 2 * TOLERANCE, isa
+        assert error_of(out[first : first + count], exact) < (4 if integer else 2) * TOLERANCE, isa
     again = torch.zeros_like(out)
     for one in wanted:
-        assert Matmul(Workspace(40 * row_nbytes(192)), True).experts(hidden, token_ids, [one], gate, again)
+        compute = Matmul(Workspace(40 * row_nbytes(192)), True, integer)
+        assert compute.experts(hidden, token_ids, [one], gate, again)
     assert torch.equal(again, out), "neither neighbours, threads nor scratch show"
 
 

@@ -278,7 +278,12 @@ class JobState:
 
     def _open(self, record: Mapping[str, Any]) -> None:
         refuse_version(record)
-        self.opened = record
+        # Before there was "float", this was "auto".
+        compute = record["identity"].get("compute")
+        self.opened = {
+            **record,
+            "identity": {**record["identity"], "compute": "float" if compute == "auto" else compute},
+        }
         self._offsets = array("Q", bytes(8 * record["num_rows"]))
 
     def _start(self, record: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moedge.offload.machine.profile import Overheads
+from moedge.quant.native import library
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.loading_cost import LoadingSpeeds, Prepared, loading_cost, store_nbytes
 from moedge.runtime.plan.placement import Workload
@@ -12,7 +13,7 @@ from moedge.runtime.plan.planner import PlanRequest, solve
 from moedge.runtime.plan.rates import Rates
 from moedge.runtime.plan.what_if import suggestions
 from moedge.runtime.settings.budgets import MemoryBudget
-from moedge.runtime.settings.errors import DoesNotFit
+from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.settings.formatting import loss_line
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.shape.shards import bits_lost, offered_formats
@@ -146,3 +147,27 @@ def test_a_loss_that_more_bits_would_avoid_is_explained(bits: int, packed: str, 
     assert line.startswith("weights were packed again; relative L2 error against the checkpoint: attention 7 %")
     assert (f"the files have {bits} bits a weight, and --quant int8 would lose less" in line) == bool(said)
     assert loss_line({}, 6) == ""
+
+
+@pytest.mark.skipif(not library.available(), reason="the library of CPU kernels is not usable here")
+def test_activations_are_rounded_where_that_is_measured_to_be_faster_and_loses_nothing() -> None:
+    shape = plain_model(num_layers=8)
+    slow, fast = {1: 1e9, 64: 1e10}, {1: 1e10, 64: 1e11}
+
+    def chosen(rates: dict[str, dict[int, float]], **settings: object) -> tuple[str, str]:
+        costs = CostModel(shape, replace(RATES, flop_s=rates))
+        plan = solve(replace(request(5, None), costs=costs).with_settings(**{"quant": "int4", **settings})).plan
+        return plan.quant, plan.compute
+
+    assert chosen({"int4": slow, "int4xint8": fast}) == ("int4", "int8")
+    assert chosen({"int4": fast, "int4xint8": slow}) == ("int4", "float")
+    assert chosen({}) == ("int4", "int8"), "nobody measured"
+    faster = {"int4": slow, "int4xint8": fast}
+    assert chosen(faster, compute="float") == chosen(faster, deterministic=True) == ("int4", "float")
+    assert chosen(faster, dtype="fp32") == ("int4", "float")
+    assert chosen(faster, quant="nf4") == ("nf4", "float"), "its levels are no integers"
+    assert chosen(faster, quant="int8") == ("int8", "float"), "a scale per row loses something"
+    assert chosen({"int4": fast, "int4xint8": slow}, compute="int8") == ("int4", "int8")
+    for wrong in ({"quant": "nf4"}, {"quant": "int4", "dtype": "fp32"}):
+        with pytest.raises(SettingError, match="--compute int8 multiplies int8 weights"):
+            chosen({}, compute="int8", **wrong)

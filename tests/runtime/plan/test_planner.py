@@ -159,7 +159,8 @@ def test_the_least_lossy_format_within_one_and_a_half_times_the_fastest_is_taken
         ({"dtype": "fp32"}, ("dtype", "fp32")),
         ({"tokens_per_pass": 77}, ("tokens_per_pass", 77)),
         ({"deterministic": True}, ("deterministic", True)),
-        ({"compute": "int8"}, ("quant", "int8")),
+        ({"compute": "int8"}, ("compute", "int8")),
+        ({"compute": "float", "quant": "int4"}, ("compute", "float")),
         ({"attention": "torch"}, ("attention", "torch")),
     ],
 )

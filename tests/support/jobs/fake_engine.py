@@ -137,7 +137,7 @@ BACKEND = "torch"
 
 
 def fake_plan(settings: Settings) -> Any:
-    chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": BACKEND, "compute": settings.compute}
+    chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": BACKEND, "compute": "float"}
     chosen["deterministic"] = settings.deterministic
     plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
     told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
