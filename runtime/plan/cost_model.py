@@ -184,8 +184,7 @@ class _ComputeCosts:
         names = [formats.quant if formats.dtype == "bf16" else WIDE, *filter(None, [get_format(formats.quant).rates])]
         if formats.compute == "int8" and formats.dtype == "bf16":
             # All 4-bit codes are multiplied by integers in the same way.
-            alike = f"int{CODE_BITS[get_format(formats.quant).codes]}"
-            names = [INTEGERS.format(alike), *names]
+            names = [INTEGERS.format(f"int{CODE_BITS[get_format(formats.quant).codes]}"), *names]
         self._alone = rates.curve(*names)
         self._together = rates.curve(*chain.from_iterable((TOGETHER.format(each), each) for each in names))
         self._attending = rates.curve(ATTENTION.format(formats.kv), "none", *names)

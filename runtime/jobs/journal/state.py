@@ -278,12 +278,10 @@ class JobState:
 
     def _open(self, record: Mapping[str, Any]) -> None:
         refuse_version(record)
-        # Before there was "float", this was "auto".
-        compute = record["identity"].get("compute")
-        self.opened = {
-            **record,
-            "identity": {**record["identity"], "compute": "float" if compute == "auto" else compute},
-        }
+        self.opened = record
+        if (identity := record.get("identity", {})).get("compute") == "auto":
+            # Journals from before there was "float".
+            self.opened = {**record, "identity": {**identity, "compute": "float"}}
         self._offsets = array("Q", bytes(8 * record["num_rows"]))
 
     def _start(self, record: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from moedge.runtime.rows.fields import FIELDS, IGNORED, UNSUPPORTED
 from moedge.runtime.rows.row import Row
 
 Read = Callable[..., list[Row | RowFailure]]
-WHOLE_FILE = {ErrorCode.UNSUPPORTED_ENCODING, ErrorCode.DAMAGED_GZIP}
+WHOLE_FILE = {ErrorCode.UNSUPPORTED_ENCODING, ErrorCode.DAMAGED_GZIP, ErrorCode.DAMAGED_ZSTD}
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 values = st.recursive(
@@ -46,6 +46,7 @@ def not_blank(data: bytes) -> int:
 
 @given(st.lists(lines, max_size=6).map(b"\n".join))
 @example(b"\x1f\x8b")
+@example(b"(\xb5/\xfd\n\0")
 @example(b"\xff\xfe{\0")
 def test_any_bytes_give_one_row_or_error_per_line_that_can_be_answered(read: Read, data: bytes) -> None:
     rows = read(data)

@@ -341,3 +341,10 @@ def test_any_history_leaves_the_answers_that_sqlite_has(
 @pytest.fixture(autouse=True)
 def _no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(committer_file, "LINGER_SECONDS", 0.0)
+
+
+def test_activations_that_were_auto_in_older_journals_were_never_rounded() -> None:
+    state = JobState()
+    identity = {"quant": "int4", "compute": "auto"}
+    state.apply(0, encode(Kind.OPEN, 0, {"version": VERSION, "num_rows": 1, "identity": identity}))
+    assert state.opened["identity"] == {"quant": "int4", "compute": "float"}
