@@ -33,7 +33,7 @@ from support.heldout import DEMO, predict
 ROWS = [
     ("fp32", "none", "auto"),
     ("bf16", "none", "auto"),
-    ("bf16", "int8", "auto"),
+    ("bf16", "int8", "float"),
     ("bf16", "int8", "int8"),
     ("bf16", "int4", "float"),
     ("bf16", "int4", "int8"),

@@ -63,10 +63,10 @@ CODECS: Mapping[tuple[str, str], Codec] = MappingProxyType(
         ("nf4", ROWS): nf4,
         ("nf4", NF4PACK): nf4.FusedCodec(),
         ("e2m1", ROWS): mxfp4,
-        ("int8", TILES): tiles.TilesCodec(int8),
-        ("int4", TILES): tiles.TilesCodec(tiles.Int4Rows()),
-        ("nf4", TILES): tiles.TilesCodec(nf4, high_first=True),
-        ("e2m1", TILES): tiles.TilesCodec(mxfp4),
+        ("int8", TILES): tiles.TilesCodec("int8", int8),
+        ("int4", TILES): tiles.TilesCodec("int4", tiles.Int4Rows()),
+        ("nf4", TILES): tiles.TilesCodec("nf4", nf4, high_first=True),
+        ("e2m1", TILES): tiles.TilesCodec("e2m1", mxfp4),
     }
 )
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..native import tiles as native_tiles
 from . import int4
 from .format import row_chunks
 
@@ -70,9 +71,10 @@ class RowsCodec(Protocol):
 
 
 class TilesCodec:
-    """The codec (tensor.Codec) of the codes that `rows` packs and unpacks row after row."""
+    """The codec (tensor.Codec) of the codes, of type `codes`, that `rows` packs and unpacks row after row."""
 
-    def __init__(self, rows: RowsCodec, high_first: bool = False) -> None:
+    def __init__(self, codes: str, rows: RowsCodec, high_first: bool = False) -> None:
+        self._codes = codes
         self._rows = rows
         self._high_first = high_first
 
@@ -87,6 +89,8 @@ class TilesCodec:
                 interleave_groups(plane, out)
 
     def unpack(self, planes: tuple[Tensor, ...], out: Tensor, wide: Tensor) -> None:
+        if native_tiles.widen(self._codes, planes, out):
+            return
         for rows in row_chunks((len(out), out.shape[1]), BLOCK_ROWS):
             part = by_rows(tuple(plane[rows] for plane in planes), self._high_first)
             self._rows.unpack(part, out[rows], wide[rows])

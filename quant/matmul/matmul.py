@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from ..formats import bitsandbytes_kernels, int4, int8, nf4
-from ..formats.format import ALIGNMENT, INT4PACK, NF4PACK, ROWS, TILES, FormatError, Layout, end_of, get_format
+from ..formats.format import (
+    ALIGNMENT,
+    INT4PACK,
+    NF4PACK,
+    QUANT_FORMATS,
+    ROWS,
+    TILES,
+    FormatError,
+    Layout,
+    end_of,
+    get_format,
+)
 from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
 from . import tiled
@@ -94,9 +105,9 @@ class Matmul:
     libraries. Other products vary: among 1, 64 or 300 other rows, or with another number of threads, the same row is
     computed by kernels that sum in another order. The fused product of nf4 does not, and is used for any rows.
 
-    `integer`: activations are rounded to int8 where kernels multiply such integers: with a scale per row for int8
-    matrices (W8A8), with one per 32 columns for any number of rows times codes of INTEGER_CODES in order `tiles`.
-    Integer sums are exact, so such products are always deterministic.
+    `integer`: kernels round activations to int8: with one scale per 32 columns for codes of INTEGER_CODES in order
+    `tiles`, with one per row for int8 matrices in order `rows` (W8A8). Integer sums are exact, so that bits of a row
+    depend on nothing else.
 
     `gemv_max_rows`: by type of codes, and for order `tiles`, the number of rows up to which kernels on codes are used.
     """
@@ -153,7 +164,7 @@ class Matmul:
 
     def tiled_rows(self) -> int:
         """The most rows for which codes are read by kernels, instead of being dequantized first."""
-        return ALL_ROWS if self.deterministic or self.integer else self.gemv_max_rows.get(TILES, 0)
+        return ALL_ROWS if self.deterministic else self.gemv_max_rows.get(TILES, 0)
 
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
         enough = self.workspace.nbytes >= row_nbytes(packed.shape[1])
@@ -356,7 +367,7 @@ def kernel_order(format_name: str, dtype: torch.dtype, device_type: str) -> str:
     found = get_format(format_name)
     if dtype != torch.bfloat16 or device_type != "cpu":
         return found.order
-    if TILES in found.orders and found.codes != "int8" and tiled.has_kernel():
+    if TILES in found.orders and tiled.has_kernel():
         return TILES
     return NF4PACK if NF4PACK in found.orders and bitsandbytes_kernels.has_fused() else found.order
 
@@ -372,7 +383,7 @@ MOST_GEMV_ROWS = 64
 GEMV_REPEATS = 5
 
 
-def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
+def measure_gemv_max_rows(format_name: str, integer: bool = False) -> dict[str, int]:
     """The `gemv_max_rows` of Matmul for a model in this format; takes about ten milliseconds on the calling thread.
 
     A kernel that dequantizes codes on the fly takes time for every row. Dequantizing first takes its time once, and the
@@ -389,8 +400,14 @@ def measure_gemv_max_rows(format_name: str) -> dict[str, int]:
         elif rows or (found.codes == "int4" and int4.has_kernel()):
             limits[found.codes] = _break_even_rows(found.rates or found.name)
         if TILES in orders:
-            limits[TILES] = _fused_max_rows(found.rates or found.name, TILES)
+            # mxfp4 computes as fast as nf4, whose levels are no integers.
+            limits[TILES] = _fused_max_rows((not integer and found.rates) or _quantized(found.codes), TILES, integer)
     return limits
+
+
+def _quantized(codes: str) -> str:
+    """The format with such codes that matrices can be quantized to."""
+    return next(name for name, each in QUANT_FORMATS.items() if each.codes == codes)
 
 
 # Orders whose kernels take any number of rows, and whether they can be used here.
@@ -408,24 +425,25 @@ def _break_even_rows(format_name: str) -> int:
 
 
 @torch.inference_mode()
-def _fused_max_rows(format_name: str, order: str) -> int:
+def _fused_max_rows(format_name: str, order: str, integer: bool = False) -> int:
     """The number of rows for which the fused product of nf4 takes as long as dequantizing first; perhaps any.
 
     Both are compared for few and for many rows, between which their times are straight lines.
     """
     packed = pack(torch.randn(GEMV_SHAPE, dtype=torch.bfloat16), format_name, order)
-    few, many = (_kernel_and_dequantizing(packed, rows) for rows in (GEMV_ROWS, FUSED_ROWS))
+    few, many = (_kernel_and_dequantizing(packed, rows, integer) for rows in (GEMV_ROWS, FUSED_ROWS))
     saved, lost = few[1] - few[0], many[0] - many[1]
     if lost <= 0:
         return ALL_ROWS
     return max(1, int(GEMV_ROWS + (FUSED_ROWS - GEMV_ROWS) * max(0.0, saved) / (max(0.0, saved) + lost)))
 
 
-def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int) -> tuple[float, float]:
+def _kernel_and_dequantizing(packed: PackedTensor, num_rows: int, integer: bool = False) -> tuple[float, float]:
     """Seconds of a product of `num_rows` rows by the kernel on codes, and by dequantizing first."""
     x = torch.randn(num_rows, packed.shape[1], dtype=torch.bfloat16)
     workspace = Workspace(scratch_nbytes(packed.layout, dtype_name(x.dtype), deterministic=False))
-    kernel = Matmul(workspace, gemv_max_rows={packed.layout.codes: num_rows, packed.layout.order: num_rows})
+    limits = {packed.layout.codes: num_rows, packed.layout.order: num_rows}
+    kernel = Matmul(workspace, integer=integer, gemv_max_rows=limits)
     dequantizing = Matmul(workspace, gemv_max_rows={})
     kernel_s, dequantizing_s = (_best_seconds(partial(each.linear, x, packed)) for each in (kernel, dequantizing))
     return kernel_s, dequantizing_s

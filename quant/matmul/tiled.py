@@ -18,6 +18,7 @@ from torch import Tensor
 from ..formats.format import INTEGER_CODES, TILES
 from ..kernels.operands import Gate
 from ..native.library import available, function
+from ..native.tiles import matrix_numbers
 from ..scratch import row_nbytes
 from ..tensor import PackedTensor
 
@@ -29,12 +30,9 @@ ExpertMatrices = tuple[PackedTensor, Tensor | None, PackedTensor, Tensor | None]
 Kernel = Callable[[int], None]
 # The rows that a kernel multiplies together; tiles.h has the same number.
 MOST_ROWS = 128
-# Enums of tiles.h and products.cpp.
-_VALUES = {"int4": 0, "nf4": 1, "e2m1": 2, "int8": 3}
-# Added to these where rows are rounded to integers.
+# Added to the type of values where rows are rounded to integers, as in tiles.h.
 _INTEGERS = 8
-_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
-_PAIRS = 4
+# An enum of products.cpp.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 # Two counters, each in a cache line of its own.
 _COUNTERS = 16
@@ -185,17 +183,7 @@ def _run(kernel: Kernel, given: Array[c_int64], counters: int, on_threads: OnThr
 def describe(packed: PackedTensor, bias: Tensor | None, integer: bool = False) -> tuple[int, ...]:
     """A bias and a matrix as `Matrix` in tiles.h has them; `integer` as for multiply."""
     if not packed.described:
-        codes, scales, *zeros = packed.planes
-        layout = packed.layout
-        packed.described[:] = (
-            codes.data_ptr(),
-            scales.data_ptr(),
-            zeros[0].data_ptr() if zeros else 0,
-            *layout.shape,
-            layout.group,
-            _VALUES[layout.codes],
-            _PAIRS if scales.dim() == 3 else _SCALES[scales.dtype],
-        )
+        packed.described[:] = matrix_numbers(packed.layout.codes, packed.planes, packed.shape[1])
     *matrix, values, scales_kind = packed.described
     if integer and packed.layout.codes in INTEGER_CODES:
         values += _INTEGERS

@@ -23,7 +23,9 @@ COMPILER = "g++"
 # Compiled once, for every x86-64.
 COMMON = ("library.cpp",)
 # Compiled once for each instruction set.
-KERNELS: tuple[str, ...] = ("attention.cpp", "packing.cpp", "products.cpp", "steps.cpp", "widening.cpp")
+KERNELS: tuple[str, ...] = (
+    "attention.cpp", "packing.cpp", "products.cpp", "steps.cpp", "tiles_widening.cpp", "widening.cpp",
+)  # fmt: skip
 # Of these, what is compiled for processors without AVX2, too; and how, by the suffix of its names.
 PORTABLE = ("widening.cpp",)
 _PORTABLE_SETS: Mapping[str, tuple[str, ...]] = MappingProxyType({"portable": (), "ssse3": ("-mssse3",)})

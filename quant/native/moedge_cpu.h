@@ -87,6 +87,7 @@ MOEDGE_EXPORT int64_t moedge_attention_scratch(const struct moedge_attention *a)
     X(moedge_multiply, (const int64_t *given), (given))                                          \
     X(moedge_experts, (const int64_t *given), (given))                                           \
     X(moedge_steps, (const int64_t *given), (given))                                             \
+    X(moedge_widen_tiles, (const int64_t *given), (given))                                       \
     X(moedge_pack, (int64_t *given), (given))
 
 // Kernels that have code for processors without AVX2, too.

@@ -67,6 +67,11 @@ inline void pairs_of_bf16(const uint16_t* from, vf& first, vf& second) {
 
 constexpr int VECTORS = OUTPUTS / W;
 
+// Two columns of a tile's values in float32: of column 0 and 1.
+struct FloatPair {
+    vf of[2][VECTORS];
+};
+
 // Two columns of a tile's values, ready to be multiplied by two numbers of every row.
 #if MOEDGE_LEVEL >= 3
 struct Pair {
@@ -85,9 +90,7 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
     sums[1] = _mm512_dpbf16_ps(sums[1], (__m512bh)pair.of[1], (__m512bh)numbers);
 }
 #else
-struct Pair {
-    vf of[2][VECTORS];
-};
+using Pair = FloatPair;
 constexpr int ROWS_AT_ONCE = MOEDGE_LEVEL >= 2 ? 6 : 1;
 constexpr int64_t MOST_DIRECT = ROWS_AT_ONCE;
 
@@ -100,16 +103,78 @@ inline void add_products(vf (&sums)[VECTORS], const Pair& pair, const uint16_t* 
 }
 #endif
 
-// Widens pairs of columns from codes. The bytes of a pair of four-bit codes: byte 2 i + p has column p of row i in the
+// Makes pairs of columns from codes. The bytes of a pair of four-bit codes: byte 2 i + p has column p of row i in the
 // low bits and of row 16 + i in the high bits; of eight-bit codes, byte 2 i + p has column p of row i.
 template <int VALUES>
-struct Codes {
+struct FloatCodes {
     static constexpr int64_t NBYTES = VALUES == INT8 ? 2 * OUTPUTS : OUTPUTS;
     const uint8_t* at;
 
     // Processors do not read far enough ahead on their own. What is behind the last tile is read in vain.
     void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
+#if MOEDGE_LEVEL >= 2
+    __m512 table;
+
+    explicit FloatCodes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[VALUES % 3])) {}
+
+    void pair(int64_t index, FloatPair& made) const {
+        const uint8_t* from = at + index * NBYTES;
+        if (VALUES == INT8) {
+            for (int v = 0; v < VECTORS; v++) {
+                const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + OUTPUTS * v)));
+                made.of[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
+                made.of[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
+            }
+            return;
+        }
+        const __m512i codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+        made.of[0][0] = _mm512_permutexvar_ps(codes, table);
+        made.of[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
+        made.of[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
+        made.of[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
+    }
+#else
+    __m256 low, high;
+
+    explicit FloatCodes(const uint8_t* from)
+        : at(from), low(_mm256_loadu_ps(TABLES[VALUES % 3])), high(_mm256_loadu_ps(TABLES[VALUES % 3] + 8)) {}
+
+    // The entries of the low four bits.
+    vf looked_up(__m256i codes) const {
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
+    }
+
+    void pair(int64_t index, FloatPair& made) const {
+        const uint8_t* from = at + index * NBYTES;
+        if (VALUES == INT8) {
+            for (int v = 0; v < VECTORS; v++) {
+                const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * W * v)));
+                made.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
+                made.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
+            }
+            return;
+        }
+        for (int half = 0; half < 2; half++) {
+            const __m256i codes = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16 * half)));
+            made.of[0][half] = looked_up(codes);
+            made.of[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
+            made.of[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
+            made.of[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
+        }
+    }
+#endif
+};
+
 #if MOEDGE_LEVEL >= 3
+// The same in bfloat16, exact but for the levels of nf4.
+template <int VALUES>
+struct Codes {
+    static constexpr int64_t NBYTES = FloatCodes<VALUES>::NBYTES;
+    const uint8_t* at;
+
+    void prefetch(int64_t index) const { _mm_prefetch((const char*)at + index * NBYTES + AHEAD, _MM_HINT_T0); }
+
     __m512i table;
 
     explicit Codes(const uint8_t* from) : at(from) {
@@ -138,59 +203,11 @@ struct Codes {
         made.of[0] = _mm512_permutexvar_epi16(codes, table);
         made.of[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
     }
-#elif MOEDGE_LEVEL >= 2
-    __m512 table;
-
-    explicit Codes(const uint8_t* from) : at(from), table(_mm512_loadu_ps(TABLES[VALUES % 3])) {}
-
-    void pair(int64_t index, Pair& made) const {
-        const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
-            for (int v = 0; v < VECTORS; v++) {
-                const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(from + OUTPUTS * v)));
-                made.of[0][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24));
-                made.of[1][v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8));
-            }
-            return;
-        }
-        const __m512i codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-        made.of[0][0] = _mm512_permutexvar_ps(codes, table);
-        made.of[1][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table);
-        made.of[0][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
-        made.of[1][1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table);
-    }
-#else
-    __m256 low, high;
-
-    explicit Codes(const uint8_t* from)
-        : at(from), low(_mm256_loadu_ps(TABLES[VALUES % 3])), high(_mm256_loadu_ps(TABLES[VALUES % 3] + 8)) {}
-
-    // The entries of the low four bits.
-    vf looked_up(__m256i codes) const {
-        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
-        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
-    }
-
-    void pair(int64_t index, Pair& made) const {
-        const uint8_t* from = at + index * NBYTES;
-        if (VALUES == INT8) {
-            for (int v = 0; v < VECTORS; v++) {
-                const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(from + 2 * W * v)));
-                made.of[0][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
-                made.of[1][v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
-            }
-            return;
-        }
-        for (int half = 0; half < 2; half++) {
-            const __m256i codes = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16 * half)));
-            made.of[0][half] = looked_up(codes);
-            made.of[1][half] = looked_up(_mm256_srli_epi32(codes, 8));
-            made.of[0][half + 2] = looked_up(_mm256_srli_epi32(codes, 4));
-            made.of[1][half + 2] = looked_up(_mm256_srli_epi32(codes, 12));
-        }
-    }
-#endif
 };
+#else
+template <int VALUES>
+using Codes = FloatCodes<VALUES>;
+#endif
 
 // Pairs that were widened before, for the rows after the first.
 struct Widened {

@@ -78,7 +78,7 @@ def _experts(format_name: str, dtype: torch.dtype, integer: bool = False) -> dic
     experts = [PackedTensor(packed.layout, tuple(p.clone() for p in packed.planes)) for _ in range(NUM_EXPERTS)]
     nbytes = scratch_nbytes(packed.layout, dtype_name(dtype), deterministic=False)
     workspaces = [Workspace(nbytes) for _ in range(torch.get_num_threads())]
-    limits = measure_gemv_max_rows(format_name)
+    limits = measure_gemv_max_rows(format_name, integer)
     compute = ParallelMatmul(workspaces[0], integer=integer, gemv_max_rows=limits, helpers=workspaces[1:])
     flop = 2 * NUM_EXPERTS * EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     rates = {}
@@ -222,7 +222,7 @@ def _case(integer: bool, format_name: str) -> Case:
     nbytes = scratch_nbytes(first.layout, dtype_name(torch.bfloat16), deterministic=False)
     # Kernels on codes are divided among the threads of the products, not among torch's.
     helpers = [Workspace(nbytes) for _ in range(torch.get_num_threads() - 1)]
-    gemv_max_rows = measure_gemv_max_rows(format_name)
+    gemv_max_rows = measure_gemv_max_rows(format_name, integer)
     compute = ParallelMatmul(Workspace(nbytes), integer=integer, gemv_max_rows=gemv_max_rows, helpers=helpers)
 
     def case(num_rows: int) -> Callable[[], None]:

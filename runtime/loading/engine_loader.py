@@ -79,7 +79,7 @@ def make_compute(shape: ModelShape, plan: Plan, torch_device: torch.device) -> P
         Workspace(workspace_nbytes(*sizes), torch_device),
         deterministic=plan.deterministic,
         integer=plan.compute == "int8",
-        gemv_max_rows=measure_gemv_max_rows(plan.quant),
+        gemv_max_rows=measure_gemv_max_rows(plan.quant, plan.compute == "int8"),
         helpers=[Workspace(helper_nbytes(*sizes)) for _ in range(min(helpers, torch.get_num_threads() - 1))],
         grouped=_grouped(torch_device, plan.deterministic) if plan.grouped_experts else None,
     )

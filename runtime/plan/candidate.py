@@ -224,12 +224,11 @@ def may_fuse(dense: Sequence[Matrix], experts: ExpertsShape | None) -> bool:
     return experts is not None and {matrix.name.rpartition(".")[2] for matrix in dense} == _PROJECTIONS
 
 
-def fuses(quant: str, dtype: str, compute: str, deterministic: bool) -> bool:
+def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
     """Whether the library's steps exist here and take these formats."""
     if deterministic or dtype != "bf16" or not library.available():
         return False
-    found = get_format(quant)
-    return TILES in found.orders and not (compute == "int8" and found.whole_rows)
+    return TILES in get_format(quant).orders
 
 
 def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:

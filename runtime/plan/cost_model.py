@@ -520,7 +520,7 @@ class CostModel:
         formats = _CandidateFormats(
             weights.dtype, weights.quant, compute, spec.format, spec.block, weights.grouped_experts
         )
-        fused = fused and fuses(weights.quant, weights.dtype, compute, weights.deterministic) and not weights.on_device
+        fused = fused and fuses(weights.quant, weights.dtype, weights.deterministic) and not weights.on_device
         key = (workload, formats, candidate.tokens_per_pass, live, fused)
         if key not in self._passes:
             work = self._work(weights.quant, weights.dtype, weights.shards)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ...offload.machine.hardware import Hardware
 from ...offload.machine.profile import Machine
-from ...quant.formats.format import CODE_BITS, QUANT_FORMATS, get_format
+from ...quant.formats.format import QUANT_FORMATS, get_format
 from ...quant.kernels.gpu import Gpu, dotted, interpreted
 from ...quant.native import library
 from ..attention.choice import NO_LATENTS, AttentionNeeds, choose_attention, stores_by_kernel
@@ -108,13 +108,13 @@ class SearchSpace:
     def arithmetics(self, quant: str) -> tuple[str, ...]:
         """What the settings leave open of how weights in a format are multiplied, of equally fast ones the first taken.
 
-        Rounding activations to int8 loses nothing beside what 4 bits lose (docs/quality.md).
+        Rounding activations to int8 loses nothing beside what quantized weights lose (docs/quality.md).
         """
-        settings, codes = self.request.settings, get_format(quant).codes
+        settings = self.request.settings
         if settings.compute != "auto":
             return (settings.compute,)
         may = self.request.budget.device is None and not settings.deterministic
-        if may and CODE_BITS[codes] == 4 and _reads_integers(quant, self.dtype):
+        if may and _has_integer_kernel(quant, self.dtype):
             return ("int8", "float")
         return ("float",)
 
@@ -264,8 +264,12 @@ def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...
 
 def _reads_integers(quant: str, dtype: str) -> bool:
     """Whether weights in this format are multiplied by activations that are rounded to int8."""
-    found = get_format(quant)
-    return found.whole_rows or (found.reads_integers and dtype == "bf16" and library.available())
+    return get_format(quant).whole_rows or _has_integer_kernel(quant, dtype)
+
+
+def _has_integer_kernel(quant: str, dtype: str) -> bool:
+    """Whether the library of CPU kernels does that, with a scale for each 32 activations."""
+    return get_format(quant).reads_integers and dtype == "bf16" and library.available()
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +437,7 @@ class _Search:
         plan, candidate = self._in_computing_tier(ranked), ranked.candidate
         if self._budget.device is None:
             plan = plan.with_spare(self._budget.host_nbytes - plan.used_nbytes)
-            may = not plan.streams and fuses(plan.quant, plan.dtype, plan.compute, plan.deterministic)
+            may = not plan.streams and fuses(plan.quant, plan.dtype, plan.deterministic)
             buffers = fused_nbytes(candidate.weights.shape, plan.tokens_per_pass) if may else 0
             fused = min(buffers, plan.free_nbytes // 2)
             return replace(plan, fused_nbytes=fused, free_nbytes=plan.free_nbytes - fused)

@@ -132,6 +132,17 @@ bool one_matrix(Random &random) {
         matrix.describe(given);
         run(moedge_multiply, given, 6, turn ? 3 : 1);
     }
+    // In memory of its own size: nothing is written beside it.
+    std::vector<int64_t> widening;
+    matrix.describe(widening);
+    Numbers wide(size_t(matrix.rows * matrix.columns));
+    widening.push_back(int64_t(wide.data()));
+    moedge_widen_tiles(widening.data());
+    for (int64_t n = 0; n < matrix.rows; n += 5)
+        for (int64_t k = 0; k < matrix.columns; k++) {
+            const double exact = matrix.weight(n, k), made = from_bf16(wide[size_t(n * matrix.columns + k)]);
+            if (fabs(made - exact) > fabs(exact) / 250 + 1e-6) return false;
+        }
     Error error;
     for (int64_t r = 0; r < rows; r += 7)
         error.add(matrix.product(row_of(x, r, matrix.columns)), found[0].data() + r * matrix.rows);

@@ -16,6 +16,7 @@ from moedge.quant.kernels.operands import ACTIVATIONS, Gate
 from moedge.quant.matmul import tiled
 from moedge.quant.matmul.matmul import ALL_ROWS, Matmul, ParallelMatmul, Workspace, kernel_order
 from moedge.quant.native import library
+from moedge.quant.native import tiles as native_tiles
 from moedge.quant.planes import from_planes, planes_of, relayout
 from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
@@ -82,6 +83,35 @@ def test_products_agree_with_float64_and_rows_with_themselves(name: str, isa: st
     for first, count in ((0, 1), (3, 2), (1, 7), (20, 13), (0, 25), (5, 129)):
         part = slice(first, first + count)
         assert torch.equal(compute.linear(x[part], packed), whole[part]), (isa, count)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_widening_by_the_library_has_the_bits_of_the_codec(
+    name: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planes = random_planes(get_format(name), (128, 512), seed=len(name))
+    packed = from_planes(name, planes, "bfloat16", TILES)
+    if get_format(name).scales == "e8m0":
+        # Powers that are no normal numbers, that overflow, and NaN.
+        packed.planes[1].view(-1)[::7] = torch.arange(256, dtype=torch.uint8).repeat(2)[
+            : packed.planes[1].numel() // 7 + 1
+        ]
+    found = torch.full((130, 512), 7, dtype=torch.bfloat16)
+    assert native_tiles.widen(packed.layout.codes, packed.planes, found[1:129])
+    assert (found[[0, 129]] == 7).all()
+    monkeypatch.setattr(native_tiles, "widen", lambda *_: False)
+    wanted = packed.dequantize(torch.empty(packed.shape, dtype=torch.bfloat16))
+    assert torch.equal(wanted.isnan(), found[1:129].isnan())
+    same = wanted.view(torch.int16) == found[1:129].view(torch.int16)
+    assert (same | wanted.isnan()).all(), (isa, int((~same).sum()))
+
+
+@needs_library
+def test_what_the_library_does_not_widen_is_left_to_the_codec() -> None:
+    packed = pack(rows_of(64, 128), "int4", TILES)
+    for out in (torch.empty(64, 128), torch.empty(128, 64, dtype=torch.bfloat16).t()):
+        assert not native_tiles.widen("int4", packed.planes, out)
+    assert torch.equal(packed.dequantize(torch.empty(64, 128)).bfloat16(), packed.dequantize())
 
 
 def rounded(x: Tensor) -> Tensor:

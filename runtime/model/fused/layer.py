@@ -11,7 +11,7 @@ from torch import Tensor
 from ....moe.expert import HeldExperts
 from ....moe.groups import ExpertGroups
 from ....quant.matmul import steps
-from ....quant.matmul.matmul import ParallelMatmul
+from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, Routed, Step, Steps
 from ....quant.matmul.tiled import MOST_ROWS
 from ....quant.scratch import row_nbytes
@@ -73,6 +73,18 @@ def buffers_nbytes(layers: Sequence[FusedLayer]) -> int:
 
 def _bf16(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _most_rows(parts: LayerParts, tiled_rows: int) -> int:
+    """The most rows of a pass for which steps are used.
+
+    Products of more than `tiled_rows` rows are faster where matrices are dequantized first, which steps do not do; of
+    many rows, one takes as long as one of MOST_ROWS. Most products are those of experts, which share the rows of a
+    pass. Half as many rows as would give each of them `tiled_rows` are allowed, since all other products have all rows.
+    """
+    if tiled_rows >= MOST_ROWS:
+        return ALL_ROWS
+    return max(tiled_rows, tiled_rows * parts.router.shape[0] // (2 * parts.num_chosen))
 
 
 class LayerSteps:
@@ -160,10 +172,7 @@ class FusedLayer:
         self.seam = seam
         self.call = call
         self.taken = 0
-        # A row of many takes as long as one of MOST_ROWS, and what dequantizing first may save is less than what
-        # torch's operations around the products take.
-        many = compute.tiled_rows() >= MOST_ROWS
-        self.most_rows = buffers.rows if many else min(buffers.rows, compute.tiled_rows())
+        self.most_rows = min(buffers.rows, _most_rows(parts, compute.tiled_rows()))
         self._compute = compute
         self._source: HeldExperts = parts.source
         self._composed: _Composed | None = None

@@ -1,0 +1,125 @@
+// Widens matrices in order `tiles` to bfloat16, row after row, for products of many rows by other kernels.
+// native/tiles.py calls it.
+//
+// A weight is value(code) * scale + zero, each operation rounded to float32 and the result once more to bfloat16: the bits
+// of the codecs in torch.
+#include "tiles.h"
+
+namespace {
+
+// Rounds to the nearest, to even in the middle; NaN stays NaN, and small numbers are no zeros. In the upper 16 bits.
+#if MOEDGE_LEVEL >= 2
+using words = __m512i;
+inline words rounded(vf x) {
+    const words bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const words up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_mask_or_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(64 << 16));
+}
+// The first in the lower, the second in the upper 16 bits.
+inline words both_of(words first, words second) {
+    return _mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_and_si512(second, _mm512_set1_epi32(int(0xffff0000))));
+}
+inline void store_words(uint32_t* to, words x) { _mm512_storeu_si512(to, x); }
+#else
+using words = __m256i;
+inline words rounded(vf x) {
+    const words bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const words up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const words nan = _mm256_or_si256(bits, _mm256_set1_epi32(64 << 16));
+    return _mm256_blendv_epi8(up, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+inline words both_of(words first, words second) {
+    return _mm256_or_si256(_mm256_srli_epi32(first, 16), _mm256_and_si256(second, _mm256_set1_epi32(int(0xffff0000))));
+}
+inline void store_words(uint32_t* to, words x) { _mm256_storeu_si256((words*)to, x); }
+#endif
+
+// 2^(exponent - 127) of W biased exponents, 255 being NaN.
+inline vf exact_powers(const uint8_t* from) {
+    float powers[W];
+    for (int i = 0; i < W; i++) {
+        const uint32_t bits = from[i] == 255 ? 0x7fc00000u : from[i] == 0 ? 1u << 22 : uint32_t(from[i]) << 23;
+        memcpy(powers + i, &bits, 4);
+    }
+    return load(powers);
+}
+
+inline void factors_of(const Matrix& matrix, int64_t tile, int64_t group, Factors& found) {
+    if (matrix.scales_kind == BF16_PAIRS) return matrix.factors<BF16_PAIRS>(tile, group, found);
+    if (matrix.scales_kind != E8M0) return matrix.factors<ANY>(tile, group, found);
+    const uint8_t* from = matrix.scales + (tile * (matrix.columns / matrix.group) + group) * OUTPUTS;
+    for (int v = 0; v < VECTORS; v++) found.scale[v] = exact_powers(from + v * W);
+}
+
+// Pairs of columns [16][OUTPUTS] to rows [OUTPUTS][16], each `stride` pairs after the last.
+inline void transpose(const uint32_t (&pairs)[CHUNK / 2][OUTPUTS], uint32_t* to, int64_t stride) {
+#if MOEDGE_LEVEL >= 2
+    for (int half = 0; half < 2; half++) {
+        __m512i x[16], y[16];
+        for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(pairs[i] + 16 * half);
+        for (int i = 0; i < 8; i++) {
+            y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+            y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+        }
+        // x[4 q + j] has in lane L the row 4 L + j of the pairs 4 q to 4 q + 3.
+        for (int q = 0; q < 4; q++)
+            for (int j = 0; j < 2; j++) {
+                x[4 * q + 2 * j] = _mm512_unpacklo_epi64(y[4 * q + j], y[4 * q + 2 + j]);
+                x[4 * q + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * q + j], y[4 * q + 2 + j]);
+            }
+        for (int j = 0; j < 4; j++) {
+            const __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), b = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+            const __m512i c = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd), d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+            uint32_t* row = to + (16 * half + j) * stride;
+            _mm512_storeu_si512(row, _mm512_shuffle_i32x4(a, b, 0x88));
+            _mm512_storeu_si512(row + 4 * stride, _mm512_shuffle_i32x4(c, d, 0x88));
+            _mm512_storeu_si512(row + 8 * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
+            _mm512_storeu_si512(row + 12 * stride, _mm512_shuffle_i32x4(c, d, 0xdd));
+        }
+    }
+#else
+    for (int row = 0; row < OUTPUTS; row++)
+        for (int i = 0; i < CHUNK / 2; i++) to[row * stride + i] = pairs[i][row];
+#endif
+}
+
+template <int VALUES>
+void widen_tile(const Matrix& matrix, int64_t tile, uint32_t* to) {
+    const bool has_zeros = matrix.scales_kind == BF16_PAIRS || matrix.zeros != nullptr;
+    const FloatCodes<VALUES> codes(matrix.codes + tile * (matrix.columns / 2) * FloatCodes<VALUES>::NBYTES);
+    for (int64_t chunk = 0; chunk < matrix.columns / CHUNK; chunk++) {
+        Factors factors;
+        factors_of(matrix, tile, chunk * CHUNK / matrix.group, factors);
+        alignas(64) uint32_t pairs[CHUNK / 2][OUTPUTS];
+        for (int p = 0; p < CHUNK / 2; p++) {
+            FloatPair pair;
+            codes.prefetch(chunk * (CHUNK / 2) + p);
+            codes.pair(chunk * (CHUNK / 2) + p, pair);
+            for (int v = 0; v < VECTORS; v++) {
+                vf first = mul(pair.of[0][v], factors.scale[v]), second = mul(pair.of[1][v], factors.scale[v]);
+                if (has_zeros) {
+                    first = add(first, factors.zero[v]);
+                    second = add(second, factors.zero[v]);
+                }
+                store_words(pairs[p] + v * W, both_of(rounded(first), rounded(second)));
+            }
+        }
+        transpose(pairs, to + chunk * (CHUNK / 2), matrix.columns / 2);
+    }
+}
+
+}  // namespace
+
+// Writes the matrix [N, K]. `given`: the matrix, then the address of the result, of adjacent rows.
+extern "C" void MOEDGE_NAMED(moedge_widen_tiles)(const int64_t* given) {
+    const Matrix matrix(given);
+    for (int64_t tile = 0; tile < matrix.tiles(); tile++) {
+        uint32_t* to = (uint32_t*)given[9] + tile * OUTPUTS * matrix.columns / 2;
+        switch (matrix.values) {
+            case INT4: widen_tile<INT4>(matrix, tile, to); break;
+            case NF4: widen_tile<NF4>(matrix, tile, to); break;
+            case E2M1: widen_tile<E2M1>(matrix, tile, to); break;
+            default: widen_tile<INT8>(matrix, tile, to);
+        }
+    }
+}
