@@ -1,7 +1,7 @@
 """How long does a product with a packed matrix take, for few rows and many, fast and deterministic?
 
     python -m bench.micro linear [--threads 2] [--repeats 15] [--shape 1024 2048] [--dtype bfloat16]
-        [--only-layer] [--only-kept] [--only-widened]
+        [--only-layer] [--only-kept] [--only-integers] [--only-widened]
 
 Prints microseconds, the best of rounds in which every candidate takes its turn:
 1. the products of Matmul beside torch.mm over a plain matrix of the same dtype, and bitsandbytes' own NF4 product;
@@ -9,9 +9,10 @@ Prints microseconds, the best of rounds in which every candidate takes its turn:
    with codes row after row;
 3. the same layer with codes that a checkpoint has, beside the own formats that they replace: int4 in groups of 128
    and 32 beside int4, nf4 with float32 scales and mxfp4 beside nf4;
-4. widening alone, from codes to bfloat16 on one thread, and the same layer where codes are widened before every
+4. the same layer where activations are rounded to int8, too (`--compute int8`), beside activations as they are;
+5. widening alone, from codes to bfloat16 on one thread, and the same layer where codes are widened before every
    product: nf4 beside mxfp4;
-5. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
+6. the measurements that TILE and STRIP_WEIGHTS were chosen by, and measure_gemv_max_rows: up to how many rows kernels
    on codes are faster than dequantizing first.
 """
 
@@ -39,6 +40,8 @@ ROWS = (1, 4, 8, 12, 16, 32, 64, 256)
 NUM_EXPERTS = 64
 EXPERT_SHAPES = ((1024, 2048), (2048, 512))
 LAYER_ROWS = (1, 4, 8, 16, 32, 64, 128)
+# Behind the name of a format whose products round activations to int8.
+INTEGERS = " x int8"
 Candidates = dict[str, Callable[[], object]]
 
 
@@ -99,6 +102,13 @@ def print_kept(repeats: int, threads: int) -> None:
     print_experts(orders, repeats, threads)
 
 
+def print_integers(repeats: int, threads: int) -> None:
+    """Milliseconds of a layer's experts with activations as they are and rounded to int8."""
+    names = ("int8", "int4", "mxfp4")
+    orders = {name: kernel_order(name, torch.bfloat16, "cpu") for name in names}
+    print_experts({f"{name}{way}": orders[name] for name in names for way in ("", INTEGERS)}, repeats, threads)
+
+
 def print_widened(repeats: int, threads: int) -> None:
     """Formats with codes row after row: microseconds to widen a matrix, and milliseconds of a layer's experts."""
     names = ("nf4", "nf4-f32", "mxfp4", "mxfp4-e8m0")
@@ -132,8 +142,8 @@ def print_tiles(weight: Tensor, repeats: int) -> None:
 
 def print_layer(repeats: int, threads: int) -> None:
     """Milliseconds of a layer's experts by rows of each; the products of `nf4 rows` dequantize strips first."""
-    int4, nf4 = (kernel_order(name, torch.bfloat16, "cpu") for name in ("int4", "nf4"))
-    print_experts({"none": None, "int8": None, "int4": int4, "nf4": nf4, "nf4 rows": "rows"}, repeats, threads)
+    orders = {name: kernel_order(name, torch.bfloat16, "cpu") for name in ("int8", "int4", "nf4")}
+    print_experts({"none": None, **orders, "nf4 rows": "rows"}, repeats, threads)
 
 
 def print_experts(orders: dict[str, str | None], repeats: int, threads: int) -> None:
@@ -146,8 +156,9 @@ def print_experts(orders: dict[str, str | None], repeats: int, threads: int) -> 
         for name, experts in layers.items():
             nbytes = max(scratch_nbytes(each.layout, "bfloat16", False) for each in experts[0])
             helpers = [Workspace(nbytes) for _ in range(threads - 1)]
-            limits = measure_gemv_max_rows(name.split()[0])
-            compute = ParallelMatmul(Workspace(nbytes), gemv_max_rows=limits, helpers=helpers)
+            integer = name.endswith(INTEGERS)
+            limits = measure_gemv_max_rows(name.split()[0], integer)
+            compute = ParallelMatmul(Workspace(nbytes), integer=integer, gemv_max_rows=limits, helpers=helpers)
             candidates[name] = partial(compute.parallel_for, experts, partial(_multiply_expert, x))
         times = best_times(candidates, repeats)
         rows[str(num_rows)] = {name: microseconds / 1e3 for name, microseconds in times.items()}
@@ -202,6 +213,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strips", type=int, default=4096, help="rows and columns of the matrix cut into strips")
     parser.add_argument("--only-layer", action="store_true", help="only the layer of experts")
     parser.add_argument("--only-kept", action="store_true", help="only codes that checkpoints have")
+    parser.add_argument("--only-integers", action="store_true", help="only activations that are rounded to int8")
     parser.add_argument("--only-widened", action="store_true", help="only codes that are widened before products")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
 
@@ -212,6 +224,9 @@ def run(options: argparse.Namespace) -> None:
     bitsandbytes_kernels.load()
     matrix = torch.randn(*options.shape).to(getattr(torch, options.dtype))
     print(f"{options.dtype} {list(options.shape)}, {options.threads} threads")
+    if options.only_integers:
+        print_integers(options.repeats, options.threads)
+        return
     if not options.only_kept and not options.only_widened:
         print_layer(options.repeats, options.threads)
     if options.only_layer:
@@ -220,6 +235,8 @@ def run(options: argparse.Namespace) -> None:
         print_kept(options.repeats, options.threads)
     if options.only_kept:
         return
+    if not options.only_widened:
+        print_integers(options.repeats, options.threads)
     print_widened(options.repeats, options.threads)
     if options.only_widened:
         return

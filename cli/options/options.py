@@ -141,7 +141,7 @@ COMPUTE = Annotated[
         envvar="MOEDGE_COMPUTE",
         show_envvar=False,
         rich_help_panel=Panel.PRECISION,
-        help="int8 rounds activations, too: for --quant int8, int4, mxfp4; auto: with 4 bits, if faster.",
+        help="int8 rounds activations, too, for --quant int8, int4, mxfp4; float does not; auto: the faster.",
     ),
 ]
 KV_FORMAT = Annotated[

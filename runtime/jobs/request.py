@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.errors import BadStore
 from ...offload.store.manifest import MANIFEST, read_manifest
+from ..plan.planner import reads_integers
 from ..rows.columns import settled
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
@@ -136,9 +137,9 @@ def resumed(
 
 # Settings whose "auto" is resolved once, when the job begins.
 RESOLVED = ("dtype", "quant", "kv", "attention", "compute", "deterministic")
-# Those that a resumed job takes over. What computes attention depends on the machine; it changes roundings alone, which
-# a deterministic job refuses and any other job reports.
-SETTLED = tuple(name for name in RESOLVED if name != "attention")
+# What depends on the machine: what computes attention, and whether activations can be rounded to integers. It changes
+# roundings, which a deterministic job refuses and any other job reports.
+OF_MACHINE = ("attention", "compute")
 _TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -169,7 +170,7 @@ class Identity:
     ) -> None:
         """The same for what "auto" became, here or in an engine that was loaded for something else."""
         opened = state.opened["identity"]
-        fixed = RESOLVED if opened["deterministic"] else SETTLED
+        fixed = [name for name in RESOLVED if opened["deterministic"] or name not in OF_MACHINE]
         recorded = {name: opened[name] for name in fixed}
         if changed := _changed(found, recorded, accepted):
             raise JobMismatch(_mismatch(state, changed, paths, self.model, to_do=True))
@@ -239,8 +240,11 @@ def resolved(plan: Plan) -> dict[str, Any]:
 
 
 def settle(settings: Settings, opened: Mapping[str, Any]) -> Settings:
-    """Settings that resolve nothing again but attention."""
-    return replace(settings, **{name: opened["identity"][name] for name in SETTLED})
+    """Settings that resolve nothing again but attention, and the arithmetic where its kernels are not usable here."""
+    recorded = {name: opened["identity"][name] for name in RESOLVED if name != "attention"}
+    if recorded["compute"] == "int8" and not reads_integers(recorded["quant"], recorded["dtype"]):
+        recorded["compute"] = "auto"
+    return replace(settings, **recorded)
 
 
 def _requested(settings: Settings, recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class JobClaim:
         self._identity.refuse_resolved(self._journal.state, resolved(plan), self.request.resume.drift, self.paths)
         if self.num_added:
             self._journal.extend(**self._input())
-        return JobSession(self, self._journal, self._retry, plan.attention)
+        return JobSession(self, self._journal, self._retry, plan)
 
     def session(self) -> JobSession:
         """Resumes an existing job; it needs no plan if no row is left to run."""
@@ -293,13 +293,13 @@ class JobClaim:
 class JobSession:
     """A job with a journal: rows go into work and get answers, and the outputs are published."""
 
-    def __init__(self, claim: JobClaim, journal: Journal, retry: list[int], attention: str | None = None) -> None:
+    def __init__(self, claim: JobClaim, journal: Journal, retry: list[int], plan: Plan | None = None) -> None:
         """`retry` are rows that failed and are run once more. The claim closes the journal.
 
-        `attention` is the backend of this run, None where no row of it is left to run.
+        `plan` is that of this run, None where no row of it is left to run.
         """
         self.claim = claim
-        self.attention = attention
+        self._plan = plan
         self.folder = claim.folder
         self.journal = journal
         self._retry = retry
@@ -319,12 +319,16 @@ class JobSession:
     @property
     def notes(self) -> Iterator[str]:
         """What is another thing than when the job began, and is not refused."""
-        before = self.opened["identity"]["attention"]
-        if self.attention not in (None, before):
-            yield (
-                f"attention is computed by {self.attention}, and was by {before} when the job began: rows from here on "
-                "may differ in tokens whose logits are nearly equal"
-            )
+        if self._plan is None:
+            return
+        plan, before = self._plan, self.opened["identity"]
+        attention, compute = before["attention"], before["compute"]
+        differ = "rows from here on may differ in tokens whose logits are nearly equal"
+        if plan.attention != attention:
+            yield f"attention is computed by {plan.attention}, and was by {attention} when the job began: {differ}"
+        if plan.compute != compute:
+            why = "its kernels are not usable here"
+            yield f"--compute is {plan.compute}, and was {compute} when the job began, but {why}: {differ}"
 
     @property
     def finished(self) -> bool:

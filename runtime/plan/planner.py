@@ -251,7 +251,7 @@ def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...
     open_ones = offered_formats(shape) if settings.quant == "auto" else (settled_format(shape, settings.quant),)
     if settings.compute != "int8":
         return open_ones
-    found = tuple(quant for quant in open_ones if _reads_integers(quant, dtype))
+    found = tuple(quant for quant in open_ones if reads_integers(quant, dtype))
     if not found:
         of_library = ", ".join(name for name in QUANT_FORMATS if get_format(name).reads_integers and name != "int8")
         raise SettingError(
@@ -262,7 +262,7 @@ def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...
     return found
 
 
-def _reads_integers(quant: str, dtype: str) -> bool:
+def reads_integers(quant: str, dtype: str) -> bool:
     """Whether weights in this format are multiplied by activations that are rounded to int8."""
     return get_format(quant).whole_rows or _has_integer_kernel(quant, dtype)
 

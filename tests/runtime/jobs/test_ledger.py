@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from moedge.quant.native import library
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs import stop as ending
 from moedge.runtime.jobs.folder import JobFolder, JobLock, is_locked
 from moedge.runtime.jobs.journal.state import read_state
-from moedge.runtime.jobs.request import BatchRequest, ResumeOptions
+from moedge.runtime.jobs.request import BatchRequest, ResumeOptions, settle
 from moedge.runtime.jobs.run import FileRows
 from moedge.runtime.jobs.session import Checked
 from moedge.runtime.jobs.stop import Limits
@@ -145,6 +146,28 @@ def test_j10_another_attention_backend_is_said_and_refused_where_bits_are_promis
         assert ended.finished
         (note,) = ended.session.notes
         assert note.startswith("attention is computed by native, and was by torch when the job began")
+
+
+def test_j10_a_job_whose_activations_were_rounded_goes_on_where_that_is_not_possible(
+    job: Job, rows_in: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, fake: ModuleType
+) -> None:
+    rows_in(10)
+    monkeypatch.setattr(fake, "COMPUTE", "int8")
+    assert list(job(limits=THREE).session.notes) == []
+    monkeypatch.setattr(fake, "COMPUTE", "float")
+    ended = job()
+    assert ended.finished
+    (note,) = ended.session.notes
+    assert note.startswith("--compute is float, and was int8 when the job began")
+
+
+def test_j10_a_resumed_job_keeps_its_arithmetic_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = {"dtype": "bf16", "quant": "int4", "kv": "int8", "compute": "int8", "deterministic": False}
+    for available, compute in ((True, "int8"), (False, "auto")):
+        monkeypatch.setattr(library, "available", lambda here=available: here)
+        assert settle(Settings(), {"identity": identity}).compute == compute
+    whole = identity | {"quant": "int8"}
+    assert settle(Settings(), {"identity": whole}).compute == "int8", "torch multiplies these"
 
 
 def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(

@@ -132,12 +132,13 @@ def fake_source(name: str) -> Any:
     )
 
 
-# What computes attention on this machine.
+# What computes attention on this machine, and whether activations are rounded.
 BACKEND = "torch"
+COMPUTE = "float"
 
 
 def fake_plan(settings: Settings) -> Any:
-    chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": BACKEND, "compute": "float"}
+    chosen = {"dtype": "fp32", "quant": "none", "kv": "fp32", "attention": BACKEND, "compute": COMPUTE}
     chosen["deterministic"] = settings.deterministic
     plan = SimpleNamespace(**chosen, kv_tokens=CONTEXT, tokens_per_pass=1024, as_dict=lambda: chosen)
     told = SimpleNamespace(generated_tok_s=1.0, seconds=1.0, bottleneck="compute")
