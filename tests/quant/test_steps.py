@@ -197,9 +197,10 @@ def test_products_of_many_rows_have_the_bits_of_few(rows: int) -> None:
 
 def test_steps_wait_for_those_before_them() -> None:
     """A chain of products, each of which reads what the one before wrote, often and on more threads than processors."""
-    matrices = [pack(numbers(96, 96, seed=seed) / 4, "int4", TILES) for seed in range(6)]
-    buffers = [numbers(5, 96), *(torch.empty(5, 96, dtype=torch.bfloat16) for _ in matrices)]
-    scratch = torch.empty(5 * row_nbytes(96), dtype=torch.uint8)
+    matrices = [pack(numbers(128, 128, seed=seed) / 4, "int4", TILES) for seed in range(6)]
+    assert all(matrix.layout.order == TILES for matrix in matrices)
+    buffers = [numbers(5, 128), *(torch.empty(5, 128, dtype=torch.bfloat16) for _ in matrices)]
+    scratch = torch.empty(5 * row_nbytes(128), dtype=torch.uint8)
     chain = Steps(
         [
             Step(steps.MULTIPLY, steps.multiply(x, matrix, None, y, scratch))

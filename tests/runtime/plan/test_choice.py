@@ -166,7 +166,7 @@ def test_activations_are_rounded_where_that_is_measured_to_be_faster_and_loses_n
     assert chosen(faster, compute="float") == chosen(faster, deterministic=True) == ("int4", "float")
     assert chosen(faster, dtype="fp32") == ("int4", "float")
     assert chosen(faster, quant="nf4") == ("nf4", "float"), "its levels are no integers"
-    assert chosen(faster, quant="int8") == ("int8", "float"), "a scale per row loses something"
+    assert chosen({"int8": slow, "int8xint8": fast}, quant="int8") == ("int8", "int8")
     assert chosen({"int4": fast, "int4xint8": slow}, compute="int8") == ("int4", "int8")
     for wrong in ({"quant": "nf4"}, {"quant": "int4", "dtype": "fp32"}):
         with pytest.raises(SettingError, match="--compute int8 multiplies int8 weights"):
