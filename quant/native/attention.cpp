@@ -59,6 +59,10 @@ bool packs(const moedge_attention &a, const moedge_vectors &v) {
     return MOEDGE_LEVEL >= 3 && !a.exact && v.format != MOEDGE_FP32 && v.format != MOEDGE_FP16;
 }
 
+bool in_tiles(const moedge_attention &a, const moedge_vectors &v) {
+    return MOEDGE_LEVEL >= 4 && packs(a, v) && v.format != MOEDGE_BF16;
+}
+
 // Reads the queries and packs them for the products of each part of the keys.
 void prepare(const Work &w) {
     const moedge_attention &a = w.a;
@@ -142,7 +146,7 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
         locate(w, v, begin, seen, from, to, w.rows, w.scales, w.zeros);
 #if MOEDGE_LEVEL >= 3
 #if MOEDGE_LEVEL >= 4
-        if (packs(a, v) && v.format != MOEDGE_BF16) score_tiles(w, part, from, to, packed, numbers, ahead);
+        if (in_tiles(a, v)) score_tiles(w, part, from, to, packed, numbers, ahead);
         else
 #endif
             if (packs(a, v)) score_packed(w, part, from, to, packed, numbers, ahead);
@@ -164,7 +168,7 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
 #if MOEDGE_LEVEL >= 3
     if (packed && v.format == MOEDGE_INT8) split_scales(w, from, to);
 #endif
-    ahead.spread(w.num * (to - from) / 16, SOFTMAX_READS);
+    if (in_tiles(a, v)) ahead.spread(w.num * (to - from) / 16, SOFTMAX_READS);
     for (int n = 0; n < w.num; n++) {
         const Visible mine(a, w.tile_rows->position + n / a.group, split);
         float *ends = out + n * (v.width + 2) + v.width, *p = w.scores + int64_t(n) * SPLIT;
@@ -183,7 +187,7 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
 #if MOEDGE_LEVEL >= 3
     if (packed && v.format == MOEDGE_BF16) sum_bf16(w, from, to, ahead);
 #if MOEDGE_LEVEL >= 4
-    else if (packed) sum_tiles(w, from, to, ahead);
+    else if (in_tiles(a, v)) sum_tiles(w, from, to, ahead);
 #else
     else if (packed) sum_bytes(w, from, to, ahead);
 #endif
@@ -216,7 +220,7 @@ struct Next {
 };
 
 // Reads scales and zeros of `count` tokens of a block into the cache.
-void prefetch_factors(const moedge_attention &a, const moedge_vectors &v, int64_t index, int64_t offset, int count) {
+void read_factors(const moedge_attention &a, const moedge_vectors &v, int64_t index, int64_t offset, int count) {
     const int groups = groups_of(v), line = 64 / sizeof(uint16_t);
     for (int g = 0; g < groups; g++)
         for (int i = 0; i < count; i += line) {
@@ -230,10 +234,7 @@ void prefetch_factors(const moedge_attention &a, const moedge_vectors &v, int64_
 void add_runs(const Work &w, const moedge_vectors &v, const moedge_rows &rows, int head, int64_t split, Ahead &ahead) {
     const int nbytes = row_nbytes(v);
     each_run(w.a, rows, head, nbytes, v.codes, split * SPLIT, seen_by(w.a, rows, split),
-             [&](int, const uint8_t *first, int count, int64_t index, int64_t offset) {
-                 ahead.add(first, int64_t(count) * nbytes);
-                 prefetch_factors(w.a, v, index, offset, count);
-             });
+             [&](int, const uint8_t *first, int count, int64_t, int64_t) { ahead.add(first, int64_t(count) * nbytes); });
 }
 
 // Sums of one split for all queries of a row tile and KV head: [Q, width + 2].
@@ -242,23 +243,28 @@ void attend_split(const Work &w, int64_t split, const Next &next, float *out) {
     const Visible seen = seen_by(a, *w.tile_rows, split);
     const int from = seen.from / TILE * TILE, to = int(padded(seen.to, TILE));
     locate(w, a.values, split * SPLIT, seen, from, to, w.value_rows, w.value_scales, w.value_zeros);
+    const bool tiles = in_tiles(a, a.keys[0]) && in_tiles(a, a.values);
     Ahead ahead(w.ahead);
-#if MOEDGE_LEVEL >= 4
-    // Products take less time than memory: it is read all the time, and a whole split ahead.
-    if (next.rows) {
+    const auto read_next = [&] {
+        if (!next.rows) return;
         add_runs(w, a.keys[0], *next.rows, next.head, next.split, ahead);
-        add_runs(w, a.values, *next.rows, next.head, next.split, ahead);
+        if (tiles) add_runs(w, a.values, *next.rows, next.head, next.split, ahead);
+        each_run(a, *next.rows, next.head, 0, a.values.codes, next.split * SPLIT, seen_by(a, *next.rows, next.split),
+                 [&](int, const uint8_t *, int count, int64_t index, int64_t offset) {
+                     read_factors(a, a.keys[0], index, offset, count);
+                     read_factors(a, a.values, index, offset, count);
+                 });
+    };
+    // Where products take less time than memory, it is read evenly all the time, and a whole split ahead.
+    if (tiles) read_next();
+    else add_runs(w, a.values, *w.tile_rows, w.head, split, ahead);
+    ahead.list();
+    score(w, split * SPLIT, seen, from, to, ahead);
+    if (!tiles) {
+        ahead = Ahead(w.ahead);
+        read_next();
         ahead.list();
     }
-    score(w, split * SPLIT, seen, from, to, ahead);
-#else
-    add_runs(w, a.values, *w.tile_rows, w.head, split, ahead);
-    ahead.list();
-    score(w, split * SPLIT, seen, from, to, ahead);
-    ahead = Ahead(w.ahead);
-    if (next.rows) add_runs(w, a.keys[0], *next.rows, next.head, next.split, ahead);
-    ahead.list();
-#endif
     weigh(w, split, from, to, ahead, out);
 }
 

@@ -99,7 +99,7 @@ inline Layout layout_of(const moedge_attention &a) {
     l.total = take(n, count * (a.values.width + 2) * 4);
     l.partial = take(n, count * (a.values.width + 2) * 4);
     l.scales = take(n, 11 * SPLIT * 4);
-    const int64_t lines = 2 + (row_nbytes(a.keys[0]) + row_nbytes(a.values)) / 64;
+    const int64_t lines = (padded(row_nbytes(a.keys[0]), 64) + padded(row_nbytes(a.values), 64)) / 64;
     l.rows = take(n, (2 + 4 + lines) * SPLIT * 8 + 64);
     l.zero = take(n, widest * 4);
     l.nbytes = n;

@@ -180,7 +180,8 @@ inline void add_lanes(const Half (&x)[SCORED], Whole (&out)[2]) {
 // Turns what add_lanes gives into scores of two queries, i and i + 2 of each four, with SCORED keys.
 inline void order_pairs(const __m512 (&pairs)[4], __m512 (&out)[4]) {
     const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    const __m512i even = _mm512_castps_si512(even_lanes(pairs[0], pairs[1])), odd = _mm512_castps_si512(odd_lanes(pairs[0], pairs[1]));
+    const __m512i even = _mm512_castps_si512(even_lanes(pairs[0], pairs[1]));
+    const __m512i odd = _mm512_castps_si512(odd_lanes(pairs[0], pairs[1]));
     const __m512i even_rest = _mm512_castps_si512(even_lanes(pairs[2], pairs[3]));
     const __m512i odd_rest = _mm512_castps_si512(odd_lanes(pairs[2], pairs[3]));
     out[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(even, low, even_rest));
@@ -314,7 +315,7 @@ inline void score_packed(const Work &w, int part, int from, int to, const uint8_
     const int64_t stride = padded_width(v) * (v.format == MOEDGE_BF16 ? 2 : 1);
     // What is read ahead has been when as many keys have been multiplied.
     const int steps = parts * ((w.num + 7) / 8) * (v.format == MOEDGE_INT4 ? 2 : 1) * (to - from) / SCORED;
-    ahead.spread(steps, SCORES_READ);
+    ahead.spread(steps);
     const uint8_t *filled[CHUNK];
     for (int t = from; t < to; t += CHUNK) {
         const int count = to - t < CHUNK ? to - t : CHUNK;
@@ -378,7 +379,7 @@ inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
     const int pairs = (to - from) / 2;
     const int64_t stride = padded_width(w.a.values);
     interleave_bf16(w, from, to);
-    ahead.spread(int64_t(pairs) * ((w.num + 7) / 8) * (stride / 32), 1);
+    ahead.spread(int64_t(pairs) * ((w.num + 7) / 8) * (stride / 32));
     for (int64_t d = 0; d < w.a.values.width; d += 32) {
         const __m512i *values = (const __m512i *)w.values + d / 32 * pairs * 2;
         for (int begin = 0, n; begin < w.num; begin += n) {
@@ -476,7 +477,7 @@ inline void sum_bytes(const Work &w, int from, int to, Ahead &ahead) {
     const int quads = (to - from) / 4, groups = groups_of(v), runs = int(padded_width(v) / 64);
     const int64_t stride = padded_width(v);
     interleave_bytes(w, from, to);
-    ahead.spread(int64_t(quads) * ((w.num + 1) / 2) * runs, 1);
+    ahead.spread(int64_t(quads) * ((w.num + 1) / 2) * runs);
     for (int run = 0; run < runs; run++) {
         const int g = run * groups / runs;
         const __m512i *values = (const __m512i *)w.values + int64_t(run) * quads * 4;

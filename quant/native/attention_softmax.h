@@ -6,8 +6,8 @@
 
 namespace {
 
-// Shares of what is read ahead while scores and weights are computed: of all of it, and of what is then left.
-constexpr float SCORES_READ = MOEDGE_LEVEL >= 4 ? 0.25f : 1, SOFTMAX_READS = MOEDGE_LEVEL >= 4 ? 0.5f : 0;
+// Where products are computed in tiles: shares of what is read ahead while scores are computed, and of the rest, weights.
+constexpr float SCORES_READ = 0.4f, SOFTMAX_READS = 0.4f;
 
 constexpr float LOG2E = 1.44269504f, HIDDEN = -__builtin_inff();
 
@@ -89,7 +89,7 @@ inline __m512 power_of_two(__m512 x) {
 }
 
 // Weights of query n in bf16, relative to 2^exponent; their sum.
-inline float softmax_bf16(const Work &w, int n, Visible seen, int from, int to, float *exponent, Ahead &ahead) {
+inline float softmax_bf16(const Work &w, int n, Visible seen, int from, int to, float *exponent) {
     const float *x = w.scores + int64_t(n) * SPLIT;
     uint16_t *out = (uint16_t *)w.weights + int64_t(n) * SPLIT;
     *exponent = logarithms(w, n, seen, from, to, nullptr);
@@ -99,7 +99,6 @@ inline float softmax_bf16(const Work &w, int n, Visible seen, int from, int to, 
         const __m512 p = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(x + t), top));
         total = _mm512_add_ps(total, p);
         to_bf16(p, out + t);
-        ahead.step();
     }
     return sum(total);
 }
@@ -197,7 +196,8 @@ inline float softmax_int4(const Work &w, int n, Visible seen, int from, int to, 
 }
 
 // The same for any packed format; a row that attends to none of the keys has weights of zero.
-inline void weigh_packed(const Work &w, int n, Visible seen, int from, int to, float *exponent, float *weights, Ahead &ahead) {
+inline void weigh_packed(const Work &w, int n, Visible seen, int from, int to, float *exponent, float *weights,
+                         Ahead &ahead) {
     const int format = w.a.values.format;
     if (!seen.any()) {
         if (format == MOEDGE_BF16) memset(w.weights + n * 2 * SPLIT, 0, 2 * SPLIT);
@@ -206,7 +206,7 @@ inline void weigh_packed(const Work &w, int n, Visible seen, int from, int to, f
         memset(w.shares + 4 * n, 0, 16);
         return;
     }
-    *weights = format == MOEDGE_BF16   ? softmax_bf16(w, n, seen, from, to, exponent, ahead)
+    *weights = format == MOEDGE_BF16   ? softmax_bf16(w, n, seen, from, to, exponent)
                : format == MOEDGE_INT8 ? softmax_int8(w, n, seen, from, to, exponent, ahead)
                                        : softmax_int4(w, n, seen, from, to, exponent, ahead);
 }

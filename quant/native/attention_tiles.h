@@ -1,9 +1,9 @@
 // Attention's products with the tiles of AMX: 16 rows of 64 bytes by 16 columns of 64 in one instruction, with sums in
 // int32, over int8 and int4 keys and values. The bits are those of attention_packed.h.
 //
-// Scores: 16 keys, as they lie, meet eight queries, which have two columns each, for the even and the odd parts of SCALED
-// elements. Sums: both bytes of the weights of eight queries are 16 rows, and four tokens of an element lie beside each
-// other in the values.
+// Scores: 16 keys, as they lie, meet eight queries, which have two columns each, for the even and the odd parts of
+// SCALED elements. Sums: both bytes of the weights of eight queries are 16 rows, and four tokens of an element lie
+// beside each other in the values.
 #ifndef MOEDGE_ATTENTION_TILES_H
 #define MOEDGE_ATTENTION_TILES_H
 
@@ -59,10 +59,11 @@ struct Tiles {
 // Chunks of a tile's row in each group of a vector.
 inline int chunks_of(const moedge_vectors &v) { return int(padded_width(v) / groups_of(v) / TILE_ROW); }
 
-// q [count][stride] to integers of 8 bits in runs of L queries, [chunks] tiles each: dword [i][n] is the i-th of the first 32
-// bytes of query n, dword [i + 8][n + L] the i-th of the other 32, others are zeros. Numbers of a run: scales [chunks][16] in
-// the order of columns, then the sums of each group [L].
-inline void pack_tiles(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out, float *numbers) {
+// q [count][stride] to integers of 8 bits in runs of L queries, [chunks] tiles each: dword [i][n] is the i-th of the first
+// 32 bytes of query n, dword [i + 8][n + L] the i-th of the other 32, others are zeros. Numbers of a run: scales
+// [chunks][16] in the order of columns, then the sums of each group [L].
+inline void pack_tiles(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out,
+                       float *numbers) {
     const int groups = groups_of(v), width = v.width / groups, parts = parts_of(v), chunks = chunks_of(v);
     for (int begin = 0, lanes; begin < count; begin += lanes) {
         lanes = lanes_of(count - begin);
@@ -73,10 +74,11 @@ inline void pack_tiles(const moedge_vectors &v, const float *q, int64_t stride, 
             for (int g = 0; g < groups; g++) {
                 __m512 added = _mm512_setzero_ps();
                 for (int part = 0; part < parts; part++) {
-                    const int chunk = g * chunks + part / 2, odd = part % 2, column = odd * lanes + n, d = part * SCALED;
+                    const int chunk = g * chunks + part / 2, odd = part % 2, column = odd * lanes + n;
+                    const float *x = q + (begin + n) * stride + g * width + part * SCALED;
                     uint8_t codes[SCALED], *tile = out + chunk * TILE_NBYTES + odd * TILE_NBYTES / 2 + column * 4;
                     float flips;
-                    pack_part(q + (begin + n) * stride + g * width + d, width - d, codes, numbers + chunk * 16 + column, &flips, added);
+                    pack_part(x, width - part * SCALED, codes, numbers + chunk * 16 + column, &flips, added);
                     for (int i = 0; i < SCALED / 4; i++) memcpy(tile + i * TILE_ROW, codes + 4 * i, 4);
                 }
                 numbers[groups * chunks * 16 + g * lanes + n] = sum(added);
@@ -106,8 +108,10 @@ inline Keys whole_bytes(const uint8_t *const *rows, int nbytes, uint8_t *scratch
     if (nbytes % TILE_ROW == 0 && evenly(rows, nbytes)) return {rows[0], nbytes};
     const int64_t stride = padded(nbytes, TILE_ROW);
     for (int t = 0; t < TILE; t++)
-        for (int i = 0; i < nbytes; i += TILE_ROW)
-            _mm512_storeu_si512(scratch + t * stride + i, _mm512_maskz_loadu_epi8(first_bytes(nbytes - i), rows[t] + i));
+        for (int i = 0; i < nbytes; i += TILE_ROW) {
+            const __m512i x = _mm512_maskz_loadu_epi8(first_bytes(nbytes - i), rows[t] + i);
+            _mm512_storeu_si512(scratch + t * stride + i, x);
+        }
     return {scratch, stride};
 }
 
@@ -117,7 +121,8 @@ inline Keys half_bytes(const uint8_t *const *rows, int nbytes, int shift, uint8_
     for (int t = 0; t < TILE; t++)
         for (int i = 0; i < nbytes; i += TILE_ROW) {
             const __m512i x = _mm512_maskz_loadu_epi8(first_bytes(nbytes - i), rows[t] + i);
-            _mm512_storeu_si512(scratch + t * stride + i, _mm512_and_si512(_mm512_srli_epi16(x, shift), _mm512_set1_epi8(15)));
+            const __m512i half = _mm512_and_si512(_mm512_srli_epi16(x, shift), _mm512_set1_epi8(15));
+            _mm512_storeu_si512(scratch + t * stride + i, half);
         }
     return {scratch, stride};
 }
@@ -172,14 +177,16 @@ inline void add_products(const Products &p, __m512 (&out)[8], Ahead &ahead) {
         const __m512 scales = _mm512_loadu_ps(p.query_scales + 16 * i);
 #pragma GCC unroll 16
         for (int t = 0; t < TILE; t++) {
-            totals[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(p.sums + 256 * i + 16 * t)), scales, totals[t]);
+            const __m512i sums = _mm512_loadu_si512(p.sums + 256 * i + 16 * t);
+            totals[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scales, totals[t]);
             if (t % 4 == 3) ahead.step();
         }
     }
     // Even and odd parts: of key t in the lower half, of key t + 8 in the upper.
 #pragma GCC unroll 8
     for (int t = 0; t < 8; t++)
-        a[t] = _mm512_add_ps(_mm512_shuffle_f32x4(totals[t], totals[t + 8], 0x44), _mm512_shuffle_f32x4(totals[t], totals[t + 8], 0xee));
+        a[t] = _mm512_add_ps(_mm512_shuffle_f32x4(totals[t], totals[t + 8], 0x44),
+                             _mm512_shuffle_f32x4(totals[t], totals[t + 8], 0xee));
 #pragma GCC unroll 4
     for (int t = 0; t < 8; t += 2) {
         b[t] = _mm512_unpacklo_ps(a[t], a[t + 1]);
@@ -194,7 +201,8 @@ inline void add_products(const Products &p, __m512 (&out)[8], Ahead &ahead) {
     pairs(1, 3, 2, 3);
     pairs(4, 6, 4, 5);
     pairs(5, 7, 6, 7);
-    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; n++) {
         const __m512d x = _mm512_castps_pd(a[n]), y = _mm512_castps_pd(a[n + 4]);
@@ -213,17 +221,20 @@ inline void add_products(const Products &p, __m512 (&out)[4], Ahead &ahead) {
         const __m512 scales = _mm512_broadcast_f32x8(_mm256_loadu_ps(p.query_scales + 16 * i));
 #pragma GCC unroll 8
         for (int t = 0; t < 8; t++) {
-            const int32_t *x = p.sums + 256 * i + 16 * (t / 4 * 8 + t % 4);
-            const __m512i both = join(_mm256_loadu_si256((const __m256i *)x), _mm256_loadu_si256((const __m256i *)(x + 64)));
+            const __m256i *x = (const __m256i *)(p.sums + 256 * i + 16 * (t / 4 * 8 + t % 4));
+            const __m512i both = join(_mm256_loadu_si256(x), _mm256_loadu_si256(x + 8));
             pairs[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), scales, pairs[t]);
             if (t % 2) ahead.step();
         }
     }
 #pragma GCC unroll 4
     for (int t = 0; t < 4; t++)
-        a[t] = _mm512_add_ps(_mm512_shuffle_f32x4(pairs[t], pairs[t + 4], 0x88), _mm512_shuffle_f32x4(pairs[t], pairs[t + 4], 0xdd));
-    const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(a[0], a[1])), high = _mm512_castps_pd(_mm512_unpackhi_ps(a[0], a[1]));
-    const __m512d low_rest = _mm512_castps_pd(_mm512_unpacklo_ps(a[2], a[3])), high_rest = _mm512_castps_pd(_mm512_unpackhi_ps(a[2], a[3]));
+        a[t] = _mm512_add_ps(_mm512_shuffle_f32x4(pairs[t], pairs[t + 4], 0x88),
+                             _mm512_shuffle_f32x4(pairs[t], pairs[t + 4], 0xdd));
+    const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(a[0], a[1]));
+    const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(a[0], a[1]));
+    const __m512d low_rest = _mm512_castps_pd(_mm512_unpacklo_ps(a[2], a[3]));
+    const __m512d high_rest = _mm512_castps_pd(_mm512_unpackhi_ps(a[2], a[3]));
     out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, low_rest));
     out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, low_rest));
     out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high, high_rest));
@@ -252,7 +263,8 @@ inline void finish_scores(const Products &p, Ahead &ahead) {
 }
 
 // Scores of tokens `from` to `to` of the split.
-inline void score_tiles(const Work &w, int part, int from, int to, const uint8_t *queries, const float *numbers, Ahead &ahead) {
+inline void score_tiles(const Work &w, int part, int from, int to, const uint8_t *queries, const float *numbers,
+                        Ahead &ahead) {
     const moedge_vectors &v = w.a.keys[part];
     const int nbytes = row_nbytes(v), groups = groups_of(v), chunks = chunks_of(v);
     // Keys that do not lie as tiles want them; then the products of the last 16 keys, and of the next.
@@ -266,10 +278,12 @@ inline void score_tiles(const Work &w, int part, int from, int to, const uint8_t
             const uint8_t *tiles = queries + g * chunks * TILE_NBYTES;
             load_queries(tiles, chunks);
             for (int t = from; t < to; t += TILE) {
-                const Keys keys = v.format == MOEDGE_INT4 ? half_bytes(w.rows + t, nbytes, 4 * g, filled) : whole_bytes(w.rows + t, nbytes, filled);
+                const Keys keys = v.format == MOEDGE_INT4 ? half_bytes(w.rows + t, nbytes, 4 * g, filled)
+                                                          : whole_bytes(w.rows + t, nbytes, filled);
                 multiply_keys(keys, tiles, chunks, next);
                 finish_scores(last, ahead);
-                last = {next, chunks, lanes, w.num - begin, numbers + g * chunks * 16, numbers + groups * chunks * 16 + g * lanes,
+                last = {next, chunks, lanes, w.num - begin,
+                        numbers + g * chunks * 16, numbers + groups * chunks * 16 + g * lanes,
                         w.scales + g * SPLIT + t, v.zeros ? w.zeros + g * SPLIT + t : nullptr,
                         w.scores + int64_t(begin) * SPLIT + t, part > 0 || g > 0};
                 int32_t *const free = products;
@@ -297,7 +311,7 @@ inline void interleave_quad(const uint8_t *const *rows, int offset, __mmask64 ma
     }
 }
 
-// Multiplies weights of eight queries, both bytes, with 64 tokens of 64 elements, four tokens of an element beside each other.
+// Multiplies weights of eight queries, both bytes, with 64 tokens of 64 elements; see interleave.
 inline void multiply_values(const uint8_t *weights, const __m512i *values) {
     load_tile<0>(weights, SPLIT);
     load_tile<1>(values, 4 * TILE_ROW);
@@ -343,7 +357,8 @@ inline void sum_line(const Work &w, int from, int to, int line, int group, float
     zero_sums();
     for (int step = 0; step <= steps; step++) {
         // The tiles of a step are read when its values have been written.
-        if (step > 0) multiply_values(weight_bytes(w, group, 0) + begin + (step - 1) * PACKED, values + (step - 1) * PACKED);
+        if (step > 0)
+            multiply_values(weight_bytes(w, group, 0) + begin + (step - 1) * PACKED, values + (step - 1) * PACKED);
         const int low = begin + step * PACKED, high = low + PACKED < to ? low + PACKED : to;
         for (int t = low < from ? from : low; t < high; t += 4) {
             interleave_quad<CODES>(w.value_rows + t, line * TILE_ROW, mask, values + t - begin);
@@ -361,8 +376,9 @@ inline void sum_line(const Work &w, int from, int to, int line, int group, float
 
 inline void sum_tiles(const Work &w, int from, int to, Ahead &ahead) {
     const moedge_vectors &v = w.a.values;
-    const int groups = groups_of(v), lines = int(padded_width(v) / groups / TILE_ROW), quads = (to - from) / 4 * groups * lines;
-    ahead.spread(quads, 1);
+    const int groups = groups_of(v), lines = int(padded_width(v) / groups / TILE_ROW);
+    const int quads = (to - from) / 4 * groups * lines;
+    ahead.spread(quads);
     for (int g = 0; g < groups; g++)
         for (int line = 0; line < lines; line++) {
             float *out = w.sums + (g * lines + line) * TILE_ROW;

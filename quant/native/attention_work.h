@@ -16,7 +16,7 @@ inline __mmask16 first_lanes(int count) { return count >= 16 ? 0xffff : count <=
 // Memory that is needed soon, read into the cache a line at a time between products: memory and products then overlap.
 class Ahead {
 public:
-    // `scratch` has room for the lines of a split, and for RUNS begins and ends of runs of adjacent bytes.
+    // `scratch` has room for begins and ends of RUNS runs of adjacent bytes, and for all their lines.
     static constexpr int RUNS = 2 * SPLIT;
 
     explicit Ahead(const uint8_t **scratch) : begins(scratch), ends(scratch + RUNS), lines(scratch + 2 * RUNS) {}
@@ -26,15 +26,15 @@ public:
         ends[runs++] = at + nbytes;
     }
 
-    // Lists a line of every run, then the next of every run: a processor that reads on by itself begins early everywhere.
+    // Lists a line of every run, then the next of every run: a processor that reads on by itself begins early in all.
     void list() {
 #if MOEDGE_LEVEL >= 3
         int64_t before = -1;
-        for (__m512i offset = _mm512_setzero_si512(); before < count; offset = _mm512_add_epi64(offset, _mm512_set1_epi64(64))) {
+        for (int64_t offset = 0; before < count; offset += 64) {
             before = count;
             for (int i = 0; i < runs; i += 8) {
                 const __mmask8 own = __mmask8(first_lanes(int(runs - i)));
-                const __m512i at = _mm512_add_epi64(_mm512_maskz_loadu_epi64(own, begins + i), offset);
+                const __m512i at = _mm512_add_epi64(_mm512_maskz_loadu_epi64(own, begins + i), _mm512_set1_epi64(offset));
                 const __mmask8 within = _mm512_mask_cmplt_epu64_mask(own, at, _mm512_maskz_loadu_epi64(own, ends + i));
                 _mm512_storeu_si512(lines + count, _mm512_maskz_compress_epi64(within, at));
                 count += __builtin_popcount(within);
@@ -43,9 +43,11 @@ public:
 #endif
     }
 
-    // Takes `share` of what is left in `times` steps of equal size: reads that are not spread evenly wait for each other, and
-    // what is computed waits for them.
-    void spread(int64_t times, float share) { pace = times > 0 ? int64_t(float((count << 16) - due) * share) / times : 0; }
+    // Takes `share` of what is left in `times` steps of equal size: reads that are not spread evenly wait for each other,
+    // and what is computed waits for them.
+    void spread(int64_t times, float share = 1) {
+        pace = times > 0 ? (int64_t(float((count << 16) - due) * share) + times - 1) / times : 0;
+    }
 
     void step() {
         due += pace;

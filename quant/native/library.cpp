@@ -29,7 +29,7 @@ int chosen = MOEDGE_NONE;
 
 bool has(unsigned value, int bit) { return value >> bit & 1; }
 
-// The state that the operating system saves for every thread: SSE and AVX; AVX-512's masks and registers, too; AMX's tiles.
+// State that the operating system saves for every thread: of SSE and AVX, of AVX-512 with these, and AMX's tiles.
 enum : unsigned { AVX_STATE = 0x6, AVX512_STATE = 0xe6, TILE_STATE = 0x60000 };
 
 bool saves(unsigned wanted) {

@@ -1,6 +1,6 @@
 // Calls the kernels without Python and torch, for sanitizers: random shapes against sums in double, in memory of exactly
-// the size that the interface asks for; one thread against several, rows that are split against rows that are whole, and tiles of
-// AMX against registers.
+// the size that the interface asks for; one thread against several, rows that are split against rows that are whole,
+// and tiles of AMX against registers.
 //
 //     driver CASES [SEED]     exits with 1 and names the first case that is wrong
 #include <math.h>
