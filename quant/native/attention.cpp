@@ -8,6 +8,9 @@
 #if MOEDGE_LEVEL >= 3
 #include "attention_packed.h"
 #endif
+#if MOEDGE_LEVEL >= 4
+#include "attention_tiles.h"
+#endif
 
 namespace {
 
@@ -56,6 +59,10 @@ bool packs(const moedge_attention &a, const moedge_vectors &v) {
     return MOEDGE_LEVEL >= 3 && !a.exact && v.format != MOEDGE_FP32 && v.format != MOEDGE_FP16;
 }
 
+bool in_tiles(const moedge_attention &a, const moedge_vectors &v) {
+    return MOEDGE_LEVEL >= 4 && packs(a, v) && v.format != MOEDGE_BF16;
+}
+
 // Reads the queries and packs them for the products of each part of the keys.
 void prepare(const Work &w) {
     const moedge_attention &a = w.a;
@@ -74,7 +81,11 @@ void prepare(const Work &w) {
 #if MOEDGE_LEVEL >= 3
         if (packs(a, v)) {
             if (v.format == MOEDGE_BF16) pack_bf16(w.wide, v.width, stride, w.num, packed);
+#if MOEDGE_LEVEL >= 4
+            else pack_tiles(v, w.wide, stride, w.num, packed, numbers);
+#else
             else pack_bytes(v, w.wide, stride, w.num, packed, numbers);
+#endif
         } else
 #endif
             pack_float(w.wide, v.width, int(stride), w.num, (float *)packed);
@@ -126,7 +137,7 @@ void locate(const Work &w, const moedge_vectors &v, int64_t begin, Visible seen,
              });
 }
 
-void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe_unused]] Ahead ahead) {
+void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe_unused]] Ahead &ahead) {
     const moedge_attention &a = w.a;
     const uint8_t *packed = w.queries;
     [[maybe_unused]] const float *numbers = w.factors;
@@ -134,7 +145,11 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
         const moedge_vectors &v = a.keys[part];
         locate(w, v, begin, seen, from, to, w.rows, w.scales, w.zeros);
 #if MOEDGE_LEVEL >= 3
-        if (packs(a, v)) score_packed(w, part, from, to, packed, numbers, ahead);
+#if MOEDGE_LEVEL >= 4
+        if (in_tiles(a, v)) score_tiles(w, part, from, to, packed, numbers, ahead);
+        else
+#endif
+            if (packs(a, v)) score_packed(w, part, from, to, packed, numbers, ahead);
         else
 #endif
             for (int t = from; t < to; t += TILE) score_float(w, part, t, (const float *)packed, part > 0);
@@ -144,7 +159,7 @@ void score(const Work &w, int64_t begin, Visible seen, int from, int to, [[maybe
 }
 
 // Adds up the weighted values of a split: for every query [Q] its sums [width], their exponent and the sum of weights.
-void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahead ahead, float *out) {
+void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahead &ahead, float *out) {
     const moedge_attention &a = w.a;
     const moedge_vectors &v = a.values;
     const int groups = groups_of(v) == 2 ? 2 : 1, part = v.width / groups;
@@ -153,6 +168,7 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
 #if MOEDGE_LEVEL >= 3
     if (packed && v.format == MOEDGE_INT8) split_scales(w, from, to);
 #endif
+    if (in_tiles(a, v)) ahead.spread(w.num * (to - from) / 16, SOFTMAX_READS);
     for (int n = 0; n < w.num; n++) {
         const Visible mine(a, w.tile_rows->position + n / a.group, split);
         float *ends = out + n * (v.width + 2) + v.width, *p = w.scores + int64_t(n) * SPLIT;
@@ -160,7 +176,7 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
         ends[1] = 0;
 #if MOEDGE_LEVEL >= 3
         if (packed) {
-            weigh_packed(w, n, mine, from, to, ends, ends + 1);
+            weigh_packed(w, n, mine, from, to, ends, ends + 1, ahead);
             continue;
         }
 #endif
@@ -170,7 +186,11 @@ void weigh(const Work &w, int64_t split, int from, int to, [[maybe_unused]] Ahea
     }
 #if MOEDGE_LEVEL >= 3
     if (packed && v.format == MOEDGE_BF16) sum_bf16(w, from, to, ahead);
+#if MOEDGE_LEVEL >= 4
+    else if (in_tiles(a, v)) sum_tiles(w, from, to, ahead);
+#else
     else if (packed) sum_bytes(w, from, to, ahead);
+#endif
 #endif
     if (!packed) sum_float(w, from, to);
     // int4 pads each of its groups, where sums come from packed codes.
@@ -200,7 +220,7 @@ struct Next {
 };
 
 // Reads scales and zeros of `count` tokens of a block into the cache.
-void prefetch_factors(const moedge_attention &a, const moedge_vectors &v, int64_t index, int64_t offset, int count) {
+void read_factors(const moedge_attention &a, const moedge_vectors &v, int64_t index, int64_t offset, int count) {
     const int groups = groups_of(v), line = 64 / sizeof(uint16_t);
     for (int g = 0; g < groups; g++)
         for (int i = 0; i < count; i += line) {
@@ -210,24 +230,40 @@ void prefetch_factors(const moedge_attention &a, const moedge_vectors &v, int64_
         }
 }
 
+// Adds a split's keys or values to what is read ahead.
+void add_runs(const Work &w, const moedge_vectors &v, const moedge_rows &rows, int head, int64_t split, Ahead &ahead) {
+    const int nbytes = row_nbytes(v);
+    each_run(w.a, rows, head, nbytes, v.codes, split * SPLIT, seen_by(w.a, rows, split),
+             [&](int, const uint8_t *first, int count, int64_t, int64_t) { ahead.add(first, int64_t(count) * nbytes); });
+}
+
 // Sums of one split for all queries of a row tile and KV head: [Q, width + 2].
 void attend_split(const Work &w, int64_t split, const Next &next, float *out) {
     const moedge_attention &a = w.a;
     const Visible seen = seen_by(a, *w.tile_rows, split);
     const int from = seen.from / TILE * TILE, to = int(padded(seen.to, TILE));
     locate(w, a.values, split * SPLIT, seen, from, to, w.value_rows, w.value_scales, w.value_zeros);
-    score(w, split * SPLIT, seen, from, to, {w.value_rows, to, row_nbytes(a.values), from, 0});
-    Ahead ahead;
-    if (next.rows) {
-        const Visible soon = seen_by(a, *next.rows, next.split);
-        const int nbytes = row_nbytes(a.keys[0]);
-        each_run(a, *next.rows, next.head, nbytes, a.keys[0].codes, next.split * SPLIT, soon,
-                 [&](int t, const uint8_t *first, int count, int64_t index, int64_t offset) {
-                     for (int i = 0; i < count; i++) w.next_rows[t + i] = first + int64_t(i) * nbytes;
-                     prefetch_factors(a, a.keys[0], index, offset, count);
-                     prefetch_factors(a, a.values, index, offset, count);
+    const bool tiles = in_tiles(a, a.keys[0]) && in_tiles(a, a.values);
+    Ahead ahead(w.ahead);
+    const auto read_next = [&] {
+        if (!next.rows) return;
+        add_runs(w, a.keys[0], *next.rows, next.head, next.split, ahead);
+        if (tiles) add_runs(w, a.values, *next.rows, next.head, next.split, ahead);
+        each_run(a, *next.rows, next.head, 0, a.values.codes, next.split * SPLIT, seen_by(a, *next.rows, next.split),
+                 [&](int, const uint8_t *, int count, int64_t index, int64_t offset) {
+                     read_factors(a, a.keys[0], index, offset, count);
+                     read_factors(a, a.values, index, offset, count);
                  });
-        ahead = {w.next_rows, soon.to, nbytes, soon.from, 0};
+    };
+    // Where products take less time than memory, it is read evenly all the time, and a whole split ahead.
+    if (tiles) read_next();
+    else add_runs(w, a.values, *w.tile_rows, w.head, split, ahead);
+    ahead.list();
+    score(w, split * SPLIT, seen, from, to, ahead);
+    if (!tiles) {
+        ahead = Ahead(w.ahead);
+        read_next();
+        ahead.list();
     }
     weigh(w, split, from, to, ahead, out);
 }
@@ -301,6 +337,9 @@ Next first_of(const moedge_attention &a, int64_t item, int64_t end) {
 
 extern "C" void MOEDGE_NAMED(moedge_attend)(const moedge_attention *a, int64_t begin, int64_t end, void *scratch) {
     Work w(*a, scratch);
+#if MOEDGE_LEVEL >= 4
+    const Tiles tiles;
+#endif
     for (int64_t item = begin; item < end; item++) {
         const Next mine = first_of(*a, item, end), next = first_of(*a, item + 1, end);
         take(w, mine.rows - a->rows, mine.head);

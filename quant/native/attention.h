@@ -32,8 +32,8 @@ inline int parts_of(const moedge_vectors &v) {
     return groups == 0 ? 0 : (v.width / groups + SCALED - 1) / SCALED;
 }
 
-// Floats beside a packed query: the scale of each part, and what flipped keys add to its sum, both in the query's two
-// lanes; then the sum of each group. A run of queries has [parts][queries][2] of the first two, and [groups][queries].
+// Floats beside a packed query: the scale of each part, twice, and what flipped keys add to its sum, in one of the query's
+// two lanes; then the sum of each group. A run of queries has [parts][queries][2] of the first two, and [groups][queries].
 inline int numbers_of(const moedge_vectors &v) { return 4 * groups_of(v) * parts_of(v) + groups_of(v); }
 
 // Queries that meet keys together, of `left` queries: each has two lanes of a register.
@@ -59,7 +59,7 @@ struct Layout {
     int64_t queries;   // float or packed, [parts][Q][padded width]
     int64_t factors;   // float [parts][Q][numbers_of]: of packed queries
     int64_t scores;    // float [Q][SPLIT]
-    int64_t weights;   // bytes [Q][groups][2][SPLIT], or bf16 [Q][SPLIT]
+    int64_t weights;   // bytes [groups][Q][2][SPLIT], or bf16 [Q][SPLIT]
     int64_t shares;    // float [Q][4]: factors of weights by group, then what zeros add
     int64_t tile;      // keys that are widened, or filled up to whole steps
     int64_t values;    // values of a split, interleaved, or of a tile, widened
@@ -67,7 +67,7 @@ struct Layout {
     int64_t total;     // float [Q][width of values + 2]: sums, their exponent and the sum of weights
     int64_t partial;   // the same, of one split
     int64_t scales;    // float [2 scales, 2 zeros][SPLIT] of keys, then of values; then [3][SPLIT], see split_scales
-    int64_t rows;      // the address of every key and value of a split, and of every key of the next
+    int64_t rows;      // the address of every key and value of a split; then what is read ahead
     int64_t zero;      // a vector of zeros
     int64_t nbytes;
 };
@@ -99,7 +99,8 @@ inline Layout layout_of(const moedge_attention &a) {
     l.total = take(n, count * (a.values.width + 2) * 4);
     l.partial = take(n, count * (a.values.width + 2) * 4);
     l.scales = take(n, 11 * SPLIT * 4);
-    l.rows = take(n, 3 * SPLIT * 8);
+    const int64_t lines = (padded(row_nbytes(a.keys[0]), 64) + padded(row_nbytes(a.values), 64)) / 64;
+    l.rows = take(n, (2 + 4 + lines) * SPLIT * 8 + 64);
     l.zero = take(n, widest * 4);
     l.nbytes = n;
     return l;

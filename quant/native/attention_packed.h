@@ -6,13 +6,10 @@
 #ifndef MOEDGE_ATTENTION_PACKED_H
 #define MOEDGE_ATTENTION_PACKED_H
 
+#include "attention_softmax.h"
 #include "attention_work.h"
 
 namespace {
-
-inline __mmask64 first_bytes(int count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
-
-inline __mmask16 first_lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
 // Queries are packed in runs of MOST and of powers of two below it, so that a loop keeps their sums in registers.
 template <int MOST>
@@ -52,9 +49,7 @@ struct Lanes<4> {
     static Ints high(Ints x) { return _mm256_srli_epi16(x, 4); }
     static Ints dot(Ints sum, Ints keys, Ints q) { return _mm256_dpbusd_epi32(sum, keys, q); }
     static Floats dot(Floats sum, Ints keys, Ints q) { return _mm256_dpbf16_ps(sum, (__m256bh)keys, (__m256bh)q); }
-    static Floats add(Ints sum, const float *scale, Floats total) {
-        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(scale), total);
-    }
+    static __m512 scales(const float *p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
 };
 
 template <>
@@ -69,9 +64,7 @@ struct Lanes<8> {
     static Ints high(Ints x) { return _mm512_srli_epi16(x, 4); }
     static Ints dot(Ints sum, Ints keys, Ints q) { return _mm512_dpbusd_epi32(sum, keys, q); }
     static Floats dot(Floats sum, Ints keys, Ints q) { return _mm512_dpbf16_ps(sum, (__m512bh)keys, (__m512bh)q); }
-    static Floats add(Ints sum, const float *scale, Floats total) {
-        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(scale), total);
-    }
+    static __m512 scales(const float *p) { return _mm512_loadu_ps(p); }
 };
 
 // Packed queries of `nbytes` bytes as [nbytes / 8][lanes] runs of eight bytes; `count` of them, the others are zeros.
@@ -101,9 +94,9 @@ inline void pack_bf16(const float *q, int width, int64_t stride, int count, uint
     }
 }
 
-// SCALED elements of a query, or `count` where that is less, as integers of 8 bits; their scale for both lanes, and what
-// flipped keys add to their products, an int32 for one lane. The elements are added to those of `added`.
-inline void pack_part(const float *x, int count, uint8_t *codes, float *scales, float *flips, __m512 &added) {
+// SCALED elements of a query, or `count` where that is less, as integers of 8 bits; their scale, and what flipped keys add
+// to their products, an int32. The elements are added to those of `added`.
+inline void pack_part(const float *x, int count, uint8_t *codes, float *scale, float *flips, __m512 &added) {
     const __m512 a = _mm512_maskz_loadu_ps(first_lanes(count), x), b = _mm512_maskz_loadu_ps(first_lanes(count - 16), x + 16);
     const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     // Not zero where an element is not finite.
@@ -114,7 +107,7 @@ inline void pack_part(const float *x, int count, uint8_t *codes, float *scales, 
     _mm_storeu_si128((__m128i *)(codes + 16), _mm512_cvtepi32_epi8(second));
     const int32_t flipped = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
     memcpy(flips, &flipped, 4);
-    scales[0] = scales[1] = most / 127 + wrong;
+    *scale = most / 127 + wrong;
     added = _mm512_add_ps(added, _mm512_add_ps(a, b));
 }
 
@@ -133,9 +126,11 @@ inline void pack_bytes(const moedge_vectors &v, const float *q, int64_t stride, 
                 __m512 added = _mm512_setzero_ps();
                 for (int part = 0; part < parts; part++) {
                     const int d = part * SCALED;
-                    float *scales = numbers + 2 * ((g * parts + part) * lanes + n);
+                    float *scales = numbers + 2 * (g * parts + part) * lanes, *own_scale = scales + n / 2 * 4 + n % 2;
                     pack_part(q + (begin + n) * stride + g * width + d, width - d,
-                              codes + n * stride + g * (stride / groups) + d, scales, scales + 2 * groups * parts * lanes, added);
+                              codes + n * stride + g * (stride / groups) + d, own_scale,
+                              scales + 2 * groups * parts * lanes + 2 * n, added);
+                    own_scale[2] = *own_scale;
                 }
                 numbers[(4 * groups * parts + g) * lanes + n] = sum(added);
             }
@@ -152,44 +147,61 @@ struct Scored {
     const uint8_t *queries;
     int count;  // queries that are no padding
     int parts;  // of STEP bytes
-    int lines;  // that are read ahead after each of them
     bool add_up;
 };
 
-// Adds up the two lanes of every query: out[i] has the scores of two queries with SCORED keys, i and i + 2 of each four.
-inline void add_lanes(const __m512 (&x)[SCORED], __m512 (&out)[4]) {
-    __m512 pairs[4];
-    for (int i = 0; i < 4; i++)
-        pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x88), _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xdd));
-    // Lane L has queries 2 * L and 2 * L + 1 of two keys: now one of them, of four keys.
+inline __m512 even_lanes(__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0x88); }
+
+inline __m512 odd_lanes(__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0xdd); }
+
+inline __m512 add_pair(__m512 a, __m512 b) { return _mm512_add_ps(even_lanes(a, b), odd_lanes(a, b)); }
+
+inline __m512i add_pair(__m512i a, __m512i b) {
+    const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+    return _mm512_add_epi32(_mm512_castps_si512(even_lanes(x, y)), _mm512_castps_si512(odd_lanes(x, y)));
+}
+
+inline __m512 join(__m256 a, __m256 b) { return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1); }
+
+inline __m512i join(__m256i a, __m256i b) { return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1); }
+
+// Adds up the two lanes of every query. Of eight queries, lane L of out[i] has queries 2 * L and 2 * L + 1 of key 2 * i,
+// then of key 2 * i + 1; of four, lanes 2 and 3 have those of keys 2 * i + 4 and 2 * i + 5.
+template <class Whole>
+inline void add_lanes(const Whole (&x)[SCORED], Whole (&out)[4]) {
+    for (int i = 0; i < 4; i++) out[i] = add_pair(x[2 * i], x[2 * i + 1]);
+}
+
+template <class Half, class Whole>
+inline void add_lanes(const Half (&x)[SCORED], Whole (&out)[2]) {
+    for (int i = 0; i < 2; i++) out[i] = add_pair(join(x[2 * i], x[2 * i + 4]), join(x[2 * i + 1], x[2 * i + 5]));
+}
+
+// Turns what add_lanes gives into scores of two queries, i and i + 2 of each four, with SCORED keys.
+inline void order_pairs(const __m512 (&pairs)[4], __m512 (&out)[4]) {
     const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    const __m512i even = _mm512_castps_si512(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88));
-    const __m512i even_rest = _mm512_castps_si512(_mm512_shuffle_ps(pairs[2], pairs[3], 0x88));
-    const __m512i odd = _mm512_castps_si512(_mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
-    const __m512i odd_rest = _mm512_castps_si512(_mm512_shuffle_ps(pairs[2], pairs[3], 0xdd));
+    const __m512i even = _mm512_castps_si512(even_lanes(pairs[0], pairs[1]));
+    const __m512i odd = _mm512_castps_si512(odd_lanes(pairs[0], pairs[1]));
+    const __m512i even_rest = _mm512_castps_si512(even_lanes(pairs[2], pairs[3]));
+    const __m512i odd_rest = _mm512_castps_si512(odd_lanes(pairs[2], pairs[3]));
     out[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(even, low, even_rest));
     out[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(odd, low, odd_rest));
     out[2] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(even, high, even_rest));
     out[3] = _mm512_castsi512_ps(_mm512_permutex2var_epi64(odd, high, odd_rest));
 }
 
-inline void add_lanes(const __m256 (&x)[SCORED], __m512 (&out)[2]) {
-    __m512 pairs[2], rows[4];
-    for (int i = 0; i < 4; i++) rows[i] = _mm512_insertf32x8(_mm512_castps256_ps512(x[i]), x[i + 4], 1);
-    for (int i = 0; i < 2; i++)
-        pairs[i] = _mm512_add_ps(_mm512_shuffle_ps(rows[2 * i], rows[2 * i + 1], 0x88), _mm512_shuffle_ps(rows[2 * i], rows[2 * i + 1], 0xdd));
-    const __m512 even = _mm512_shuffle_ps(pairs[0], pairs[1], 0x88), odd = _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd);
+inline void order_pairs(const __m512 (&pairs)[2], __m512 (&out)[2]) {
+    const __m512 even = even_lanes(pairs[0], pairs[1]), odd = odd_lanes(pairs[0], pairs[1]);
     out[0] = _mm512_shuffle_f32x4(even, even, 0xd8);
     out[1] = _mm512_shuffle_f32x4(odd, odd, 0xd8);
 }
 
-// Stores what `finish(query, SCORED scores of two queries)` makes of sums, or adds it to the scores [L][SPLIT].
-template <class Floats, class Finish>
-inline void put_scores(const Floats (&sums)[SCORED], int count, float *scores, bool add_up, Finish finish) {
-    constexpr int L = sizeof(Floats) / 8;
-    __m512 both[L / 2];
-    add_lanes(sums, both);
-    for (int i = 0; i < L / 2; i++) {
+// Stores what `finish(query, SCORED scores of two queries)` makes of pairs, or adds it to the scores [L][SPLIT].
+template <int HALF, class Finish>
+inline void put_scores(const __m512 (&pairs)[HALF], int count, float *scores, bool add_up, Finish finish) {
+    __m512 both[HALF];
+    order_pairs(pairs, both);
+    for (int i = 0; i < HALF; i++) {
         const int n = i / 2 * 4 + i % 2;
         const __m512 x = finish(n, both[i]);
         const __m256 halves[] = {_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)};
@@ -214,9 +226,11 @@ inline void dots_bf16(const Scored &s, float *scores, Ahead &ahead) {
 #pragma GCC unroll 8
                 for (int t = 0; t < SCORED; t++) sums[t] = Run::dot(sums[t], Run::all(keys[t] + part * STEP + 8 * i), x);
             }
-            ahead.steps(s.lines);
+            ahead.step();
         }
-        put_scores(sums, s.count, scores + begin, s.add_up, [](int, __m512 x) { return x; });
+        __m512 pairs[L / 2];
+        add_lanes(sums, pairs);
+        put_scores(pairs, s.count, scores + begin, s.add_up, [](int, __m512 x) { return x; });
     }
 }
 
@@ -233,7 +247,8 @@ inline void dots_bytes(const Scored &s, const Factors &f, float *scores, Ahead &
     using Run = Lanes<L>;
     const typename Run::Ints bits = Run::all_bytes(CODES == SIGNED ? -128 : 15);
     for (int begin = 0; begin < s.num_keys; begin += SCORED) {
-        typename Run::Floats totals[SCORED] = {};
+        // Of even and of odd parts, in turns.
+        __m512 totals[L / 2] = {}, others[L / 2] = {};
         const uint8_t *q = s.queries, *const *keys = s.keys + begin;
         for (int part = 0; part < s.parts; part++, q += STEP * L) {
             typename Run::Ints sums[SCORED] = {};
@@ -247,9 +262,17 @@ inline void dots_bytes(const Scored &s, const Factors &f, float *scores, Ahead &
                     sums[t] = Run::dot(sums[t], CODES == SIGNED ? Run::flip(key, bits) : Run::mask(CODES == LOW ? key : Run::high(key), bits), x);
                 }
             }
-            for (int t = 0; t < SCORED; t++) totals[t] = Run::add(sums[t], f.queries + part * 2 * L, totals[t]);
-            ahead.steps(s.lines);
+            __m512i pairs[L / 2];
+            add_lanes(sums, pairs);
+            const __m512 scales = Run::scales(f.queries + part * 2 * L);
+            for (int i = 0; i < L / 2; i++) {
+                const __m512 total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(pairs[i]), scales, totals[i]);
+                totals[i] = others[i];
+                others[i] = total;
+            }
+            ahead.step();
         }
+        for (int i = 0; i < L / 2; i++) totals[i] = _mm512_add_ps(totals[i], others[i]);
         const __m512 scale = _mm512_broadcast_f32x8(_mm256_loadu_ps(f.scales + begin));
         put_scores(totals, s.count, scores + begin, s.add_up, [&](int n, __m512 x) {
             x = _mm512_mul_ps(x, scale);
@@ -291,12 +314,12 @@ inline void score_packed(const Work &w, int part, int from, int to, const uint8_
     const int nbytes = row_nbytes(v), parts = (nbytes + STEP - 1) / STEP;
     const int64_t stride = padded_width(v) * (v.format == MOEDGE_BF16 ? 2 : 1);
     // What is read ahead has been when as many keys have been multiplied.
-    const int steps = parts * ((w.num + 7) / 8) * (v.format == MOEDGE_INT4 ? 2 : 1);
-    const int lines = (SCORED * ((ahead.nbytes + 63) / 64) + steps - 1) / steps;
+    const int steps = parts * ((w.num + 7) / 8) * (v.format == MOEDGE_INT4 ? 2 : 1) * (to - from) / SCORED;
+    ahead.spread(steps);
     const uint8_t *filled[CHUNK];
     for (int t = from; t < to; t += CHUNK) {
         const int count = to - t < CHUNK ? to - t : CHUNK;
-        Scored s{whole_keys(w, w.rows + t, count, nbytes, filled), count, queries, 0, parts, lines, part > 0};
+        Scored s{whole_keys(w, w.rows + t, count, nbytes, filled), count, queries, 0, parts, part > 0};
         const float *own = numbers;
         for (int begin = 0, lanes; begin < w.num; begin += lanes) {
             lanes = lanes_of(w.num - begin);
@@ -344,7 +367,7 @@ inline void sums_bf16(const __m512i *values, int pairs, const uint16_t *weights,
             sums[n][0] = _mm512_dpbf16_ps(sums[n][0], (__m512bh)values[2 * i], p);
             sums[n][1] = _mm512_dpbf16_ps(sums[n][1], (__m512bh)values[2 * i + 1], p);
         }
-        ahead.steps(2);
+        ahead.step();
     }
     for (int n = 0; n < N; n++) {
         _mm512_storeu_ps(out + n * stride, sums[n][0]);
@@ -356,6 +379,7 @@ inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
     const int pairs = (to - from) / 2;
     const int64_t stride = padded_width(w.a.values);
     interleave_bf16(w, from, to);
+    ahead.spread(int64_t(pairs) * ((w.num + 7) / 8) * (stride / 32));
     for (int64_t d = 0; d < w.a.values.width; d += 32) {
         const __m512i *values = (const __m512i *)w.values + d / 32 * pairs * 2;
         for (int begin = 0, n; begin < w.num; begin += n) {
@@ -372,6 +396,17 @@ inline void sum_bf16(const Work &w, int from, int to, Ahead &ahead) {
 
 // --- sums of int8 and int4 values ---
 
+// Puts the bytes of an element of four vectors beside each other: those of element 16 * L + 4 * j + i are dword i of lane L
+// of x[j].
+inline void interleave(__m512i (&x)[4]) {
+    const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi8(x[2], x[3]), d = _mm512_unpackhi_epi8(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi16(a, c);
+    x[1] = _mm512_unpackhi_epi16(a, c);
+    x[2] = _mm512_unpacklo_epi16(b, d);
+    x[3] = _mm512_unpackhi_epi16(b, d);
+}
+
 // Values of tokens `from` to `to` as four tokens of an element beside each other: [runs of 64 codes][quads][4].
 template <bool INT4, bool WHOLE>
 inline void interleave_bytes(const Work &w, int from, int to) {
@@ -385,12 +420,7 @@ inline void interleave_bytes(const Work &w, int from, int to) {
             __m512i x[4];
             for (int i = 0; i < 4; i++)
                 x[i] = WHOLE ? _mm512_loadu_si512(rows[i] + line * 64) : _mm512_maskz_loadu_epi8(mask, rows[i] + line * 64);
-            const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
-            const __m512i c = _mm512_unpacklo_epi8(x[2], x[3]), d = _mm512_unpackhi_epi8(x[2], x[3]);
-            x[0] = _mm512_unpacklo_epi16(a, c);
-            x[1] = _mm512_unpackhi_epi16(a, c);
-            x[2] = _mm512_unpacklo_epi16(b, d);
-            x[3] = _mm512_unpackhi_epi16(b, d);
+            interleave(x);
             __m512i *at = out + (int64_t(line) * quads + quad) * 4, *next = at + int64_t(lines) * quads * 4;
             for (int i = 0; i < 4; i++) at[i] = INT4 ? _mm512_and_si512(x[i], nibble) : x[i];
             for (int i = 0; INT4 && i < 4; i++) next[i] = _mm512_and_si512(_mm512_srli_epi16(x[i], 4), nibble);
@@ -407,52 +437,56 @@ inline void interleave_bytes(const Work &w, int from, int to) {
     else interleave_bytes<false, false>(w, from, to);
 }
 
+// Writes the sums of a query with 64 elements, where its weights have these sums of their bytes; see interleave.
+inline void put_sums(const __m512i (&high)[4], const __m512i (&low)[4], float share, float *out) {
+    __m512 x[4];
+    for (int j = 0; j < 4; j++) {
+        x[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[j]), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low[j]));
+        x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(share));
+    }
+    const __m512 p = _mm512_shuffle_f32x4(x[0], x[1], 0x44), q = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+    const __m512 r = _mm512_shuffle_f32x4(x[2], x[3], 0x44), s = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    _mm512_storeu_ps(out, _mm512_shuffle_f32x4(p, r, 0x88));
+    _mm512_storeu_ps(out + 16, _mm512_shuffle_f32x4(p, r, 0xdd));
+    _mm512_storeu_ps(out + 32, _mm512_shuffle_f32x4(q, s, 0x88));
+    _mm512_storeu_ps(out + 48, _mm512_shuffle_f32x4(q, s, 0xdd));
+}
+
 template <int N>
-inline void sums_bytes(const __m512i *values, int quads, const uint8_t *weights, int64_t weights_stride, const float *shares,
-                       float *out, int64_t stride, Ahead &ahead) {
+inline void sums_bytes(const __m512i *values, int quads, const uint8_t *weights, const float *shares, float *out,
+                       int64_t stride, Ahead &ahead) {
     __m512i high[N][4], low[N][4];
     for (int n = 0; n < N; n++)
         for (int j = 0; j < 4; j++) high[n][j] = low[n][j] = _mm512_setzero_si512();
     for (int i = 0; i < quads; i++) {
         for (int n = 0; n < N; n++) {
-            const __m512i p = dword(weights + n * weights_stride + 4 * i), r = dword(weights + n * weights_stride + SPLIT + 4 * i);
+            const uint8_t *both = weights + n * 2 * SPLIT + 4 * i;
+            const __m512i p = dword(both), r = dword(both + SPLIT);
             for (int j = 0; j < 4; j++) {
                 high[n][j] = _mm512_dpbusd_epi32(high[n][j], p, values[4 * i + j]);
                 low[n][j] = _mm512_dpbusd_epi32(low[n][j], r, values[4 * i + j]);
             }
         }
-        ahead.steps(2);
+        ahead.step();
     }
-    for (int n = 0; n < N; n++) {
-        __m512 x[4];
-        for (int j = 0; j < 4; j++) {
-            x[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[n][j]), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low[n][j]));
-            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(shares[4 * n]));
-        }
-        // Lane 4 * L + i of x[j] is element 16 * L + 4 * j + i.
-        const __m512 p = _mm512_shuffle_f32x4(x[0], x[1], 0x44), q = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
-        const __m512 r = _mm512_shuffle_f32x4(x[2], x[3], 0x44), s = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
-        _mm512_storeu_ps(out + n * stride, _mm512_shuffle_f32x4(p, r, 0x88));
-        _mm512_storeu_ps(out + n * stride + 16, _mm512_shuffle_f32x4(p, r, 0xdd));
-        _mm512_storeu_ps(out + n * stride + 32, _mm512_shuffle_f32x4(q, s, 0x88));
-        _mm512_storeu_ps(out + n * stride + 48, _mm512_shuffle_f32x4(q, s, 0xdd));
-    }
+    for (int n = 0; n < N; n++) put_sums(high[n], low[n], shares[4 * n], out + n * stride);
 }
 
 inline void sum_bytes(const Work &w, int from, int to, Ahead &ahead) {
     const moedge_vectors &v = w.a.values;
     const int quads = (to - from) / 4, groups = groups_of(v), runs = int(padded_width(v) / 64);
-    const int64_t stride = padded_width(v), weights_stride = groups * 2 * SPLIT;
+    const int64_t stride = padded_width(v);
     interleave_bytes(w, from, to);
+    ahead.spread(int64_t(quads) * ((w.num + 1) / 2) * runs);
     for (int run = 0; run < runs; run++) {
         const int g = run * groups / runs;
         const __m512i *values = (const __m512i *)w.values + int64_t(run) * quads * 4;
         for (int n = 0; n < w.num; n += 2) {
-            const uint8_t *weights = w.weights + n * weights_stride + g * 2 * SPLIT + from;
+            const uint8_t *weights = weight_bytes(w, g, n) + from;
             float *out = w.sums + n * stride + run * 64;
             const float *shares = w.shares + 4 * n + g;
-            if (n + 1 < w.num) sums_bytes<2>(values, quads, weights, weights_stride, shares, out, stride, ahead);
-            else sums_bytes<1>(values, quads, weights, weights_stride, shares, out, stride, ahead);
+            if (n + 1 < w.num) sums_bytes<2>(values, quads, weights, shares, out, stride, ahead);
+            else sums_bytes<1>(values, quads, weights, shares, out, stride, ahead);
         }
     }
 }

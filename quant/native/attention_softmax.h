@@ -6,6 +6,9 @@
 
 namespace {
 
+// Where products are computed in tiles: shares of what is read ahead while scores are computed, and of the rest, weights.
+constexpr float SCORES_READ = 0.4f, SOFTMAX_READS = 0.4f;
+
 constexpr float LOG2E = 1.44269504f, HIDDEN = -__builtin_inff();
 
 inline int first_visible(const moedge_attention &a, int position) {
@@ -100,6 +103,11 @@ inline float softmax_bf16(const Work &w, int n, Visible seen, int from, int to, 
     return sum(total);
 }
 
+// Weights of query n for a group of values in bytes: [high, low][SPLIT].
+inline uint8_t *weight_bytes(const Work &w, int group, int n) {
+    return w.weights + (group * padded(w.num, MOEDGE_ROWS) + n) * 2 * SPLIT;
+}
+
 // High and low bytes of PACKED integers of 16 bits, in the order of tokens.
 inline void pack_weights(const __m512i *whole, uint8_t *high, uint8_t *low) {
     const __m512i first = _mm512_packus_epi32(whole[0], whole[1]), second = _mm512_packus_epi32(whole[2], whole[3]);
@@ -129,10 +137,10 @@ inline void split_scales(const Work &w, int from, int to) {
 }
 
 // Weights of query n times scales of int8 values, relative to 2^exponent, in integers of 16 bits; the sum of weights alone.
-inline float softmax_int8(const Work &w, int n, Visible seen, int from, int to, float *exponent) {
+inline float softmax_int8(const Work &w, int n, Visible seen, int from, int to, float *exponent, Ahead &ahead) {
     const float *x = w.scores + int64_t(n) * SPLIT;
     const float *logs = w.value_powers, *factors = logs + SPLIT, *inverses = factors + SPLIT;
-    uint8_t *out = w.weights + int64_t(n) * 2 * SPLIT;
+    uint8_t *out = weight_bytes(w, 0, n);
     *exponent = logarithms(w, n, seen, from, to, logs);
     const __m512 top = _mm512_set1_ps(*exponent);
     __m512 total = _mm512_setzero_ps();
@@ -145,6 +153,7 @@ inline float softmax_int8(const Work &w, int n, Visible seen, int from, int to, 
             const __m512 p = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(x + t), top));
             total = _mm512_fmadd_ps(p, _mm512_loadu_ps(inverses + t), total);
             whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(p, _mm512_loadu_ps(factors + t)));
+            ahead.step();
         }
         pack_weights(whole, out + begin, out + SPLIT + begin);
     }
@@ -154,17 +163,18 @@ inline float softmax_int8(const Work &w, int n, Visible seen, int from, int to, 
 }
 
 // Weights of query n, in bytes as above for each group of int4 values and relative to the largest; what zeros add to all sums.
-inline float softmax_int4(const Work &w, int n, Visible seen, int from, int to, float *exponent) {
+inline float softmax_int4(const Work &w, int n, Visible seen, int from, int to, float *exponent, Ahead &ahead) {
     const float *p = w.scores + int64_t(n) * SPLIT, weights = softmax(w, n, seen, from, to, exponent);
     for (int g = 0; g < 2; g++) {
         const float *scales = w.value_scales + g * SPLIT, *zeros = w.value_zeros + g * SPLIT;
-        uint8_t *out = w.weights + (int64_t(n) * 2 + g) * 2 * SPLIT;
+        uint8_t *out = weight_bytes(w, g, n);
         __m512 most = _mm512_setzero_ps(), bad = _mm512_setzero_ps(), added = _mm512_setzero_ps();
         for (int t = from; t < to; t += 16) {
             const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(scales + t));
             most = _mm512_max_ps(most, x);
             bad = _mm512_fmadd_ps(x, _mm512_setzero_ps(), bad);
             added = _mm512_fmadd_ps(_mm512_loadu_ps(p + t), _mm512_loadu_ps(zeros + t), added);
+            ahead.step();
         }
         const float highest = largest(most), wrong = sum(bad);
         const __m512 factor = _mm512_set1_ps(highest > 1e-30f && wrong == 0 ? 65535 / highest : 0);
@@ -186,17 +196,19 @@ inline float softmax_int4(const Work &w, int n, Visible seen, int from, int to, 
 }
 
 // The same for any packed format; a row that attends to none of the keys has weights of zero.
-inline void weigh_packed(const Work &w, int n, Visible seen, int from, int to, float *exponent, float *weights) {
+inline void weigh_packed(const Work &w, int n, Visible seen, int from, int to, float *exponent, float *weights,
+                         Ahead &ahead) {
     const int format = w.a.values.format;
     if (!seen.any()) {
-        const int64_t nbytes = format == MOEDGE_INT4 ? 4 * SPLIT : 2 * SPLIT;
-        memset(w.weights + n * nbytes, 0, nbytes);
+        if (format == MOEDGE_BF16) memset(w.weights + n * 2 * SPLIT, 0, 2 * SPLIT);
+        else
+            for (int g = 0; g < groups_of(w.a.values); g++) memset(weight_bytes(w, g, n), 0, 2 * SPLIT);
         memset(w.shares + 4 * n, 0, 16);
         return;
     }
     *weights = format == MOEDGE_BF16   ? softmax_bf16(w, n, seen, from, to, exponent)
-               : format == MOEDGE_INT8 ? softmax_int8(w, n, seen, from, to, exponent)
-                                       : softmax_int4(w, n, seen, from, to, exponent);
+               : format == MOEDGE_INT8 ? softmax_int8(w, n, seen, from, to, exponent, ahead)
+                                       : softmax_int4(w, n, seen, from, to, exponent, ahead);
 }
 
 #endif

@@ -7,24 +7,58 @@
 
 namespace {
 
-// Vectors that are needed soon, read into the cache a line at a time between products: memory and products then overlap.
-struct Ahead {
-    const uint8_t **rows = nullptr;
-    int count = 0, nbytes = 0, row = 0, offset = 0;
+#if MOEDGE_LEVEL >= 2
+inline __mmask64 first_bytes(int count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
-    void steps(int lines) {
-        int r = row, o = offset;
-        for (; lines > 0 && r < count; lines--) {
-            _mm_prefetch((const char *)rows[r] + o, _MM_HINT_T1);
-            o += 64;
-            if (o >= nbytes) {
-                o = 0;
-                r++;
+inline __mmask16 first_lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
+#endif
+
+// Memory that is needed soon, read into the cache a line at a time between products: memory and products then overlap.
+class Ahead {
+public:
+    // `scratch` has room for begins and ends of RUNS runs of adjacent bytes, and for all their lines.
+    static constexpr int RUNS = 2 * SPLIT;
+
+    explicit Ahead(const uint8_t **scratch) : begins(scratch), ends(scratch + RUNS), lines(scratch + 2 * RUNS) {}
+
+    void add(const uint8_t *at, int64_t nbytes) {
+        begins[runs] = at;
+        ends[runs++] = at + nbytes;
+    }
+
+    // Lists a line of every run, then the next of every run: a processor that reads on by itself begins early in all.
+    void list() {
+#if MOEDGE_LEVEL >= 3
+        int64_t before = -1;
+        for (int64_t offset = 0; before < count; offset += 64) {
+            before = count;
+            for (int i = 0; i < runs; i += 8) {
+                const __mmask8 own = __mmask8(first_lanes(int(runs - i)));
+                const __m512i at = _mm512_add_epi64(_mm512_maskz_loadu_epi64(own, begins + i), _mm512_set1_epi64(offset));
+                const __mmask8 within = _mm512_mask_cmplt_epu64_mask(own, at, _mm512_maskz_loadu_epi64(own, ends + i));
+                _mm512_storeu_si512(lines + count, _mm512_maskz_compress_epi64(within, at));
+                count += __builtin_popcount(within);
             }
         }
-        row = r;
-        offset = o;
+#endif
     }
+
+    // Takes `share` of what is left in `times` steps of equal size: reads that are not spread evenly wait for each other,
+    // and what is computed waits for them.
+    void spread(int64_t times, float share = 1) {
+        pace = times > 0 ? (int64_t(float((count << 16) - due) * share) + times - 1) / times : 0;
+    }
+
+    void step() {
+        due += pace;
+        const int64_t end = due >> 16 < count ? due >> 16 : count;
+        for (; next < end; next++) _mm_prefetch((const char *)lines[next], _MM_HINT_T1);
+    }
+
+private:
+    const uint8_t **begins, **ends, **lines;
+    int64_t runs = 0, count = 0, next = 0;
+    int64_t due = 0, pace = 0;  // in 2^-16 lines
 };
 
 struct Work {
@@ -33,7 +67,7 @@ struct Work {
     int head;   // the KV head
     int num;    // Q: queries, rows times group; query n is of row n / group
     // Of the split that is computed: the address of every key or value, and factors of its codes by group.
-    const uint8_t **rows, **value_rows, **next_rows;
+    const uint8_t **rows, **value_rows, **ahead;
     float *scales, *zeros, *value_scales, *value_zeros;  // [2][SPLIT]
     float *value_powers;                                 // [3][SPLIT]
     uint8_t *queries;
@@ -62,7 +96,7 @@ struct Work {
         value_powers = scales + 8 * SPLIT;
         rows = (const uint8_t **)(base + l.rows);
         value_rows = rows + SPLIT;
-        next_rows = rows + 2 * SPLIT;
+        ahead = rows + 2 * SPLIT;
         memset(base + l.zero, 0, l.nbytes - l.zero);
         zero = base + l.zero;
     }

@@ -26,14 +26,19 @@ COMMON = ("library.cpp",)
 KERNELS: tuple[str, ...] = (
     "attention.cpp", "packing.cpp", "products.cpp", "steps.cpp", "tiles_widening.cpp", "widening.cpp",
 )  # fmt: skip
-# Of these, what is compiled for processors without AVX2, too; and how, by the suffix of its names.
+# Of these, what has code of its own for AMX; of the others, AMX uses what is compiled for the set before it.
+TILED = ("attention.cpp",)
+# And what is compiled for processors without AVX2, too; and how, by the suffix of its names.
 PORTABLE = ("widening.cpp",)
 _PORTABLE_SETS: Mapping[str, tuple[str, ...]] = MappingProxyType({"portable": (), "ssse3": ("-mssse3",)})
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-# Instruction sets by name, from the least to the most, in the order of `enum moedge_set`.
+_AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_AMX = "amx"
+# Instruction sets by name, from the least to the most, in the order of `enum moedge_set`. AMX's instructions are in
+# assembler, so that compilers need not know them.
 SETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni")}
+    {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": _AVX512BF16, _AMX: _AVX512BF16}
 )
 # Without exceptions, run-time types and C++'s runtime library, the result needs nothing but libc.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno",
@@ -67,6 +72,8 @@ def compilations(flags: Sequence[str] = _FLAGS) -> Iterator[tuple[str, list[str]
             yield f"{isa}.{name}", [*common, *options, *defined, str(HERE / name)]
     for name in KERNELS:
         for number, (isa, options) in enumerate(SETS.items(), 1):
+            if isa == _AMX and name not in TILED:
+                continue
             defined = [f"-DMOEDGE_SET={isa}", f"-DMOEDGE_LEVEL={number}"]
             yield f"{isa}.{name}", [*common, *options, *defined, str(HERE / name)]
 

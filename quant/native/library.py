@@ -1,7 +1,7 @@
 """Loads the library of CPU kernels, and says why it cannot be used where that is so. Torch-free.
 
-MOEDGE_ISA names the most that may be used of an instruction set (`avx2`, `avx512`, `avx512bf16`), or `none`. With
-`none`, and on a processor without AVX2, no kernel is used but those that have code for such processors (`portable`).
+MOEDGE_ISA names the most that may be used of an instruction set (`avx2`, `avx512`, `avx512bf16`, `amx`), or `none`.
+With `none`, and on a processor without AVX2, no kernel is used but those with code for such processors (`portable`).
 """
 
 from __future__ import annotations

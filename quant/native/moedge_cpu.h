@@ -16,6 +16,7 @@ enum moedge_set {
     MOEDGE_AVX2 = 1,        // AVX2, FMA, F16C
     MOEDGE_AVX512 = 2,      // AVX-512 F, BW, VL, DQ
     MOEDGE_AVX512BF16 = 3,  // AVX-512 BF16 and VNNI
+    MOEDGE_AMX = 4,         // AMX TILE, INT8 and BF16, which attention alone has code for
 };
 
 // Formats of the KV cache (quant/kv/format.py), and of activations.
@@ -76,14 +77,15 @@ struct moedge_attention {
 // Bytes of the scratch of one thread.
 MOEDGE_EXPORT int64_t moedge_attention_scratch(const struct moedge_attention *a);
 
-// Every kernel: X(name, arguments with types, arguments).
+// Every kernel: X(name, arguments with types, arguments); those of attention are compiled for one set more.
 // moedge_attend computes items begin to end of rows * H or of pieces * H; moedge_attend_reduce, after all pieces have
 // been computed, items of rows * H. `scratch` belongs to the calling thread and begins at a multiple of 64.
-#define MOEDGE_KERNELS(X)                                                                        \
+#define MOEDGE_ATTENTION_KERNELS(X)                                                              \
     X(moedge_attend, (const struct moedge_attention *a, int64_t begin, int64_t end, void *scratch), \
       (a, begin, end, scratch))                                                                  \
     X(moedge_attend_reduce, (const struct moedge_attention *a, int64_t begin, int64_t end, void *scratch), \
-      (a, begin, end, scratch))                                                                  \
+      (a, begin, end, scratch))
+#define MOEDGE_KERNELS(X)                                                                        \
     X(moedge_multiply, (const int64_t *given), (given))                                          \
     X(moedge_experts, (const int64_t *given), (given))                                           \
     X(moedge_steps, (const int64_t *given), (given))                                             \
@@ -101,6 +103,7 @@ MOEDGE_EXPORT int moedge_supported(void);
 MOEDGE_EXPORT int moedge_choose(int set);
 
 #define MOEDGE_DECLARE(name, types, args) MOEDGE_EXPORT void name types;
+MOEDGE_ATTENTION_KERNELS(MOEDGE_DECLARE)
 MOEDGE_KERNELS(MOEDGE_DECLARE)
 MOEDGE_PORTABLE_KERNELS(MOEDGE_DECLARE)
 #undef MOEDGE_DECLARE

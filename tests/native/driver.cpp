@@ -1,5 +1,6 @@
 // Calls the kernels without Python and torch, for sanitizers: random shapes against sums in double, in memory of exactly
-// the size that the interface asks for; one thread against several, and rows that are split against rows that are whole.
+// the size that the interface asks for; one thread against several, rows that are split against rows that are whole,
+// and tiles of AMX against registers.
 //
 //     driver CASES [SEED]     exits with 1 and names the first case that is wrong
 #include <math.h>
@@ -259,6 +260,7 @@ bool same(const std::vector<float> &a, const std::vector<float> &b) { return !me
 int main(int count, char **arguments) {
     const int cases = count > 1 ? atoi(arguments[1]) : 20, seed = count > 2 ? atoi(arguments[2]) : 0;
     double worst = 0;
+    std::vector<std::vector<float>> in_registers(cases);
     for (int set = MOEDGE_AVX2; set <= moedge_supported(); set++) {
         moedge_choose(set);
         for (int number = 0; number < cases; number++) {
@@ -266,7 +268,9 @@ int main(int count, char **arguments) {
             Case one(random);
             const std::vector<float> found = one.run(1, false);
             const double error = one.error(found), most = one.a.exact || set < MOEDGE_AVX512BF16 ? 2e-5 : 1.5e-2;
-            const bool equal = same(found, one.run(3, false)) && same(found, one.run(3, true));
+            bool equal = same(found, one.run(3, false)) && same(found, one.run(3, true));
+            if (set == MOEDGE_AVX512BF16) in_registers[number] = found;
+            if (set == MOEDGE_AMX) equal = equal && same(found, in_registers[number]);
             worst = error > worst ? error : worst;
             if (!(error < most) || !equal) {
                 printf("set %d, seed %d: error %g, wanted at most %g; bits %s\n", set, seed + number, error, most,

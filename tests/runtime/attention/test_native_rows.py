@@ -1,6 +1,6 @@
 """The CPU kernels of attention agree with float64 over the same codes, and a row's bits depend on that row alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -182,6 +182,44 @@ def test_a_row_has_the_same_bits_with_any_threads_and_neighbours(dtype: torch.dt
         for threads in (1, 2, 5):
             assert torch.equal(rows.run(chosen, threads), together[chosen])
     assert torch.equal(rows.run(threads=3), together)
+
+
+def in_both(run: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What `run` returns with registers, then with the tiles of AMX; skips where the processor has none."""
+    loaded = library.loaded()
+    assert loaded.library is not None
+    if loaded.isa != "amx":
+        pytest.skip(f"the processor, or MOEDGE_ISA, ends at {loaded.isa}")
+    library.choose(loaded.library, "avx512bf16")
+    try:
+        in_registers = run()
+    finally:
+        library.choose(loaded.library, loaded.isa)
+    return in_registers, run()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_tiles_give_the_bits_of_registers(data: st.DataObject) -> None:
+    """Sums of integers are exact, and what follows them has the same order."""
+    draw, kv_heads, group = data.draw, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 19))
+    dim = draw(st.sampled_from([2, 30, 64, 80, 96, 128, 130, 256, 400]))
+    lengths = draw(st.lists(st.sampled_from([1, 15, 16, 33, 255, 257, 300, 600]), min_size=1, max_size=3))
+    asked = {"softcap": draw(st.sampled_from([None, 3.0])), "window": draw(st.sampled_from([None, 1, 40, 300]))}
+    block, kv_format = draw(st.sampled_from([1, 5, 16, 32, 100])), draw(st.sampled_from(["int8", "int8/int4", "int4"]))
+    shape = (kv_heads * group, kv_heads, dim)
+    rows, threads = Rows.make(shape, kv_format, lengths, block, torch.bfloat16, **asked), draw(st.integers(1, 2))
+    in_registers, in_tiles = in_both(lambda: [rows.run(threads=threads)])
+    assert torch.equal(in_registers[0], in_tiles[0])
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+def test_tiles_give_the_bits_of_registers_to_several_rows_of_a_sequence(kv_format: str, name: str) -> None:
+    in_registers, in_tiles = in_both(
+        lambda: NativeSetup((8, 2, 80), kv_format, True, name, dtype=torch.bfloat16).run(200)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(in_registers, in_tiles, strict=True))
 
 
 @pytest.mark.parametrize("name", FEATURES)
