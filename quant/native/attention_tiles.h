@@ -59,8 +59,8 @@ struct Tiles {
 // Chunks of a tile's row in each group of a vector.
 inline int chunks_of(const moedge_vectors &v) { return int(padded_width(v) / groups_of(v) / TILE_ROW); }
 
-// q [count][stride] to integers of 8 bits in runs of L queries, [chunks] tiles each: dword [i][n] is the i-th of the first
-// 32 bytes of query n, dword [i + 8][n + L] the i-th of the other 32, others are zeros. Numbers of a run: scales
+// q [count][stride] to integers of 8 bits in runs of L queries, [chunks] tiles each: dword [i][n] is the i-th of the
+// first 32 bytes of query n, dword [i + 8][n + L] the i-th of the other 32, others are zeros. Numbers of a run: scales
 // [chunks][16] in the order of columns, then the sums of each group [L].
 inline void pack_tiles(const moedge_vectors &v, const float *q, int64_t stride, int count, uint8_t *out,
                        float *numbers) {

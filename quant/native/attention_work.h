@@ -34,7 +34,8 @@ public:
             before = count;
             for (int i = 0; i < runs; i += 8) {
                 const __mmask8 own = __mmask8(first_lanes(int(runs - i)));
-                const __m512i at = _mm512_add_epi64(_mm512_maskz_loadu_epi64(own, begins + i), _mm512_set1_epi64(offset));
+                const __m512i begin = _mm512_maskz_loadu_epi64(own, begins + i);
+                const __m512i at = _mm512_add_epi64(begin, _mm512_set1_epi64(offset));
                 const __mmask8 within = _mm512_mask_cmplt_epu64_mask(own, at, _mm512_maskz_loadu_epi64(own, ends + i));
                 _mm512_storeu_si512(lines + count, _mm512_maskz_compress_epi64(within, at));
                 count += __builtin_popcount(within);
@@ -43,8 +44,8 @@ public:
 #endif
     }
 
-    // Takes `share` of what is left in `times` steps of equal size: reads that are not spread evenly wait for each other,
-    // and what is computed waits for them.
+    // Takes `share` of what is left in `times` steps of equal size: reads that are not spread evenly wait for each
+    // other, and what is computed waits for them.
     void spread(int64_t times, float share = 1) {
         pace = times > 0 ? (int64_t(float((count << 16) - due) * share) + times - 1) / times : 0;
     }
