@@ -116,7 +116,7 @@ def test_what_the_library_does_not_widen_is_left_to_the_codec() -> None:
 
 def rounded(x: Tensor) -> Tensor:
     """Each 32 columns of a row as integers of 8 bits times their scale: what `integer` makes of activations."""
-    chunks = x.double().view(len(x), -1, 32)
+    chunks = x.double().reshape(len(x), x.shape[1] // 32, 32)
     scale = chunks.abs().amax(2, keepdim=True) / 127
     return (scale * (chunks / scale).round().nan_to_num()).view(x.shape)
 
