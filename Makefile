@@ -32,7 +32,7 @@ test-all: $(STAMP)
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
 
-# The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes four settings.
+# The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes two settings and no slow test.
 test-isa: $(STAMP)
 	$(BIN)/python tests/matrix/isa.py $(ARGS)
 

@@ -23,26 +23,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BASE = "as it is"
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+# With tiles of AMX oneDNN packs matrices by functions of torch that exist from AVX-512 on only: where torch does without
+# AVX-512, as no processor with AMX would, oneDNN must, too.
+NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 # In this order: what several settings come to is run once, under the first.
 SETTINGS: dict[str, dict[str, str]] = {
     BASE: {},
     "AVX2 everywhere": AVX2,
-    "ATen default, MKL compatible": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
+    "ATen default, MKL compatible": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", **NO_AMX},
     "oneDNN AVX512_CORE": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "ATen default": {"ATEN_CPU_CAPABILITY": "default"},
-    "ATen avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "ATen default": {"ATEN_CPU_CAPABILITY": "default", **NO_AMX},
+    "ATen avx2": {"ATEN_CPU_CAPABILITY": "avx2", **NO_AMX},
     "ATen avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
     "MKL AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "MKL AVX512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512"},
     "MKL_CBWR AUTO": {"MKL_CBWR": "AUTO"},
     "MKL_CBWR AVX2": {"MKL_CBWR": "AVX2"},
 }
-# What `.ci/run` takes: everything that processors without AVX-512 bf16, without AVX-512 and without AVX2 lack.
-BRIEF = (BASE, "AVX2 everywhere", "ATen default, MKL compatible", "oneDNN AVX512_CORE")
+# What `.ci/run` takes the first two of that change something: what processors without AVX-512 and without AVX2 lack, and
+# other orders of sums for processors on which the first changes nothing.
+BRIEF = (BASE, "AVX2 everywhere", "ATen default, MKL compatible", "MKL_CBWR AUTO")
 # Whatever stands in the caller's environment is no setting of ours.
 VARIED = {"DNNL_MAX_CPU_ISA", *(name for setting in SETTINGS.values() for name in setting)}
 WANTED = 2
+PARALLEL = ("--numprocesses", "auto", "--dist", "worksteal")
 PROBE_SECONDS, TEST_SECONDS = 120, 1200
 
 # Run with the libraries' verbose lines on: prints one line of JSON among them.
@@ -129,11 +134,11 @@ def verdict(name: str, found: Found | None, before: dict[str, Found]) -> str:
     return f"the same as {same}, not counted again" if same else ""
 
 
-def run_tests(setting: dict[str, str]) -> tuple[str, bool]:
-    """What pytest counted, and whether all passed."""
+def run_tests(setting: dict[str, str], marked: str) -> tuple[str, bool]:
+    """What pytest counted of the tests that are marked so, and whether all passed."""
     # Only files that have some: collecting all of them takes half a minute.
     files = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.numerics" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "numerics", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", *PARALLEL, *files]
     begun = time.monotonic()
     done = subprocess.run(
         command, cwd=ROOT, env=environment(setting), capture_output=True, text=True, timeout=TEST_SECONDS, check=False
@@ -161,24 +166,31 @@ def conclude(changed: int, failed: list[str], avx2: bool) -> int:
     return int(bool(failed) or (avx2 and changed < WANTED))
 
 
-def main(names: tuple[str, ...], probe_only: bool) -> int:
+def main(brief: bool, probe_only: bool) -> int:
     before: dict[str, Found] = {}
     failed: list[str] = []
     print("| setting | what computes | numerics tests |\n|---|---|---|")
-    for name in names:
+    for name in BRIEF if brief else SETTINGS:
+        if brief and len(before) > WANTED:
+            break
         found = probe(SETTINGS[name])
         said = verdict(name, found, before)
         if found is not None and not said:
             before[name] = found
-            said, passed = ("to be run", True) if probe_only else run_tests(SETTINGS[name])
-            failed += [] if passed else [name]
+            if probe_only:
+                said = "to be run"
+            elif brief and name == BASE:
+                said = "run by `make test`"
+            else:
+                said, passed = run_tests(SETTINGS[name], "numerics and not slow" if brief else "numerics")
+                failed += [] if passed else [name]
         print(f"| {name} | {found.line() if found else '-'} | {said} |", flush=True)
     return conclude(len(before.keys() - {BASE}), failed, has_avx2())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--brief", action="store_true", help="the four settings that .ci/run takes")
+    parser.add_argument("--brief", action="store_true", help="two settings, without the slow tests: what .ci/run takes")
     parser.add_argument("--probe", action="store_true", help="say what each setting changes, run no test")
     arguments = parser.parse_args()
-    sys.exit(main(BRIEF if arguments.brief else tuple(SETTINGS), arguments.probe))
+    sys.exit(main(arguments.brief, arguments.probe))
