@@ -12,9 +12,9 @@ STRIP_WEIGHTS = 1 << 22
 # number of threads. It is so small that a matrix of 2048 x 2048 keeps eight threads busy.
 DETERMINISTIC_STRIP_WEIGHTS = 1 << 19
 
-# The number of rows that a deterministic product computes together. A library's kernel computes some rows at a time, and
-# those that are left over in another order of sums: MKL's for AVX2 take 6 rows, others 1, 2, 4, 8, 12, 16 or 24. All of
-# these divide 48, so that no row of a tile is left over, and every row is summed like its neighbours.
+# The number of rows that a deterministic product computes together. A library's kernel computes some rows at a time,
+# and those that are left over in another order of sums: MKL's for AVX2 take 6 rows, others 1, 2, 4, 8, 12, 16 or 24.
+# All of these divide 48, so that no row of a tile is left over, and every row is summed like its neighbours.
 TILE = 48
 
 # The rows of a block of the order of codes that has the largest blocks.

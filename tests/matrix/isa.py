@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BASE = "as it is"
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-# With tiles of AMX oneDNN packs matrices by functions of torch that exist from AVX-512 on only: where torch does without
-# AVX-512, as no processor with AMX would, oneDNN must, too.
+# With tiles of AMX oneDNN packs matrices by functions of torch that exist from AVX-512 on only: where torch does
+# without AVX-512, as no processor with AMX would, oneDNN must, too.
 NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 # In this order: what several settings come to is run once, under the first.
 SETTINGS: dict[str, dict[str, str]] = {
@@ -41,8 +41,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "MKL_CBWR AUTO": {"MKL_CBWR": "AUTO"},
     "MKL_CBWR AVX2": {"MKL_CBWR": "AVX2"},
 }
-# What `.ci/run` takes the first two of that change something: what processors without AVX-512 and without AVX2 lack, and
-# other orders of sums for processors on which the first changes nothing.
+# What `.ci/run` takes the first two of that change something: what processors without AVX-512 and without AVX2 lack,
+# and other orders of sums for processors on which the first changes nothing.
 BRIEF = (BASE, "AVX2 everywhere", "ATen default, MKL compatible", "MKL_CBWR AUTO")
 # Whatever stands in the caller's environment is no setting of ours.
 VARIED = {"DNNL_MAX_CPU_ISA", *(name for setting in SETTINGS.values() for name in setting)}
