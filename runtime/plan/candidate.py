@@ -231,8 +231,13 @@ def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
     return TILES in get_format(quant).orders
 
 
+# Rows of the pass in which loading compares the steps with the model's own layers (model/fused/trial.py).
+TRIAL_ROWS = 16
+
+
 def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
-    """Bytes at most of the buffers in which the library's steps compute decoder layers of `num_tokens` rows."""
+    """Bytes at most of the buffers in which the library's steps compute decoder layers of `num_tokens` rows, and those
+    of the trial at load. Layers of the same sizes share them."""
 
     def of_row(layer: LayerShape) -> int:
         experts = layer.experts
@@ -244,7 +249,10 @@ def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
         packed = 3 * row_nbytes(widest) + chosen * (row_nbytes(hidden) + row_nbytes(inner))
         return 2 * vectors + packed + 32 * chosen + 4 * experts.count
 
-    return num_tokens * max(map(of_row, shape.layers))
+    def sizes(layer: LayerShape) -> tuple[object, ...]:
+        return *((matrix.rows, matrix.cols) for matrix in layer.dense), layer.experts
+
+    return max(num_tokens, TRIAL_ROWS) * sum({sizes(layer): of_row(layer) for layer in shape.layers}.values())
 
 
 def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequences: int, gpu: Gpu) -> int:

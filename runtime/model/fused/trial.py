@@ -16,6 +16,7 @@ from ...attention.protocol import AttentionCall
 from ...engine.batch import Batch, pack
 from ...engine.sequence import Sequence as TokenSequence
 from ...kv.cache import KVCache
+from ...plan.candidate import TRIAL_ROWS
 from ...sampling.params import SamplingParams
 from .layer import Buffers, FusedLayer
 from .stack import FusedStack
@@ -63,11 +64,9 @@ def fuse(
         return []
     with torch.inference_mode():
         found = {index: parts for index, layer in enumerate(layers) if (parts := parts_of(layer))}
-        kinds = len({Buffers.key(parts) for parts in found.values()})
-        most = max(most_rows, _TOKENS)
-        rows = {index: min(most, nbytes // kinds // Buffers.nbytes(parts)) for index, parts in found.items()}
-        found = {index: parts for index, parts in found.items() if rows[index] >= _TOKENS}
-        if not found:
+        of_row = sum({Buffers.key(parts): Buffers.nbytes(parts) for parts in found.values()}.values())
+        rows = min(max(most_rows, TRIAL_ROWS), nbytes // of_row) if found else 0
+        if rows < TRIAL_ROWS:
             return []
         probe = Probe([], [])
         records = _records(runner, [layers[index] for index in found], list(found.values()), probe, vocab)
@@ -76,7 +75,7 @@ def fuse(
         for (index, parts), record in zip(found.items(), records, strict=True):
             key = Buffers.key(parts)
             if key not in shared:
-                shared[key] = Buffers(parts, rows[index])
+                shared[key] = Buffers(parts, rows)
             call = next(call for call in probe.calls if call.layer == index)
             layer = FusedLayer(parts, shared[key], compute, layers[index].forward, call)
             at = 3 * probe.calls.index(call)
@@ -86,7 +85,7 @@ def fuse(
     return fused
 
 
-_TOKENS = sum(count for _, count in _PASTS)
+assert sum(count for _, count in _PASTS) == TRIAL_ROWS, "what the planner leaves memory for"
 
 
 def _batch(vocab: int) -> Batch:

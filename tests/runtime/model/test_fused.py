@@ -13,7 +13,9 @@ from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
 from moedge.runtime.model.fused import trial
+from moedge.runtime.model.fused.layer import buffers_nbytes
 from moedge.runtime.model.runner import ModelRunner
+from moedge.runtime.plan.memory_ledger import FUSED
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.sampling.params import SamplingParams
@@ -96,6 +98,13 @@ def distance(found: list[torch.Tensor], meant: list[torch.Tensor]) -> float:
         (one.double() - other).norm(dim=1) / other.double().norm(dim=1) for one, other in zip(found, meant, strict=True)
     ]
     return float(torch.cat(each).median())
+
+
+def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_trial(checkpoint: Folder) -> None:
+    """The trial at load computes more rows than any pass will, and the plan has memory for them."""
+    with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, tokens_per_pass=4, max_sequences=1)) as loaded:
+        assert len(loaded.fused) == len(loaded.model.layers)
+        assert buffers_nbytes(loaded.fused) <= loaded.ledger.tiers["host"].arenas[FUSED].planned
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
