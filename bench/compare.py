@@ -181,14 +181,18 @@ def missing(contender: Contender, record: Record, repeats: int) -> dict[str, lis
 
 def rounds(options: argparse.Namespace, record: Record) -> Iterator[tuple[Contender, dict[str, list[int]]]]:
     """What is to be measured; looked up in the record as it grows, so that who is asked again gets what is left."""
-    everyone = list(contenders(options))
+    everyone, asked = list(contenders(options)), []
     for contender in everyone:
         if loads := missing(contender, record, 1 if contender.tried else options.repeats):
+            asked.append((contender, loads))
             yield contender, loads
     # The median of a setting can turn out lower than its first measurement, and another be the fastest.
     for contender in everyone * 2:
         wanted = missing(contender, record, options.repeats)
-        if loads := {cell: load for cell, load in wanted.items() if is_fastest(contender, record, cell)}:
+        loads = {cell: load for cell, load in wanted.items() if is_fastest(contender, record, cell)}
+        # Who did not give what it was asked for is not asked for the same again.
+        if loads and (contender, loads) not in asked:
+            asked.append((contender, loads))
             yield contender, loads
 
 
@@ -390,11 +394,7 @@ def compare(options: argparse.Namespace, limit: int | None, record: Record) -> l
     bench, wrong = Bench(limit, options.seconds, options.scratch, options.stores), []
     if options.minutes:
         bench.end_in(options.minutes * 60)
-    tried = set()
     for contender, loads in rounds(options, record):
-        if (contender, *loads) in tried:
-            continue
-        tried.add((contender, *loads))
         if bench.seconds < LEAST_SECONDS:
             print(f"\n{options.minutes} minutes are over; the same command continues.", flush=True)
             break

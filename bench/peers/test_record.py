@@ -70,6 +70,19 @@ def test_what_is_recorded_is_not_measured_again_and_the_fastest_of_an_engine_is_
     assert set(plan(record, **others)["moedge int4"]) == set(HEAD["cells"])
 
 
+@pytest.mark.parametrize(("answers", "repeats"), [(True, [1, 2]), (False, [1])])
+def test_an_engine_with_one_setting_is_repeated_unless_it_failed(answers: bool, repeats: list[int]) -> None:
+    record, found = a_record(), []
+    one = options(moedge=[], transformers=["eager"], gguf=[], products=False)
+    for contender, loads in compare.rounds(one, record):
+        found.append({cell: load[-1] for cell, load in loads.items()})
+        if answers:
+            record["measurements"] += [
+                measured(contender.title, cell, 9.0) for cell in loads for _ in range(loads[cell][-1])
+            ]
+    assert found == [dict.fromkeys(HEAD["cells"], count) for count in repeats]
+
+
 def test_medians_roofs_and_ratios() -> None:
     ours = [measured("moedge int4", "1", speed, experts=0.125) for speed in (30.0, 10.0, 11.0)]
     record = a_record(*ours, measured("moedge int8", "1", 99.0), measured("llama.cpp x -fa on", "1", 22.0))
