@@ -250,7 +250,11 @@ def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
         return 2 * vectors + packed + 32 * chosen + 4 * experts.count
 
     def sizes(layer: LayerShape) -> tuple[object, ...]:
-        return *((matrix.rows, matrix.cols) for matrix in layer.dense), layer.experts
+        experts = layer.experts
+        if experts is None:
+            return ()
+        matrices = (*layer.dense, experts.up, experts.down)
+        return experts.count, experts.per_token, *((each.rows, each.cols) for each in matrices)
 
     return max(num_tokens, TRIAL_ROWS) * sum({sizes(layer): of_row(layer) for layer in shape.layers}.values())
 
