@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
 
+from ..page_locked import allocate
 from .profile import Disk, DiskRead
 
 MIB = 1 << 20
@@ -94,9 +95,7 @@ def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int, bool], seconds
     """The total rate in bytes/s of threads that read blocks alternately in file order, or each at random."""
     block, threads, at_random = way
     _drop_cached(descriptor)
-    # The pages are populated first; otherwise the first read into each would include its page fault.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    with mmap.mmap(-1, threads * block, flags=flags) as memory, memoryview(memory) as buffers:
+    with _buffers(threads * block) as buffers:
         begun = time.perf_counter()
 
         def read(start: int) -> int:
@@ -107,6 +106,17 @@ def _read_rate(descriptor: int, nbytes: int, way: tuple[int, int, bool], seconds
         with ThreadPoolExecutor(threads) as pool:
             total = sum(pool.map(read, range(0, threads * block, block)))
         return total / (time.perf_counter() - begun)
+
+
+@contextmanager
+def _buffers(nbytes: int) -> Iterator[memoryview]:
+    """Memory like that into which weights are streamed: in huge pages, which direct reads fill up to twice as fast.
+
+    Every page is touched first; otherwise the first read into each would include its page fault.
+    """
+    with allocate(nbytes) as memory, memoryview(memory) as buffers:
+        buffers[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
+        yield buffers
 
 
 def _anywhere(nbytes: int, block: int) -> Iterator[int]:
@@ -171,7 +181,7 @@ def _rate(blocks: list[tuple[int, int]], way: DiskRead, seconds: float) -> float
 
     def read(_: int) -> int:
         total = 0
-        with mmap.mmap(-1, way.block_nbytes) as memory, memoryview(memory) as buffer:
+        with _buffers(way.block_nbytes) as buffer:
             while time.perf_counter() < begun + seconds:
                 with lock:
                     block = next(left, None)
