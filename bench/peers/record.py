@@ -20,7 +20,7 @@ from bench.peers.contenders import PROMPTS
 Record = dict[str, Any]
 Measurement = dict[str, Any]
 # What is compared with moedge; bare products are a roof.
-PEERS = ("llama.cpp", "transformers", "accelerate")
+PEERS = ("llama.cpp", "vllm", "openvino", "transformers", "accelerate")
 OURS = "moedge"
 
 

@@ -1,5 +1,6 @@
 """bench/compare.py and bench/peers/contenders.py: what the table says was looked up, and moedge streams."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import ROOT, compare
-from bench.peers import contenders
+from bench.peers import contenders, step_engines
 from moedge.offload.budget import GIB
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.plan.planner import budget_range
@@ -84,6 +85,33 @@ def test_what_llama_cpp_measured_before_it_failed_counts(tmp_path: Path) -> None
     assert (first.batch, first.prompt_tok_s, first.decode_tok_s) == (1, 10.0, 2.0)
     with pytest.raises(RuntimeError, match="ended with 5: no room"):
         next(found)
+
+
+def test_steps_are_timed_from_the_token_that_ends_the_last_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A step a second. The second prompt ends with the third step, when the first sequence has two tokens of four.
+    states = iter([{0: 1}, {}, {0: 2, 1: 1}, {0: 3, 1: 2}, {0: 4, 1: 3}, {1: 4}])
+    clock = itertools.count(1)
+    monkeypatch.setattr(step_engines.time, "perf_counter", lambda: now[0])
+    now = [0]
+
+    def step() -> dict[int, int]:
+        now[0] = next(clock)
+        return next(states)
+
+    ran = step_engines.timed(contenders.Load(2, 6, 4, 1), step)
+    # Five tokens in three seconds, where six would have been wanted had both decoded from their first on.
+    assert (ran.prompt_s, ran.decode_s) == (3, 3 * 6 / 5)
+
+
+def test_packages_run_by_their_own_interpreters() -> None:
+    options = compare.parser().parse_args(
+        ["--model", "m", "--vllm-python", "v/python", "--openvino-python", "o/python"]
+    )
+    options.gguf, options.ram = [], "auto"
+    found = {one.engine: one.task({}, 2, rates=False) for one in compare.contenders(options)}
+    assert (found["vllm"]["python"], found["vllm"]["setting"]) == ("v/python", "bfloat16")
+    assert found["openvino"]["python"] == "o/python"
+    assert found["moedge"]["python"] == sys.executable
 
 
 OK = Outcome(0, read_nbytes=5 * GIB, peak_nbytes=3 * GIB - 1)
