@@ -41,10 +41,14 @@ PUBLISHED: tuple[Published, ...] = (
     Published("bailing_hybrid", "(default)", 2560, (6144, 768), (32, 32), (192, 128), 157184, (512, 8), (512, 64)),
     Published("beam", "(default)", 5120, (20480, 2560), (48, 8), (128,), 151936, (256, 8)),
     Published("cohere2_moe", "(default)", 8192, (22528,), (64, 64), (128,), 256000, (8, 2)),
-    Published("deepseek_v2", "DeepSeek-V2-Lite", 2048, (10944, 1408, 2816), (16, 16), (192, 128), 102400, (64, 6), (512, 64)),
-    Published("deepseek_v2", "DeepSeek-V2", 5120, (12288, 1536, 3072), (128, 128), (192, 128), 102400, (160, 6), (1536, 512, 64)),
-    Published("deepseek_v3", "DeepSeek-V3", 7168, (18432, 2048), (128, 128), (192, 128), 129280, (256, 8), (1536, 512, 64)),
-    Published("deepseek_v32", "DeepSeek-V3.2-Exp", 7168, (18432, 2048), (128, 128), (192, 128), 129280, (256, 8), (1536, 512, 64)),
+    Published("deepseek_v2", "DeepSeek-V2-Lite", 2048, (10944, 1408, 2816), (16, 16), (192, 128), 102400, (64, 6),
+              (512, 64)),
+    Published("deepseek_v2", "DeepSeek-V2", 5120, (12288, 1536, 3072), (128, 128), (192, 128), 102400, (160, 6),
+              (1536, 512, 64)),
+    Published("deepseek_v3", "DeepSeek-V3", 7168, (18432, 2048), (128, 128), (192, 128), 129280, (256, 8),
+              (1536, 512, 64)),
+    Published("deepseek_v32", "DeepSeek-V3.2-Exp", 7168, (18432, 2048), (128, 128), (192, 128), 129280, (256, 8),
+              (1536, 512, 64)),
     Published("dots1", "dots.llm1", 4096, (10944, 1408, 2816), (32, 32), (128,), 152064, (128, 6)),
     Published("dots1", "(default)", 4608, (10944, 1408), (32, 32), (144,), 152064, (128, 6)),
     Published("ernie4_5_moe", "ERNIE-4.5-21B-A3B", 2560, (12288, 1536, 3072), (20, 4), (128,), 103424, (64, 6)),
@@ -70,12 +74,14 @@ PUBLISHED: tuple[Published, ...] = (
     Published("hunyuan_v1_moe", "Hunyuan-A13B", 4096, (3072,), (32, 8), (128,), 128167, (64, 8)),
     Published("hy_v3", "(default)", 4096, (13312, 1536), (64, 8), (128,), 120832, (192, 8)),
     Published("jamba", "Jamba-v0.1", 4096, (14336,), (32, 8), (128,), 65536, (16, 2)),
-    Published("kimi_linear", "Kimi-Linear-48B-A3B", 2304, (9216, 1024), (32, 32), (192, 128), 163840, (256, 8), (512, 64)),
+    Published("kimi_linear", "Kimi-Linear-48B-A3B", 2304, (9216, 1024), (32, 32), (192, 128), 163840, (256, 8),
+              (512, 64)),
     Published("kolibri1", "(default)", 2560, (512,), (48, 4), (128,), 128000, (384, 8)),
     Published("laguna", "(default)", 2048, (8192, 512), (48, 8), (128,), 100352, (256, 8)),
     Published("lfm2_moe", "LFM2-8B-A1B", 2048, (7168, 1792), (32, 8), (64,), 65536, (32, 4)),
     Published("llama4_text", "Llama-4-Scout", 5120, (16384, 8192), (40, 8), (128,), 202048, (16, 1)),
-    Published("longcat_flash", "LongCat-Flash", 6144, (12288, 2048), (64, 64), (192, 128), 131072, (768, 12), (1536, 512, 64)),
+    Published("longcat_flash", "LongCat-Flash", 6144, (12288, 2048), (64, 64), (192, 128), 131072, (768, 12),
+              (1536, 512, 64)),
     Published("mellum", "(default)", 2304, (7168, 896), (32, 4), (128,), 98304, (64, 8)),
     Published("mimo_v2_flash", "MiMo-V2-Flash", 4096, (16384, 2048), (64, 4), (192, 128), 152576, (256, 8)),
     Published("minimax", "MiniMax-Text-01", 6144, (9216,), (64, 8), (128,), 200064, (32, 2)),
@@ -212,6 +218,7 @@ def widths(multiple: int = 1, most: int = 12288, least: int = 1) -> SearchStrate
     small = st.integers(-(-least // multiple), max(16, -(-least // multiple))).map(lambda count: count * multiple)
 
     def of(candidates: Iterable[int]) -> SearchStrategy[int]:
-        return st.sampled_from([each for each in candidates if least <= each <= most and each % multiple == 0])
+        held = [each for each in candidates if least <= each <= most and each % multiple == 0]
+        return st.sampled_from(held) if held else st.nothing()
 
     return small | of(WIDTHS) | of(ODD_WIDTHS)
