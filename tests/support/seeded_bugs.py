@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from ctypes import CDLL
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from moedge.quant.native import build, library
@@ -353,12 +353,21 @@ def _exchange(original: ModuleType, changed: ModuleType) -> Iterator[Callable[[]
             continue
         if isinstance(mine, type):
             for method, value in vars(theirs).items():
-                if callable(value) and not method.startswith("__"):
-                    yield _set(mine, method, value)
+                if isinstance(value, FunctionType) and not method.startswith("__"):
+                    yield _set(mine, method, _method_of(mine, value))
             continue
         for module in [each for key, each in sys.modules.items() if key.startswith(("moedge", "support"))]:
             for used in [key for key, value in vars(module).items() if value is mine]:
                 yield _set(module, used, theirs)
+
+
+def _method_of(owner: type, function: FunctionType) -> FunctionType:
+    """A function of another class of the same name, whose `super()` means `owner`'s."""
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    closure = tuple(CellType(owner) if name == "__class__" else cell for name, cell in zip(names, cells, strict=True))
+    moved = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    moved.__kwdefaults__ = function.__kwdefaults__
+    return moved
 
 
 def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:

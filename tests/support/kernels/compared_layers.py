@@ -93,7 +93,7 @@ def _expert_distance(found: Tensor, x: Tensor, one: tiled.ExpertRows, case: Expe
     # Inner numbers are rounded to bfloat16, or to integers of which the largest of 32 is 127, as the inputs were.
     integer = case.integer and get_format(case.format).codes in INTEGER_CODES
     size = middle.square().mean(1, keepdim=True).sqrt() * down.square().sum(1).sqrt()
-    return _distance(found, wanted, 0.02 * spread + (0.16 if integer else 0.02) * size)
+    return _distance(found, wanted, 0.02 * spread + (0.3 if integer else 0.03) * size)
 
 
 class Mixture(NamedTuple):
