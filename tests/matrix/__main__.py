@@ -21,6 +21,7 @@ from matrix.state import FOLDER, run_parts
 # By what each protects, the cheapest first.
 RUNS = {
     "kernels": "every kernel, KV format and feature against float64",
+    "published_sizes": "every kernel and format in the sizes of published models, and planted bugs of the kind",
     "native": "the CPU kernels without Python, under every sanitizer",
     "kv_cache": "the KV cache's state machine, and every broken variant of it",
     "stream_bugs": "the stream under adversarial timing, and every seeded bug",

@@ -100,6 +100,29 @@ def distance(found: list[torch.Tensor], meant: list[torch.Tensor]) -> float:
     return float(torch.cat(each).median())
 
 
+# SmolLM2's sizes, with Gemma 4's for experts: what 128 does not divide.
+PUBLISHED_SIZES = {
+    "qwen3_moe": {"hidden_size": 576, "moe_intermediate_size": 704, "intermediate_size": 704, "head_dim": 64},
+    "llama": {"hidden_size": 576, "intermediate_size": 1536, "head_dim": 64},
+}
+
+
+@pytest.mark.sample("float-int8-llama")
+@pytest.mark.parametrize("family", PUBLISHED_SIZES)
+@pytest.mark.parametrize("quant", ["int8", "int4", "nf4", "mxfp4"])
+@pytest.mark.parametrize("compute", ["float", "int8"])
+def test_models_in_published_sizes_are_near_to_float32(
+    compute: str, quant: str, family: str, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever computes them. Tiny random models magnify what rounding makes; columns that are left out make more."""
+    folder, settings = checkpoint(family, **PUBLISHED_SIZES[family]), replace(INT4, quant=quant, compute=compute)
+    with engine(folder, settings) as loaded:
+        found = logits_of(loaded, monkeypatch)
+    with engine(folder, replace(settings, dtype="fp32", kv="fp32", compute="float")) as loaded:
+        meant = logits_of(loaded, monkeypatch)
+    assert distance(found, meant) < 0.2
+
+
 def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_trial(checkpoint: Folder) -> None:
     """The trial at load computes more rows than any pass will, and the plan has memory for them."""
     with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, tokens_per_pass=4, max_sequences=1)) as loaded:
