@@ -12,7 +12,6 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
 from ...quant.kernels.gpu import Gpu
-from ..attention.native_trial import try_native
 from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
@@ -80,7 +79,6 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     device = find_device() if budgets.wants_device else None
     if device is None:
         without_device(budgets.gpu_mem)
-        try_native()
         return MachineMemory(MemoryBudget(host, None, disk))
     nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.

@@ -39,6 +39,11 @@ class ModelRunner:
         """The decoder layers, which a pass calls in this order."""
         return list(self._model.get_decoder().layers.children())
 
+    @property
+    def head(self) -> nn.Module:
+        """The output head."""
+        return self._model.get_output_embeddings()
+
     def use(self, stack: Stack | None) -> None:
         """Lets `stack` compute all layers of the passes that it takes."""
         self.stack = self._model.get_decoder().layers.stack = stack

@@ -1,0 +1,70 @@
+"""Compares the CPU kernels that a plan's job is about to call with their definition, on the widths of its model.
+
+What is wrong is not used: torch then computes by the definition of the formats, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from ...quant.formats.format import Layout
+from ...quant.matmul.matmul import kernel_order
+from ...quant.matmul.selftest import Arithmetic, Wrong, wrong_experts, wrong_packing, wrong_product
+from ...quant.matmul.thread_pool import torch_threads
+from ...quant.native import library
+from ...quant.tensor import TORCH_DTYPES
+from ..attention.latent import LatentAttention
+from ..attention.selftest import Heads, heads_of, wrong_attention
+from ..attention.torch_backend import TorchAttention
+from ..plan.placement import Plan
+from ..shape.model_shape import ModelShape
+from ..shape.shards import model_shards
+
+
+def checked(shape: ModelShape, plan: Plan) -> Plan:
+    """The plan; where a kernel that it calls on the CPU is wrong, one by torch alone, with a note that says why."""
+    if plan.staging is None and not library.refused():
+        with torch_threads(1):
+            # Threads would wait for one another longer than they compute.
+            if wrong := next(_wrong(shape, plan), None):
+                library.refuse(f"{wrong}")
+    return by_definition(plan) if library.refused() else plan
+
+
+def by_definition(plan: Plan) -> Plan:
+    """The plan without CPU kernels, which were refused: torch dequantizes matrices and computes attention."""
+    note = f"torch computes instead of the CPU kernels, slower: {library.lack()}"
+    attention = "torch" if plan.attention == "native" else plan.attention
+    return replace(plan, attention=attention, compute="float", fused_nbytes=0, notes=(*plan.notes, note))
+
+
+def _wrong(shape: ModelShape, plan: Plan) -> Iterator[Wrong]:
+    dtype = TORCH_DTYPES[plan.dtype]
+    shards = model_shards(shape, plan.quant, plan.dtype, kernel_order(plan.quant, dtype, "cpu"))
+    experts = [tuple(each.layout for each in layer.expert.matrices) for layer in shards.layers if layer.expert]
+    dense = [layer.dense for layer in shards.layers] + ([shards.head] if shards.head else [])
+    alone = [(matrix.layout,) for shard in dense for matrix in shard.matrices]
+    alone += [(layout,) for pair in experts for layout in pair]
+    how = Arithmetic(dtype, plan.compute == "int8", plan.deterministic)
+    yield from filter(None, (_wrong_product(layouts, how) for layouts in dict.fromkeys([*alone, *experts])))
+    if plan.attention == "native":
+        yield from filter(None, (_wrong_attention(each, dtype) for each in heads_of(shape, plan.kv, plan.kv_block)))
+
+
+# Once in a process: an engine may be loaded many times.
+@cache
+def _wrong_product(layouts: tuple[Layout, ...], how: Arithmetic) -> Wrong | None:
+    """Of one matrix, or of both of an expert."""
+    if len(layouts) > 1:
+        return wrong_experts(*layouts, how)
+    return wrong_packing(*layouts) or wrong_product(*layouts, how)
+
+
+@cache
+def _wrong_attention(heads: Heads, dtype: torch.dtype) -> Wrong | None:
+    kind = LatentAttention if heads.group.is_latent else TorchAttention
+    return wrong_attention(heads, dtype, lambda cache: kind(cache, dtype, tiled=False, native=True))
