@@ -31,7 +31,7 @@ ROW_COUNTS = (1, 5, 19, MOST_ROWS + 5)
 _SCRATCH_ROWS = MOST_ROWS + 32
 # Rows of a matrix that are tried of a larger one, beside as many as are left over.
 _MATRIX_ROWS = 64
-_GATE = Gate("silu")
+GATE = Gate("silu")
 
 
 class Wrong(NamedTuple):
@@ -162,14 +162,14 @@ def wrong_experts(up: Layout, down: Layout, how: Arithmetic) -> Wrong | None:
         for (first, end), (one, two) in zip(pairwise(ends), matrices, strict=True)
     ]
     out = torch.full((ends[-1], down.shape[0]), float("nan"), dtype=dtype)
-    if not compute.experts(hidden, token_ids, jobs, _GATE, out):
+    if not compute.experts(hidden, token_ids, jobs, GATE, out):
         return None
     # Two products after one another, and the rounding of what is between them.
     bound, worst = 3 * BOUNDS[dtype_name(dtype)], 0.0
     for job in jobs:
         rows = hidden[token_ids[job.first : job.first + job.num_rows]]
         gated = rounded(rows, compute.rounded_columns(rows, job.up)) @ definition(job.up).t()
-        between = ACTIVATIONS[_GATE.activation](*gated.chunk(2, 1)).to(dtype)
+        between = ACTIVATIONS[GATE.activation](*gated.chunk(2, 1)).to(dtype)
         wanted = rounded(between, compute.rounded_columns(between, job.down)) @ definition(job.down).t()
         worst = max(worst, *errors(out[job.first : job.first + job.num_rows], wanted).nan_to_num(nan=1e9).tolist())
     return Wrong(f"a layer of experts of {how.name(up)}", worst, bound) if worst > bound else None

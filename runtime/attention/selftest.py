@@ -19,12 +19,14 @@ from ..kv.spec import KVSpec
 from ..sampling.params import SamplingParams
 from ..shape.model_shape import KVGroup, ModelShape
 from .latent import LatentAttention
-from .protocol import AttentionBackend, AttentionCall, LatentWeights
+from .protocol import AttentionBackend, AttentionCall, LatentWeights, Store
 from .torch_backend import TorchAttention
 
 # Of a bfloat16 row's units of roundoff: queries of quantized keys are rounded to integers of 8 bits, and weights again.
 # A key of a few hundred that is left out makes more.
 ROUNDINGS = 4
+# The relative L2 error allowed in stored vectors: a few codes near a rounding boundary may be rounded the other way.
+_STORED = 0.02
 # Rows of keys and of values that latents are expanded to: matrices of torch's own products, beside the kernels.
 _EXPANDED = 16
 
@@ -114,15 +116,23 @@ def attention_error(
     return float(errors(found.cpu(), wanted).max())
 
 
-def stored_share(heads: Heads, dtype: torch.dtype, store: Callable[..., None], device: torch.device | str) -> float:
-    """The share of bytes of a pool that `store` (protocol.Store) writes otherwise than the codec does."""
+def wrong_store(heads: Heads, dtype: torch.dtype, store: Store, device: torch.device | str) -> Wrong | None:
+    """Whether `store` writes other keys and values than the codec does: a few codes may be rounded the other way."""
     case = _Case(heads, dtype, Chunks("store", ((0, 21),)))
-    wanted, pool = (KVPool(case.spec, 3, where) for where in ("cpu", device))
+    wanted, pool = KVPool(case.spec, 3), KVPool(case.spec, 3, device)
     slots = torch.randperm(3 * heads.block, generator=torch.Generator().manual_seed(0))[:21]
     k, v = case.qkv[1:]
     store(pool, 0, slots.to(device), k.to(device), v.to(device))
     wanted.write(0, slots // heads.block, slots % heads.block, k, v)
-    return float((pool.memory.bytes.cpu() != wanted.memory.bytes).float().mean())
+    found = pool.tokens(0, *(x.to(device) for x in (slots // heads.block, slots % heads.block)), torch.float32)
+    meant = wanted.tokens(0, slots // heads.block, slots % heads.block, torch.float32)
+    error = max(float(errors(one.cpu(), two).nan_to_num(nan=1e9).max()) for one, two in zip(found, meant, strict=True))
+    # What was not to be written stays.
+    elsewhere = float((pool.memory.bytes.cpu() != wanted.memory.bytes).float().mean())
+    bound = _STORED if pool.quantized else 0.0
+    if error <= bound and elsewhere <= bound:
+        return None
+    return Wrong(f"storing {heads.name}", max(error, elsewhere), bound)
 
 
 class _Case:

@@ -118,6 +118,23 @@ class CheckReport:
             return False
         return self.wrong_part is None and self.parts_at is None and self.head <= ALWAYS_MOST[self.dtype]
 
+    @property
+    def difference(self) -> str:
+        """What is wrong first, by how much, and what was wanted; "" where all is within bounds."""
+        part, at = self.wrong_part, self.parts_at
+        if part is not None and (at is None or part.layer is None or part.layer <= at):
+            return f"{part}"
+        if at is not None and self.rerouted[at] > MOST_REROUTED:
+            share = f"for {self.rerouted[at]:.0%} of its tokens, wanted at most {MOST_REROUTED:.0%}"
+            return f"layer {at} is the first to part, from the same input: its router chooses other experts {share}"
+        if at is not None:
+            much = f"by {self.local[at]:.1e}, wanted {self.bounds[at]:.1e}"
+            return f"layer {at} is the first to part, from the same input: its output differs {much}"
+        if self.within:
+            return ""
+        much = f"by {self.head:.1e}, wanted {ALWAYS_MOST[self.dtype]:.0e}"
+        return f"all layers agree, but the output head, or the norm before it, differs {much}"
+
     def as_dict(self) -> dict[str, Any]:
         """The document of `moedge check --json`."""
         layers = [each if isfinite(each) else None for each in self.bounds]

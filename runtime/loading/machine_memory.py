@@ -16,8 +16,7 @@ from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from .isolated_trial import KernelNeeds
-from .kernel_trial import try_kernels, usual_needs
+from .gpu_selftest import KernelNeeds, usable_kernels, usual_needs
 
 _SIZE = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -85,7 +84,7 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     device.limit(device.total)
     # What these two load and compile counts as memory of the process and of the CUDA context from now on.
     load_libraries(device)
-    gpu = try_kernels(device, _needs(device, settings, shape))
+    gpu = usable_kernels(device, _needs(device, settings, shape))
     granted = budget_of(device, nbytes, gpu)
     # The allocator must leave what libraries will take.
     device.limit(max(0, nbytes - granted.context_nbytes))
@@ -97,4 +96,4 @@ def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) 
     if settings is None or shape is None:
         return usual_needs(device)
     dtype = choose_dtype(settings.dtype, shape.dtype, Gpu(device.capability, device.processors))
-    return KernelNeeds(dtype, frozenset(group.head_dim for group in shape.kv_groups))
+    return KernelNeeds.of_model(shape, dtype)
