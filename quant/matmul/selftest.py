@@ -186,6 +186,13 @@ def wrong_packing(layout: Layout) -> Wrong | None:
     packing.pack_rows(weight, layout, mine.planes)
     CODECS[layout.codes, layout.order].pack(weight, wanted.planes)
     different = [(one != two).float().mean() for one, two in zip(mine.planes, wanted.planes, strict=True)]
-    worst = max(map(float, different))
-    return Wrong(f"packing to {layout.format} {list(layout.shape)}, in its share of numbers,", worst, 0) if worst else None
+    what = f"packing {list(layout.shape)} to {layout.format}, in its share of numbers,"
+    return Wrong(what, max(map(float, different)), 0.0) if any(different) else None
 
+
+@torch.inference_mode()
+def wrong_widening(layout: Layout) -> Wrong | None:
+    """Whether a matrix of this layout is dequantized to other numbers than its definition, rounded once."""
+    packed = random_matrix(trimmed(layout))
+    error, bound = float(errors(packed.dequantize(), definition(packed)).max()), BOUNDS[layout.dtype]
+    return None if error <= bound else Wrong(f"widening {list(layout.shape)} in {layout.format}", error, bound)

@@ -179,4 +179,3 @@ class _Case:
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random).to(self._dtype)
-

@@ -220,9 +220,7 @@ def _cache_dtype(source: ModelSource, dtype: str) -> str:
     return dtype if dtype != "auto" else str(source.dtype or source.shape.dtype)
 
 
-def _parts_over(
-    engine: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets
-) -> dict[str, Any]:
+def _parts_over(engine: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets) -> dict[str, Any]:
     traced = _trace(engine, prompts, settings, budgets)
     return {"parts": traced.parts, "kv": traced.kv}
 

@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
-from ...quant.formats.format import Layout
+from ...quant.formats.format import Layout, get_format
 from ...quant.matmul.matmul import kernel_order
-from ...quant.matmul.selftest import Arithmetic, Wrong, wrong_experts, wrong_packing, wrong_product
+from ...quant.matmul.selftest import Arithmetic, Wrong, wrong_experts, wrong_packing, wrong_product, wrong_widening
 from ...quant.matmul.thread_pool import torch_threads
 from ...quant.native import library
 from ...quant.tensor import TORCH_DTYPES
@@ -22,17 +22,27 @@ from ..attention.selftest import Heads, heads_of, wrong_attention
 from ..attention.torch_backend import TorchAttention
 from ..plan.placement import Plan
 from ..shape.model_shape import ModelShape
-from ..shape.shards import model_shards
+from ..shape.shards import FLOAT_NAMES, model_shards
 
 
 def checked(shape: ModelShape, plan: Plan) -> Plan:
     """The plan; where a kernel that it calls on the CPU is wrong, one by torch alone, with a note that says why."""
-    if plan.staging is None and not library.refused():
-        with torch_threads(1):
-            # Threads would wait for one another longer than they compute.
-            if wrong := next(_wrong(shape, plan), None):
-                library.refuse(f"{wrong}")
+    if plan.staging is None and not library.refused() and (wrong := first_wrong(shape, plan)):
+        library.refuse(f"{wrong}")
     return by_definition(plan) if library.refused() else plan
+
+
+def first_wrong(shape: ModelShape, plan: Plan) -> Wrong | None:
+    """The first thing that a plan's kernels compute wrongly on the widths of a model, if there is any."""
+    # Threads would wait for one another longer than they compute.
+    with torch_threads(1):
+        return next(_wrong(shape, plan), None)
+
+
+def forget() -> None:
+    """Compares kernels again that were compared before, for those who change them."""
+    for known in (_wrong_product, _wrong_widening, _wrong_attention):
+        known.cache_clear()
 
 
 def by_definition(plan: Plan) -> Plan:
@@ -51,8 +61,21 @@ def _wrong(shape: ModelShape, plan: Plan) -> Iterator[Wrong]:
     alone += [(layout,) for pair in experts for layout in pair]
     how = Arithmetic(dtype, plan.compute == "int8", plan.deterministic)
     yield from filter(None, (_wrong_product(layouts, how) for layouts in dict.fromkeys([*alone, *experts])))
+    yield from filter(None, map(_wrong_widening, dict.fromkeys(_kept(shape, FLOAT_NAMES[plan.dtype]))))
     if plan.attention == "native":
         yield from filter(None, (_wrong_attention(each, dtype) for each in heads_of(shape, plan.kv, plan.kv_block)))
+
+
+def _kept(shape: ModelShape, dtype: str) -> Iterator[Layout]:
+    """What a quantized checkpoint has that may have to be widened, each in its own order."""
+    for layer in shape.layers:
+        experts = (layer.experts.up, layer.experts.down) if layer.experts else ()
+        for matrix in (*layer.dense, *experts):
+            if matrix.kept:
+                yield get_format(matrix.kept).layout((matrix.rows, matrix.cols), dtype)
+
+
+_wrong_widening = cache(wrong_widening)
 
 
 # Once in a process: an engine may be loaded many times.
