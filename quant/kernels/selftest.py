@@ -1,4 +1,4 @@
-"""Compares the grouped product on a GPU with its definition, in every weight format, on a model's widths. Imports Triton."""
+"""Compares the grouped product on a GPU with its definition, in every format, on a model's widths. Imports Triton."""
 
 from __future__ import annotations
 

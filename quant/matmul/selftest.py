@@ -126,7 +126,7 @@ class Arithmetic(NamedTuple):
 
 @torch.inference_mode()
 def wrong_product(layout: Layout, how: Arithmetic) -> Wrong | None:
-    """The first number of rows for which a product with a matrix of this layout is beyond the bound, if there is one."""
+    """The first number of rows for which a product with a matrix of this layout is beyond the bound, if any."""
     packed, columns = random_matrix(trimmed(layout)), layout.shape[1]
     weight, bound = definition(packed), BOUNDS[dtype_name(how.dtype)]
     by_kernels, dequantizing = how.products(layout), how.products(layout, by_kernels=False)

@@ -174,7 +174,8 @@ def check(
     `model` is a checkpoint, or prepared weights whose checkpoint is `against`. `prompts` are texts, without a chat
     template; built in ones where there are none. The engine generates 8 tokens for each, and transformers computes the
     same tokens. The other settings are those of a job; `quant` "auto" is the most precise format that the files let
-    expect: their own codes where those are kept, and `kv` "auto" is the dtype. Kernels are used that a job would refuse.
+    expect: their own codes where those are kept, and `kv` "auto" is the dtype. Kernels are used that a job would
+    refuse.
 
     Both are within the host memory of `budgets`, one after the other. Raises SettingError, DoesNotFit, and what reading
     a checkpoint raises.

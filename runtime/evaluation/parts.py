@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class PartErrors:
-    """Compares the parts of a model as its passes compute them; `parts` has the worst of each, in order of execution."""
+    """Compares the parts of a model as its passes compute them; `parts` has the worst of each, in their order."""
 
     def __init__(self, runner: ModelRunner, dtype: torch.dtype) -> None:
         self._found: dict[tuple[int | None, str], Part] = {}

@@ -167,7 +167,8 @@ def plan_job(
 ) -> PlanResult:
     """The best plan within `budget`, which `budgets` came to on this machine; or the plan in the file `saved`.
 
-    Kernels of the CPU that are wrong on this model's widths are not used unless `any_kernel` (loading/selftest.py). A machine without a profile is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
+    Kernels of the CPU that are wrong on this model's widths are not used, unless `any_kernel` (loading/selftest.py). A
+    machine without a profile is measured first where the job or its loading is long. Raises DoesNotFit, SettingError.
     """
     machine, settings = _Machine.here(budgets), source.settle(settings)
     located = _Located(source.name, source.shape, source.weights, source.store is not None)

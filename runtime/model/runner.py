@@ -75,7 +75,7 @@ class ModelRunner:
         return logits.squeeze(0)
 
     def _directly(self, batch: Batch) -> torch.Tensor:
-        """A pass that the stack takes, by a model's modules; a self-test at load shows that its forward does no more."""
+        """A pass that the stack takes, by a model's modules: as a self-test at load shows, its forward does no more."""
         assert self.stack is not None
         decoder: Any = self._model.get_decoder()
         hidden = self._model.get_input_embeddings()(batch.token_ids)

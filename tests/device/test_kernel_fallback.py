@@ -23,8 +23,8 @@ from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.jobs import job as states
 from moedge.runtime.loading import engine_loader as load
-from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading import gpu_selftest as selftest
+from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.gpu_selftest import KernelNeeds
 from moedge.runtime.loading.rehearsal import Rehearsed
 from moedge.runtime.plan.cost_model import CostModel
