@@ -21,14 +21,21 @@ from ..attention.latent import LatentAttention
 from ..attention.selftest import Heads, heads_of, wrong_attention
 from ..attention.torch_backend import TorchAttention
 from ..plan.placement import Plan
+from ..settings.errors import WrongNumbers
 from ..shape.model_shape import ModelShape
 from ..shape.shards import FLOAT_NAMES, model_shards
 
 
 def checked(shape: ModelShape, plan: Plan) -> Plan:
-    """The plan; where a kernel that it calls on the CPU is wrong, one by torch alone, with a note that says why."""
-    if plan.staging is None and not library.refused() and (wrong := first_wrong(shape, plan)):
+    """The plan; where a kernel that it calls on the CPU is wrong, one by torch alone, with a note that says why.
+
+    Raises WrongNumbers where torch is wrong, too.
+    """
+    if not library.refused() and (wrong := first_wrong(shape, plan)):
         library.refuse(f"{wrong}")
+        forget()
+        if still := first_wrong(shape, by_definition(plan)):
+            raise WrongNumbers(f"torch's own kernels are wrong here: {still}; reinstall torch")
     return by_definition(plan) if library.refused() else plan
 
 
@@ -41,7 +48,7 @@ def first_wrong(shape: ModelShape, plan: Plan) -> Wrong | None:
 
 def forget() -> None:
     """Compares kernels again that were compared before, for those who change them."""
-    for known in (_wrong_product, _wrong_widening, _wrong_attention):
+    for known in (_wrong_packing, _wrong_widening, _wrong_product, _wrong_experts, _wrong_attention):
         known.cache_clear()
 
 
@@ -53,15 +60,21 @@ def by_definition(plan: Plan) -> Plan:
 
 
 def _wrong(shape: ModelShape, plan: Plan) -> Iterator[Wrong]:
-    dtype = TORCH_DTYPES[plan.dtype]
-    shards = model_shards(shape, plan.quant, plan.dtype, kernel_order(plan.quant, dtype, "cpu"))
+    """All of a job that computes on the CPU; packing alone where a device computes, which has tests of its own."""
+    dtype, on_cpu = TORCH_DTYPES[plan.dtype], plan.staging is None
+    order = kernel_order(plan.quant, dtype, "cpu" if on_cpu else "cuda")
+    shards = model_shards(shape, plan.quant, plan.dtype, order)
     experts = [tuple(each.layout for each in layer.expert.matrices) for layer in shards.layers if layer.expert]
     dense = [layer.dense for layer in shards.layers] + ([shards.head] if shards.head else [])
-    alone = [(matrix.layout,) for shard in dense for matrix in shard.matrices]
-    alone += [(layout,) for pair in experts for layout in pair]
-    how = Arithmetic(dtype, plan.compute == "int8", plan.deterministic)
-    yield from filter(None, (_wrong_product(layouts, how) for layouts in dict.fromkeys([*alone, *experts])))
+    layouts = [matrix.layout for shard in dense for matrix in shard.matrices]
+    layouts += [layout for pair in experts for layout in pair]
+    yield from filter(None, map(_wrong_packing, dict.fromkeys(layouts)))
     yield from filter(None, map(_wrong_widening, dict.fromkeys(_kept(shape, FLOAT_NAMES[plan.dtype]))))
+    if not on_cpu:
+        return
+    how = Arithmetic(dtype, plan.compute == "int8", plan.deterministic)
+    yield from filter(None, (_wrong_product(layout, how) for layout in dict.fromkeys(layouts)))
+    yield from filter(None, (_wrong_experts(*pair, how) for pair in dict.fromkeys(experts)))
     if plan.attention == "native":
         yield from filter(None, (_wrong_attention(each, dtype) for each in heads_of(shape, plan.kv, plan.kv_block)))
 
@@ -75,16 +88,9 @@ def _kept(shape: ModelShape, dtype: str) -> Iterator[Layout]:
                 yield get_format(matrix.kept).layout((matrix.rows, matrix.cols), dtype)
 
 
-_wrong_widening = cache(wrong_widening)
-
-
 # Once in a process: an engine may be loaded many times.
-@cache
-def _wrong_product(layouts: tuple[Layout, ...], how: Arithmetic) -> Wrong | None:
-    """Of one matrix, or of both of an expert."""
-    if len(layouts) > 1:
-        return wrong_experts(*layouts, how)
-    return wrong_packing(*layouts) or wrong_product(*layouts, how)
+_wrong_packing, _wrong_widening = cache(wrong_packing), cache(wrong_widening)
+_wrong_product, _wrong_experts = cache(wrong_product), cache(wrong_experts)
 
 
 @cache
