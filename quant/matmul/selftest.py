@@ -81,7 +81,7 @@ def banded(num_rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Te
     """Rows [T, K] of which row t has numbers in the t-th of T parts of the columns only; two rows differ in order."""
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(seed))
     part = torch.arange(columns) * num_rows // columns
-    return (x * (part == torch.arange(num_rows)[:, None])).to(dtype)
+    return torch.where(part == torch.arange(num_rows)[:, None], x, 0.0).to(dtype)
 
 
 def rounded(x: Tensor, columns: int) -> Tensor:

@@ -61,7 +61,7 @@ EXTEND = (Chunks("extend", ((35, 5), (2, 5))),)
 
 def heads_of(shape: ModelShape, kv_format: str, block: int) -> Iterator[Heads]:
     """The distinct heads of a model; indexers of sparse attention have none."""
-    found = {}
+    found: dict[Heads, None] = {}
     for group in shape.kv_groups:
         if not group.is_index:
             queries = group.query_heads or max(1, _query_heads(shape, group) // group.kv_heads)
@@ -108,10 +108,12 @@ def attention_error(
     """The largest relative L2 distance of a row of a head from the definition; NaN for what was not written."""
     case = _Case(heads, dtype, chunks)
     meant_pool, pool = case.stored_pool("cpu"), case.stored_pool(device)
-    found = make(KVCache([pool])).attend(case.call(dtype, device), *(x.to(device) for x in case.qkv), case.batch)
+    q, k, v = (x.to(device) for x in case.qkv)
+    found = make(KVCache([pool])).attend(case.call(dtype, device), q, k, v, case.batch)
     kind = LatentAttention if heads.group.is_latent else TorchAttention
     definition = kind(KVCache([meant_pool]), torch.float32, tiled=False)
-    wanted = definition.attend(case.call(torch.float32, "cpu"), *(x.float() for x in case.qkv), case.batch)
+    q, k, v = (x.float() for x in case.qkv)
+    wanted = definition.attend(case.call(torch.float32, "cpu"), q, k, v, case.batch)
     # Python's max would lose a NaN that does not come first.
     return float(errors(found.cpu(), wanted).max())
 
@@ -123,9 +125,10 @@ def wrong_store(heads: Heads, dtype: torch.dtype, store: Store, device: torch.de
     slots = torch.randperm(3 * heads.block, generator=torch.Generator().manual_seed(0))[:21]
     k, v = case.qkv[1:]
     store(pool, 0, slots.to(device), k.to(device), v.to(device))
-    wanted.write(0, slots // heads.block, slots % heads.block, k, v)
-    found = pool.tokens(0, *(x.to(device) for x in (slots // heads.block, slots % heads.block)), torch.float32)
-    meant = wanted.tokens(0, slots // heads.block, slots % heads.block, torch.float32)
+    blocks, offsets = slots // heads.block, slots % heads.block
+    wanted.write(0, blocks, offsets, k, v)
+    found = pool.tokens(0, blocks.to(device), offsets.to(device), torch.float32)
+    meant = wanted.tokens(0, blocks, offsets, torch.float32)
     error = max(float(errors(one.cpu(), two).nan_to_num(nan=1e9).max()) for one, two in zip(found, meant, strict=True))
     # What was not to be written stays.
     elsewhere = float((pool.memory.bytes.cpu() != wanted.memory.bytes).float().mean())

@@ -155,7 +155,7 @@ class _WatchedExperts:
             )
             for token in self._tokens.tolist()
         ]
-        return self._tokens, torch.stack(sums)  # type: ignore[arg-type]
+        return self._tokens, torch.stack(sums)
 
 
 class _WatchedAttention:

@@ -64,7 +64,8 @@ def _wrong(shape: ModelShape, plan: Plan) -> Iterator[Wrong]:
     dtype, on_cpu = TORCH_DTYPES[plan.dtype], plan.staging is None
     order = kernel_order(plan.quant, dtype, "cpu" if on_cpu else "cuda")
     shards = model_shards(shape, plan.quant, plan.dtype, order)
-    experts = [tuple(each.layout for each in layer.expert.matrices) for layer in shards.layers if layer.expert]
+    matrices = [layer.expert.matrices for layer in shards.layers if layer.expert]
+    experts = [(up.layout, down.layout) for up, down in matrices]
     dense = [layer.dense for layer in shards.layers] + ([shards.head] if shards.head else [])
     layouts = [matrix.layout for shard in dense for matrix in shard.matrices]
     layouts += [layout for pair in experts for layout in pair]
@@ -74,7 +75,7 @@ def _wrong(shape: ModelShape, plan: Plan) -> Iterator[Wrong]:
         return
     how = Arithmetic(dtype, plan.compute == "int8", plan.deterministic)
     yield from filter(None, (_wrong_product(layout, how) for layout in dict.fromkeys(layouts)))
-    yield from filter(None, (_wrong_experts(*pair, how) for pair in dict.fromkeys(experts)))
+    yield from filter(None, (_wrong_experts(up, down, how) for up, down in dict.fromkeys(experts)))
     if plan.attention == "native":
         yield from filter(None, (_wrong_attention(each, dtype) for each in heads_of(shape, plan.kv, plan.kv_block)))
 

@@ -42,7 +42,8 @@ class ModelRunner:
     @property
     def head(self) -> nn.Module:
         """The output head."""
-        return self._model.get_output_embeddings()
+        head: nn.Module = self._model.get_output_embeddings()
+        return head
 
     def use(self, stack: Stack | None) -> None:
         """Lets `stack` compute all layers of the passes that it takes."""

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from moedge.quant.matmul import tiled
 from moedge.quant.native import library
+from moedge.quant.tensor import PackedTensor
 from moedge.runtime.api.llm import LLM
+from moedge.runtime.api.sampling_params import SamplingParams
 from moedge.runtime.loading import selftest
 from moedge.runtime.plan.placement import Plan, Workload
 from moedge.runtime.plan.planner import make_plan
@@ -110,28 +115,39 @@ def test_a_planted_bug_is_found_on_the_widths_that_it_is_about(bug: Bug) -> None
         assert finds(bug)
 
 
+def without_last_columns(x: Tensor, packed: PackedTensor, *others: Any, **options: Any) -> None:
+    """The product of versions up to 0.9, where a scale served a whole row."""
+    if packed.layout.codes == "int8" and not packed.layout.grouped and x.shape[1] > 128:
+        x = x.clone()
+        x[:, x.shape[1] // 128 * 128 :] = 0
+    multiply(x, packed, *others, **options)
+
+
+multiply = tiled.multiply
+
+
 def test_a_job_whose_kernels_are_wrong_gives_the_tokens_of_torch(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bug of versions up to 0.9, in a model 192 columns wide."""
+    """A model 192 columns wide, with the bug of versions up to 0.9."""
     folder = checkpoint("qwen3_moe", hidden_size=192)
     options = {"quant": "int8", "compute": "float", "dtype": "bf16", "kv": "bf16", "gpu_mem": "0"}
 
-    def answer() -> tuple[list[int], tuple[str, ...]]:
+    def answer() -> tuple[list[int], str]:
         with LLM(str(folder), **options) as llm:
-            (found,) = llm.generate(["The harbour was quiet"], max_tokens=8, temperature=0.0)
-            return list(found.token_ids), llm.plan.notes
+            (found,) = llm.generate(
+                [[5, 80, 31, 200, 7]], SamplingParams(max_tokens=8, temperature=0.0), progress=False
+            )
+            return list(found.outputs[0].token_ids), " ".join(llm.plan.notes)
 
     with monkeypatch.context() as patch:
         patch.setattr(library, "_refusals", ["a test wants torch's numbers"])
         wanted, _ = answer()
-    with planted(BUGS["columns of a row's scale"]):
-        selftest.forget()
-        tokens, notes = answer()
-        assert tokens == wanted
-        assert "torch computes instead of the CPU kernels, slower: a product of" in " ".join(notes)
-        assert "[384, 192] in int8 differs by" in " ".join(notes)
-        # Negative control: without the guard the tokens are others.
-        monkeypatch.setattr(selftest, "checked", lambda shape, plan: plan)
-        monkeypatch.setattr(library, "_refusals", [])
-        assert answer()[0] != wanted
+    monkeypatch.setattr(tiled, "multiply", without_last_columns)
+    found, notes = answer()
+    assert found == wanted
+    assert "torch computes instead of the CPU kernels, slower: a product of 1 rows with a matrix" in notes
+    # Negative control: nothing else finds it.
+    monkeypatch.setattr(library, "_refusals", [])
+    monkeypatch.setattr(selftest, "first_wrong", lambda shape, plan: None)
+    assert answer() != (wanted, notes)
