@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,9 @@ def check(
     against: AGAINST = None,
     dtype: options.DTYPE = options.DType.AUTO,
     quant: options.QUANT = options.Quant.AUTO,
+    compute: options.COMPUTE = options.Arithmetic.AUTO,
+    kv: options.KV_FORMAT = options.KV.AUTO,
+    deterministic: options.DETERMINISTIC = False,
     ram: options.RAM = "auto",
     disk: options.DISK = "auto",
     disk_dir: options.DISK_DIR = None,
@@ -40,10 +43,13 @@ def check(
 ) -> None:
     """Compare the logits of a model with those of transformers, in float32.
 
-    moedge computes a few prompts on the CPU with the files' own precision, and transformers computes them again: the
-    whole checkpoint if it fits `--ram`, else a layer at a time. Exits with 3 if they differ by more than rounding.
+    moedge computes a few prompts on the CPU, by default in the files' own precision, and transformers computes them
+    again, with weights that mean what the format's codes do: the whole checkpoint if it fits `--ram`, else a layer at a
+    time. Products and attention of every layer are compared with the definition of their format, too. Exits with 3 if
+    anything differs by more than rounding, and names what is first.
     """
-    found = _check(model, prompt or [], against, (quant, dtype), options.budgets(ram, "0", disk, disk_dir))
+    settings = {"quant": quant, "dtype": dtype, "compute": compute, "kv": kv, "deterministic": deterministic}
+    found = _check(model, prompt or [], against, settings, options.budgets(ram, "0", disk, disk_dir))
     from .views.check_view import print_check
 
     print_check(found)
@@ -54,7 +60,7 @@ def check(
 
 
 def _check(
-    model: str, prompts: list[str], against: str | None, formats: tuple[str, str], budgets: Budgets
+    model: str, prompts: list[str], against: str | None, settings: dict[str, Any], budgets: Budgets
 ) -> CheckReport:
     from rich.console import Console
 
@@ -70,5 +76,4 @@ def _check(
                     pass
         with stage("importing torch"):
             from ..runtime.evaluation.check import check as compare
-        quant, dtype = formats
-        return compare(model, prompts, against=against, quant=quant, dtype=dtype, budgets=budgets)
+        return compare(model, prompts, against=against, budgets=budgets, **settings)

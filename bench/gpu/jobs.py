@@ -30,7 +30,7 @@ JOBS = (
     ("q24", "--gpu-mem 8GiB --ram 8GiB --quant nf4"),
     ("q24", "--gpu-mem 12GiB"),
 )
-KNOWN = ("machine.json", "kernel-trials.json")
+KNOWN = ("machine.json", "kernel-selftests.json")
 TIMEOUT_S = 240
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from ...runtime.evaluation.check import ALWAYS_MOST, MOST_REROUTED, CheckReport
+from ...runtime.evaluation.check import CheckReport
 from ...runtime.settings.formatting import fit, loss_line
 
 
@@ -20,7 +20,8 @@ def print_check(found: CheckReport) -> None:
 
 def lines(found: CheckReport) -> Iterator[str]:
     """The report, for people."""
-    yield f"{found.model}: weights {found.quant}, dtype {found.dtype}; {found.prompts} prompts, {found.tokens:,} tokens"
+    how = f"weights {found.quant}, compute {found.compute}, keys and values {found.kv}, dtype {found.dtype}"
+    yield f"{found.model}: {how}; {found.prompts} prompts, {found.tokens:,} tokens"
     how = "transformers' own loading" if found.reference == "transformers" else "transformers' code, a layer at a time"
     yield f"against {how}, in float32" + (f": {found.why}" if found.why else "")
     yield f"logits   greatest difference {found.max_abs:.1e}, relative {found.max_relative:.1e}"
@@ -30,6 +31,8 @@ def lines(found: CheckReport) -> Iterator[str]:
     yield f"alone    from the same input {_greatest(found.local)}; output head {found.head:.1e}"
     if any(found.rerouted):
         yield f"         other experts for at most {max(found.rerouted):.1%} of a layer's tokens"
+    worst = max(found.parts, key=lambda part: part.error / part.bound)
+    yield f"parts    products and attention differ by at most {worst.error / worst.bound:.2f} of their bounds"
     if line := loss_line(found.loss):
         yield line
     yield verdict(found)
@@ -37,26 +40,10 @@ def lines(found: CheckReport) -> Iterator[str]:
 
 def verdict(found: CheckReport) -> str:
     """One sentence: whether the numbers agree, and if not, where they part."""
-    if not found.lossless:
-        if found.within:
-            return f"Weights in {found.quant} lose precision; no bound is known for their logits."
-        return "Differs: numbers are not finite."
     if not found.within:
-        return f"Differs: {_where(found)}."
-    return f"Same: from the same input, all layers and the output head differ by the rounding of {found.dtype} only."
-
-
-def _where(found: CheckReport) -> str:
-    """What differs first from the same input, by how much, and what was wanted."""
-    at = found.parts_at
-    if at is None:
-        much = f"by {found.head:.1e}, wanted {ALWAYS_MOST[found.dtype]:.0e}"
-        return f"all layers agree, but the output head, or the norm before it, differs {much}"
-    if found.rerouted[at] > MOST_REROUTED:
-        share = f"for {found.rerouted[at]:.0%} of its tokens, wanted at most {MOST_REROUTED:.0%}"
-        return f"layer {at} is the first to part, from the same input: its router chooses other experts {share}"
-    much = f"by {found.local[at]:.1e}, wanted {found.bounds[at]:.1e}"
-    return f"layer {at} is the first to part, from the same input: its output differs {much}"
+        return f"Differs: {found.difference}."
+    rounding = f"the rounding of {found.dtype}" + (" and of activations in int8" if found.compute == "int8" else "")
+    return f"Same: from the same input, all layers and the output head differ by {rounding} only."
 
 
 def _greatest(errors: Sequence[float]) -> str:

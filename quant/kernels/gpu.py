@@ -67,13 +67,13 @@ def triton_lack(capability: tuple[int, int]) -> str:
     return ""
 
 
-def lack_of(trial: Callable[[], str]) -> str:
-    """Why the kernels that `trial` runs cannot be used; "" if they can.
+def lack_of(selftest: Callable[[], str]) -> str:
+    """Why the kernels that `selftest` runs cannot be used; "" if they can.
 
-    `trial` returns the name of a launch that computed wrong numbers, or "", and raises what a launch raises.
+    `selftest` returns the name of a launch that computed wrong numbers, or "", and raises what a launch raises.
     """
     try:
-        wrong = trial()
+        wrong = selftest()
     except Exception as error:
         # There are many kinds: no compiler, no headers, a driver or a GPU that this Triton does not know, a kernel that
         # this Triton does not compile or that needs more shared memory than this GPU has.

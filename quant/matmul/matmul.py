@@ -16,15 +16,18 @@ from ..formats import bitsandbytes_kernels, int4, int8, nf4
 from ..formats.format import (
     ALIGNMENT,
     INT4PACK,
+    INTEGER_CODES,
     NF4PACK,
     QUANT_FORMATS,
     ROWS,
+    TILE_COLUMNS,
     TILES,
     FormatError,
     Layout,
     end_of,
     get_format,
 )
+from ..native import library
 from ..scratch import TILE, is_direct, row_nbytes, scratch_nbytes, scratch_planes, strip_rows
 from ..tensor import CODECS, PackedTensor, dtype_name, pack, view
 from . import tiled
@@ -131,7 +134,9 @@ class Matmul:
         too small for the product (scratch.scratch_nbytes).
         """
         y = x.new_empty(x.shape[0], packed.shape[0]) if out is None else out
-        if self.integer and packed.layout.codes == "int8" and packed.layout.order == ROWS and not packed.layout.grouped:
+        if library.refused():
+            self._multiply_strips(x, packed, y)
+        elif self._rounds_rows(packed):
             int8.multiply_integers(x, packed.planes, y)
         elif self._is_tiled(x, packed):
             tiled.multiply(x, packed, bias, y, self.workspace.buffer, self._on_threads(x, packed), self.integer)
@@ -145,6 +150,15 @@ class Matmul:
         else:
             self._multiply_strips(x, packed, y)
         return y if bias is None else y.add_(bias)
+
+    def rounded_columns(self, x: Tensor, packed: PackedTensor) -> int:
+        """The columns of a row of x that share a scale where `linear` rounds them to int8; 0 where it does not."""
+        if library.refused():
+            return 0
+        if self._rounds_rows(packed):
+            return packed.shape[1]
+        integers = self.integer and packed.layout.codes in INTEGER_CODES and self._is_tiled(x, packed)
+        return TILE_COLUMNS if integers else 0
 
     def experts(
         self, hidden: Tensor, token_ids: Tensor, experts: Sequence[tiled.ExpertRows], gate: Gate | None, out: Tensor
@@ -165,6 +179,10 @@ class Matmul:
     def tiled_rows(self) -> int:
         """The most rows for which codes are read by kernels, instead of being dequantized first."""
         return ALL_ROWS if self.deterministic else self.gemv_max_rows.get(TILES, 0)
+
+    def _rounds_rows(self, packed: PackedTensor) -> bool:
+        layout = packed.layout
+        return self.integer and layout.codes == "int8" and layout.order == ROWS and not layout.grouped
 
     def _is_tiled(self, x: Tensor, packed: PackedTensor) -> bool:
         enough = self.workspace.nbytes >= row_nbytes(packed.shape[1])

@@ -36,16 +36,24 @@ class OpenModel:
             self._resources = resources.pop_all()
 
     def load(
-        self, settings: Settings, budgets: Budgets, workload: Workload, experts: ExpertOptions = DEFAULTS
+        self,
+        settings: Settings,
+        budgets: Budgets,
+        workload: Workload,
+        experts: ExpertOptions = DEFAULTS,
+        *,
+        any_kernel: bool = False,
     ) -> LoadedModel:
         """Plans for `workload` and loads. The peak of host memory counts from here.
+
+        `any_kernel` uses kernels of the CPU even if they are wrong on the model's widths.
 
         Raises DoesNotFit, naming the smallest budget that works, SettingError, BadSize, MemoryGaveOut.
         """
         reset_host_peak()
         source = self.source
         memory = open_memory(budgets, source.settle(settings), source.shape)
-        chosen = plan_job(source, settings, budgets, memory.budget, workload)
+        chosen = plan_job(source, settings, budgets, memory.budget, workload, any_kernel=any_kernel)
         limit_pins(memory.device, chosen.request.profile)
         stored, policy = store_for(source, chosen.plan, budgets), FallbackPolicy(chosen.plan, chosen.request)
         store = stored and stored.folder

@@ -112,7 +112,7 @@ def machine_profile(folder: Path, again: bool = False, files: Sequence[Path] = (
 
 def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine:
     from ...offload.device import find_device
-    from ..loading.kernel_trial import try_kernels, usual_needs
+    from ..loading.gpu_selftest import usable_kernels, usual_needs
     from .device_rates import device_overheads, device_rates
     from .pass_rates import faster, loading_rates, measure_fused_overheads, measure_overheads, pass_rates, weight_rates
 
@@ -124,7 +124,7 @@ def _measure(folder: Path, files: Sequence[Path], hardware: Hardware) -> Machine
     announcement = "measuring this machine once (about 30 s): plans need its speeds"
     with stage("measuring this machine", announcement=announcement):
         device = find_device()
-        gpu = None if device is None else try_kernels(device, usual_needs(device))
+        gpu = None if device is None else usable_kernels(device, usual_needs(device))
         machine = measure_machine(folder, hardware, measure_flop_s=rates, files=files)
         # What is measured in a moment is measured in two, some seconds apart.
         loading, overheads = loading_rates(), measure_overheads()

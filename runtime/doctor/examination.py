@@ -103,12 +103,12 @@ def _try_kernels(gpu: bool, say: Callable[[str], None]) -> list[Finding]:
     from ...offload.device import find_device
     from .kernels import check_bitsandbytes, check_formats, check_gpu, check_kernels, check_native
 
-    found = [check_bitsandbytes("cpu"), check_formats("cpu"), check_native()]
+    found = [check_bitsandbytes("cpu"), check_native(), check_formats()]
     if gpu:
         finding = check_gpu()
         found.append(finding)
         if finding.verdict is not Verdict.FAIL:
-            found += [check_bitsandbytes("cuda"), check_formats("cuda")]
+            found.append(check_bitsandbytes("cuda"))
             found += check_kernels(device) if (device := find_device()) else []
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from importlib.resources import as_file, files
 
 import torch
 
@@ -16,9 +17,9 @@ from ...quant.matmul.matmul import ParallelMatmul, Workspace, kernel_order
 from ...quant.native import library
 from ...quant.scratch import scratch_nbytes
 from ...quant.tensor import dtype_name, pack
-from ..attention.native_trial import try_native
-from ..loading.kernel_trial import try_kernels, usual_needs
-from ..plan.planner import dtype_notes
+from ..evaluation.check import check
+from ..loading.gpu_selftest import usable_kernels, usual_needs
+from ..plan.planner import dtype_notes, reads_integers
 from .finding import Finding, fail, ok, warn
 
 # The error of a bfloat16 product of 64 rows against float64, over its largest number; rounding alone is below 1 %.
@@ -44,29 +45,48 @@ def check_bitsandbytes(device: str) -> Finding:
     return ok(name, f"{found} OK (64x64 test)")
 
 
-def check_formats(device: str) -> Finding:
-    """Tries the other weight formats with the kernels that a run would use."""
+# Weight formats of the bundled model, the arithmetic of its products, and KV formats: each of them at least once.
+_CHECKED = (
+    ("none", "float", "auto"),
+    ("int8", "float", "int8"),
+    ("int8", "int8", "int8/int4"),
+    ("int4", "int8", "int4"),
+    ("nf4", "float", "auto"),
+    ("mxfp4", "int8", "int8"),
+)
+_PROMPT = "The harbour was quiet when the last ferry came in, and"
+
+
+def check_formats() -> Finding:
+    """Compares the bundled model in every format with its definition, as `moedge check` does."""
     try:
-        errors = {name: product_error(name, device) for name in QUANT_FORMATS if name != "nf4"}
+        wrong = {quant: difference for quant, difference in map(_difference, _CHECKED) if difference}
     except Exception as error:
         return fail("formats", f"a product failed: {brief(error)}", "pip install --force-reinstall torch")
-    wrong = [name for name, worst in errors.items() if worst > _TOLERANCE]
-    if wrong:
-        return fail("formats", f"products of {', '.join(wrong)} are wrong here", f"avoid --quant {wrong[0]}; report it")
-    return ok("formats", f"{', '.join(errors)} OK")
+    if not wrong:
+        return ok("formats", f"the bundled model is right in {', '.join(QUANT_FORMATS)}")
+    quant, difference = next(iter(wrong.items()))
+    fix = f"jobs that are hit by it use torch instead; avoid --quant {quant}; report it"
+    return fail("formats", f"the bundled model is wrong in {', '.join(wrong)}: {difference}", fix)
+
+
+def _difference(formats: tuple[str, str, str]) -> tuple[str, str]:
+    """The weight format, and what differs first in it."""
+    quant, compute, kv = formats
+    compute = compute if reads_integers(quant, "bf16") else "float"
+    with as_file(files("moedge.demo")) as bundle:
+        found = check(bundle / "model", (_PROMPT,), quant=quant, compute=compute, kv=kv)
+    return quant, found.difference
 
 
 def check_native() -> Finding:
-    """Tries the library of CPU kernels, and says what its absence costs."""
-    wrong = try_native()
-    if wrong:
-        return fail("CPU kernels", f"give wrong numbers here: {wrong}", "MOEDGE_ISA=none leaves them out; report it")
+    """Looks for the library of CPU kernels, and says what its absence costs; `check_formats` tries it."""
     if lack := library.lack():
         costs = "torch computes attention instead, which takes 3 to 4 times as long with many sequences"
         if "g++" in lack or "sources" in lack:
             return warn("CPU kernels", f"not used: {lack.partition(' (')[0]}; {costs}", library.BUILD)
         return ok("CPU kernels", f"not used: {lack}; {costs}")
-    return ok("CPU kernels", f"attention with {library.loaded().isa} OK")
+    return ok("CPU kernels", f"{library.loaded().isa}")
 
 
 def check_gpu() -> Finding:
@@ -91,7 +111,7 @@ def check_gpu() -> Finding:
 
 def check_kernels(device: Device) -> list[Finding]:
     """Compiles and runs the kernels of every family on the GPU: as a run does before its plan."""
-    gpu = try_kernels(device, usual_needs(device))
+    gpu = usable_kernels(device, usual_needs(device))
     notes = dtype_notes("auto", "bf16", gpu)
     found = [warn("dtype", note, "nothing to do; --dtype bf16 still works") for note in notes]
     reasons = gpu.lacks.reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...quant.tensor import TORCH_DTYPES
 from ..api.model import OpenModel
 from ..engine import sequence
 from ..engine.batch import Batch
@@ -29,10 +30,12 @@ from ..settings.settings import Settings
 from ..settings.stages import stage
 from ..shape.shards import ModelShards
 from ..source.model_source import ModelSource, open_source
+from .format_weights import FormatWeights
 from .local import LocalErrors, hidden_of
+from .parts import Part, PartErrors
 from .reference import Reference, compute_reference
 
-SCHEMA = "moedge.check/2"
+SCHEMA = "moedge.check/3"
 MAX_TOKENS = 8
 PROMPTS = (
     "The harbour was quiet when the last ferry came in, and",
@@ -86,7 +89,9 @@ class CheckReport:
     rounding: tuple[float, ...]
     rerouted: tuple[float, ...]
     head: float
-    lossless: bool
+    parts: tuple[Part, ...]
+    compute: str
+    kv: str
     loss: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -101,22 +106,47 @@ class CheckReport:
         return next((at for at, (error, most, share) in pairs if not (error <= most and share <= MOST_REROUTED)), None)
 
     @property
+    def wrong_part(self) -> Part | None:
+        """The first part of a layer that is over its bound, if any is."""
+        wrong = [part for part in self.parts if not part.within]
+        return min(wrong, key=lambda part: len(self.layers) if part.layer is None else part.layer, default=None)
+
+    @property
     def within(self) -> bool:
-        """Whether the numbers are as near as the weight format and the dtype let expect."""
+        """Whether the numbers are as near as the formats and the dtype let expect."""
         if not all(map(isfinite, (self.max_abs, self.kl, self.head, *self.layers, *self.local, *self.rounding))):
             return False
-        return not self.lossless or (self.parts_at is None and self.head <= ALWAYS_MOST[self.dtype])
+        return self.wrong_part is None and self.parts_at is None and self.head <= ALWAYS_MOST[self.dtype]
+
+    @property
+    def difference(self) -> str:
+        """What is wrong first, by how much, and what was wanted; "" where all is within bounds."""
+        part, at = self.wrong_part, self.parts_at
+        if part is not None and (at is None or part.layer is None or part.layer <= at):
+            return f"{part}"
+        if at is not None and self.rerouted[at] > MOST_REROUTED:
+            share = f"for {self.rerouted[at]:.0%} of its tokens, wanted at most {MOST_REROUTED:.0%}"
+            return f"layer {at} is the first to part, from the same input: its router chooses other experts {share}"
+        if at is not None:
+            much = f"by {self.local[at]:.1e}, wanted {self.bounds[at]:.1e}"
+            return f"layer {at} is the first to part, from the same input: its output differs {much}"
+        if self.within:
+            return ""
+        much = f"by {self.head:.1e}, wanted {ALWAYS_MOST[self.dtype]:.0e}"
+        return f"all layers agree, but the output head, or the norm before it, differs {much}"
 
     def as_dict(self) -> dict[str, Any]:
         """The document of `moedge check --json`."""
-        bound = None
-        if self.lossless:
-            layers = [each if isfinite(each) else None for each in self.bounds]
-            bound = {"local": layers, "head": ALWAYS_MOST[self.dtype], "rerouted": MOST_REROUTED}
+        layers = [each if isfinite(each) else None for each in self.bounds]
+        bound = {"local": layers, "head": ALWAYS_MOST[self.dtype], "rerouted": MOST_REROUTED}
         # JSON has no NaN.
         found = {name: value if _is_number(value) else None for name, value in asdict(self).items()}
         for name in ("layers", "local", "rounding"):
             found[name] = [value if isfinite(value) else None for value in getattr(self, name)]
+        found["parts"] = [
+            {name: value if _is_number(value) else None for name, value in part._asdict().items()}
+            for part in self.parts
+        ]
         head = {"schema": SCHEMA, "version": version("moedge")}
         return {**head, **found, "parts_at": self.parts_at, "bound": bound, "within": self.within}
 
@@ -133,6 +163,9 @@ def check(
     quant: str = "auto",
     dtype: str = "auto",
     budgets: Budgets | None = None,
+    compute: str = "auto",
+    kv: str = "auto",
+    deterministic: bool = False,
 ) -> CheckReport:
     """Computes a few prompts with moedge's engine on the CPU, and again with transformers alone, in float32.
 
@@ -140,8 +173,9 @@ def check(
 
     `model` is a checkpoint, or prepared weights whose checkpoint is `against`. `prompts` are texts, without a chat
     template; built in ones where there are none. The engine generates 8 tokens for each, and transformers computes the
-    same tokens. `quant` "auto" is the most precise format that the files let expect: their own codes where those are
-    kept.
+    same tokens. The other settings are those of a job; `quant` "auto" is the most precise format that the files let
+    expect: their own codes where those are kept, and `kv` "auto" is the dtype. Kernels are used that a job would
+    refuse.
 
     Both are within the host memory of `budgets`, one after the other. Raises SettingError, DoesNotFit, and what reading
     a checkpoint raises.
@@ -162,23 +196,34 @@ def check(
         else:
             quant, dtype = precision(engine.source, quant, dtype)
         encoded = _encode(engine, prompts or PROMPTS)
-        settings = Settings(quant=quant, dtype=dtype, kv=_cache_dtype(engine.source, dtype), compute="float")
+        native = _cache_dtype(engine.source, dtype)
+        settings = Settings(quant=quant, dtype=dtype, kv=native, compute=compute, deterministic=deterministic)
         traced = _trace(engine, encoded, settings, chosen)
         # Its memory is the reference's now; the small files of a GGUF file stay.
         engine.close_engines()
+        if kv not in ("auto", native):
+            # The reference has keys and values as they are computed: attention over codes is compared by itself.
+            traced = traced._replace(**_parts_over(engine, encoded, replace(settings, kv=kv), chosen))
+            engine.close_engines()
         tries: list[LocalErrors] = []
 
         def local() -> LocalErrors:
             tries.append(LocalErrors(traced.hidden, traced.chosen, ROUNDOFF[traced.dtype]))
             return tries[-1]
 
-        reference = compute_reference(other, traced.token_ids, traced.rows, chosen.host_nbytes(), local)
+        formats = FormatWeights(traced.shards, traced.compute == "int8")
+        reference = compute_reference(other, traced.token_ids, traced.rows, chosen.host_nbytes(), local, formats)
     return _report(str(model), str(against or model), traced, reference, tries[-1])
 
 
 def _cache_dtype(source: ModelSource, dtype: str) -> str:
     """Keys and values as they are computed: their format is not what is checked."""
     return dtype if dtype != "auto" else str(source.dtype or source.shape.dtype)
+
+
+def _parts_over(engine: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets) -> dict[str, Any]:
+    traced = _trace(engine, prompts, settings, budgets)
+    return {"parts": traced.parts, "kv": traced.kv}
 
 
 def _refuse_others(source: ModelSource, other: ModelSource) -> None:
@@ -215,7 +260,10 @@ class _Traced(NamedTuple):
     chosen: list[Tensor | None]
     quant: str
     dtype: str
-    lossless: bool
+    compute: str
+    kv: str
+    parts: tuple[Part, ...]
+    shards: ModelShards
     loss: dict[str, float]
 
 
@@ -275,12 +323,18 @@ class _Recorder:
 
 def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budgets: Budgets) -> _Traced:
     shape, most = model.source.shape, max(map(len, prompts)) + MAX_TOKENS
-    loaded = model.load(settings, budgets, Workload(len(prompts), most))
+    loaded = model.load(settings, budgets, Workload(len(prompts), most), any_kernel=True)
     sequences = [sequence.Sequence(each, SamplingParams(MAX_TOKENS, ignore_eos=True)) for each in prompts]
     hidden = torch.zeros(len(shape.layers), len(prompts), most - 1, shape.hidden)
     logits = torch.zeros(len(prompts), MAX_TOKENS, shape.vocab)
-    engine = loaded.engine.engine
-    engine.model = recorder = _Recorder(loaded.engine.model, sequences, hidden, logits)
+    engine, runner = loaded.engine.engine, loaded.engine.model
+    # All layers in one call have no parts. Loading compared it with layers one by one, bit for bit.
+    runner.use(None)
+    for layer in loaded.engine.fused:
+        # Prompts go part by part, generated tokens by fused layers.
+        layer.most_rows = min(layer.most_rows, len(prompts))
+    parts = PartErrors(runner, TORCH_DTYPES[loaded.policy.plan.dtype])
+    engine.model = recorder = _Recorder(runner, sequences, hidden, logits)
     with stage("computing with moedge"):
         for each in sequences:
             engine.add(each)
@@ -296,7 +350,7 @@ def _trace(model: OpenModel, prompts: list[list[int]], settings: Settings, budge
     plan = loaded.policy.plan
     return _Traced(
         token_ids, recorder.computed, _different(positions), positions, logits, generated, hidden, recorder.chosen,
-        plan.quant, plan.dtype, _lossless(loaded.engine.shards), dict(loaded.engine.loss),
+        plan.quant, plan.dtype, plan.compute, plan.kv, parts.parts, loaded.engine.shards, dict(loaded.engine.loss),
     )  # fmt: skip
 
 
@@ -318,12 +372,6 @@ def _fill_shared(token_ids: Tensor, computed: Tensor, hidden: Tensor, lengths: S
 def _different(numbers: Tensor) -> Tensor:
     """Each number once, in order."""
     return torch.tensor(sorted(set(numbers.flatten().tolist())))
-
-
-def _lossless(shards: ModelShards) -> bool:
-    layouts = [each for layer in shards.layers for each in (layer.dense, layer.expert) if each is not None]
-    matrices = [matrix for layout in (*layouts, *([shards.head] if shards.head else [])) for matrix in layout.matrices]
-    return all(matrix.kept or matrix.layout.format == "none" for matrix in matrices)
 
 
 def _report(model: str, against: str, traced: _Traced, reference: Reference, local: LocalErrors) -> CheckReport:
@@ -353,7 +401,9 @@ def _report(model: str, against: str, traced: _Traced, reference: Reference, loc
         rounding=_greatest(local.shaken, [traced.computed] * len(same)),
         rerouted=tuple(float(each[traced.computed].float().mean()) for each in local.rerouted),
         head=float(head.max()),
-        lossless=traced.lossless,
+        parts=traced.parts,
+        compute=traced.compute,
+        kv=traced.kv,
         loss=traced.loss,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from ..shape.model_shape import ModelShape
 from ..shape.shards import ITEM_NBYTES, checkpoint_nbytes, resident_nbytes
 from ..source.model_source import ModelSource
 from ..weights.preparation import WINDOW_COPIES, widening_nbytes
+from .format_weights import FormatWeights
 from .local import LocalErrors, hidden_of
 
 _ITEM = ITEM_NBYTES["fp32"]
@@ -58,23 +59,28 @@ class Reference(NamedTuple):
 
 
 def compute_reference(
-    source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int, local: Callable[[], LocalErrors] | None = None
+    source: ModelSource,
+    token_ids: Tensor,
+    rows: Tensor,
+    budget: int,
+    local: Callable[[], LocalErrors] | None = None,
+    formats: FormatWeights | None = None,
 ) -> Reference:
     """Runs token_ids [S, T] of several sequences, padded at their end, and takes the logits of `rows` [R] of them.
 
-    With `local`, which is called for each try, the same pass computes every layer from an engine's hidden states, too:
-    its weights are loaded once. `budget` are the bytes of host memory that the process may have. Raises DoesNotFit,
-    BadCheckpoint, UnsupportedModel.
+    Weights are the checkpoint's, or what `formats` makes of them. With `local`, which is called for each try, the same
+    Weights are the checkpoint's, or what `formats` makes of them. With `local`, called for each try, the same
+    host memory that the process may have. Raises DoesNotFit, BadCheckpoint, UnsupportedModel.
     """
     why = _refusal(source, budget)
     if not why:
         try:
-            return Reference("transformers", "", _by_transformers(source, token_ids, rows, local))
+            return Reference("transformers", "", _by_transformers(source, token_ids, rows, local, formats))
         except (ImportError, OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Whatever transformers cannot load has another class of errors in every release.
             why = f"transformers cannot load it here ({' '.join(str(error).split())[:200]})"
         trim()
-    return Reference("layers", why, _by_layers(source, token_ids, rows, budget, local))
+    return Reference("layers", why, _by_layers(source, token_ids, rows, budget, local, formats))
 
 
 def _refusal(source: ModelSource, budget: int) -> str:
@@ -95,7 +101,11 @@ def _refusal(source: ModelSource, budget: int) -> str:
 
 
 def _by_transformers(
-    source: ModelSource, token_ids: Tensor, rows: Tensor, local: Callable[[], LocalErrors] | None = None
+    source: ModelSource,
+    token_ids: Tensor,
+    rows: Tensor,
+    local: Callable[[], LocalErrors] | None,
+    formats: FormatWeights | None,
 ) -> Passed:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -110,11 +120,20 @@ def _by_transformers(
             trust_remote_code=False, **({"use_safetensors": True} | more),
         )  # fmt: skip
     adapt_decoder(model)
-    return _run(model.eval(), token_ids, rows, local)
+    if formats is not None:
+        config = ModelConfig.read(source.folder)
+        for index, layer in enumerate(model.get_decoder().layers):
+            layer.register_forward_pre_hook(partial(_pack_layer, formats, index, _experts_of(layer, config)))
+    return _run(model.eval(), token_ids, rows, local, formats)
 
 
 def _by_layers(
-    source: ModelSource, token_ids: Tensor, rows: Tensor, budget: int, local: Callable[[], LocalErrors] | None = None
+    source: ModelSource,
+    token_ids: Tensor,
+    rows: Tensor,
+    budget: int,
+    local: Callable[[], LocalErrors] | None = None,
+    formats: FormatWeights | None = None,
 ) -> Passed:
     shape = source.shape
     config = ModelConfig.read(source.folder)
@@ -129,10 +148,10 @@ def _by_layers(
         with stage("computing with transformers, a layer at a time", sum(sizes)) as advance:
             for index, layer in enumerate(layers):
                 mixture = _experts_of(layer, config)
-                read = partial(_load_layer, loader, index, mixture, count)
+                read = partial(_load_layer, loader, index, mixture, count, formats)
                 layer.register_forward_pre_hook(lambda module, _, read=read: read(module))
                 layer.register_forward_hook(partial(_free, advance, sizes[index]))
-            return _run(model, token_ids, rows, local)
+            return _run(model, token_ids, rows, local, formats)
 
 
 def experts_at_once(shape: ModelShape, budget: int) -> int:
@@ -150,7 +169,13 @@ def experts_at_once(shape: ModelShape, budget: int) -> int:
     return (budget - stays) // expert if expert else 0
 
 
-def _run(model: PreTrainedModel, token_ids: Tensor, rows: Tensor, local: Callable[[], LocalErrors] | None) -> Passed:
+def _run(
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    rows: Tensor,
+    local: Callable[[], LocalErrors] | None,
+    formats: FormatWeights | None,
+) -> Passed:
     layers, count = list(model.get_decoder().layers), len(token_ids)
     hidden: list[Tensor] = []
     for layer in layers:
@@ -159,7 +184,9 @@ def _run(model: PreTrainedModel, token_ids: Tensor, rows: Tensor, local: Callabl
         errors = local()
         errors.watch(layers)
         token_ids = errors.repeat(token_ids)
-    with torch.no_grad():
+    if formats is not None:
+        model.get_output_embeddings().register_forward_pre_hook(lambda head, _: formats.set_head(head))
+    with torch.no_grad(), formats or nullcontext():
         logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits.float()
     return Passed(logits[:count], torch.stack(hidden), None if local is None else logits[count:])
 
@@ -178,11 +205,25 @@ def _experts_of(layer: nn.Module, config: ModelConfig) -> Any:
     return None
 
 
-def _load_layer(loader: CheckpointLoader, index: int, experts: Any, count: int, layer: nn.Module) -> None:
+def _pack_layer(formats: FormatWeights, index: int, experts: Any, layer: nn.Module, *_: Any) -> None:
+    formats.set_dense(index, layer)
+    if experts is not None:
+        formats.set_experts(index, experts, _up_name(experts))
+
+
+def _up_name(experts: Any) -> str:
+    return "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+
+
+def _load_layer(
+    loader: CheckpointLoader, index: int, experts: Any, count: int, formats: FormatWeights | None, layer: nn.Module
+) -> None:
     loader.load_dense(index, layer)
+    if formats is not None:
+        formats.set_dense(index, layer)
     if experts is None:
         return
-    name = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+    name = _up_name(experts)
     total = len(experts.down_proj)
 
     def load(window: range) -> None:
@@ -190,6 +231,8 @@ def _load_layer(loader: CheckpointLoader, index: int, experts: Any, count: int, 
         for each, matrix in zip((name, "down_proj"), matrices, strict=True):
             turned = matrix.transpose(1, 2) if experts.is_transposed else matrix
             setattr(experts, each, nn.Parameter(turned, requires_grad=False))
+        if formats is not None:
+            formats.set_experts(index, experts, name)
 
     if count >= total or getattr(experts, "in_one", False):
         load(range(total))

@@ -39,7 +39,7 @@ from ..kv.states import StatePool
 from ..model.assembly import LayerAssembly, install_head
 from ..model.definition import define
 from ..model.fused.layer import FusedLayer, buffers_nbytes
-from ..model.fused.trial import fuse, stack_of
+from ..model.fused.selftest import fuse, stack_of
 from ..model.recurrent.pass_states import PassStates
 from ..model.recurrent.seam import adapt_recurrences
 from ..model.runner import ModelRunner
@@ -59,7 +59,7 @@ from ..weights.key_offsets import KeyOffsets, fixed_token_ids, kept, measure
 from ..weights.memory import WeightMemory
 from ..weights.preparation import WINDOW_COPIES, WINDOW_NBYTES, MemorySink, Preparation, widening_nbytes
 from ..weights.streaming import StreamedWeights, fill_from_store
-from .kernel_trial import warm_up_experts
+from .warm_up import warm_up_experts
 
 if TYPE_CHECKING:
     from ...quant.kernels.product import GroupedProduct

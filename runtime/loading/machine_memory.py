@@ -12,13 +12,11 @@ from ...offload.errors import is_out_of_memory
 from ...offload.machine.profile import Machine
 from ...offload.memory import host_resident
 from ...quant.kernels.gpu import Gpu
-from ..attention.native_trial import try_native
 from ..plan.planner import choose_dtype
 from ..settings.budgets import LIBRARIES_NBYTES, PROCESS_NBYTES, Budgets, DeviceBudget, MemoryBudget, without_device
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from .isolated_trial import KernelNeeds
-from .kernel_trial import try_kernels, usual_needs
+from .gpu_selftest import KernelNeeds, usable_kernels, usual_needs
 
 _SIZE = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,14 +78,13 @@ def open_memory(budgets: Budgets, settings: Settings | None = None, shape: Model
     device = find_device() if budgets.wants_device else None
     if device is None:
         without_device(budgets.gpu_mem)
-        try_native()
         return MachineMemory(MemoryBudget(host, None, disk))
     nbytes = budgets.device_nbytes(device.total, device.available)
     # An earlier run of this process may have left a limit.
     device.limit(device.total)
     # What these two load and compile counts as memory of the process and of the CUDA context from now on.
     load_libraries(device)
-    gpu = try_kernels(device, _needs(device, settings, shape))
+    gpu = usable_kernels(device, _needs(device, settings, shape))
     granted = budget_of(device, nbytes, gpu)
     # The allocator must leave what libraries will take.
     device.limit(max(0, nbytes - granted.context_nbytes))
@@ -99,4 +96,4 @@ def _needs(device: Device, settings: Settings | None, shape: ModelShape | None) 
     if settings is None or shape is None:
         return usual_needs(device)
     dtype = choose_dtype(settings.dtype, shape.dtype, Gpu(device.capability, device.processors))
-    return KernelNeeds(dtype, frozenset(group.head_dim for group in shape.kv_groups))
+    return KernelNeeds.of_model(shape, dtype)

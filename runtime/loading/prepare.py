@@ -39,6 +39,7 @@ from ..weights.key_offsets import FILE, MAX_TOKENS, fixed_token_ids, keep, measu
 from ..weights.linking import CannotLink, Linker, LinkingSink
 from ..weights.preparation import Preparation, ShardSink, StoreSink, window_nbytes
 from .engine_loader import load_engine
+from .selftest import checked
 
 
 def precision(source: ModelSource, quant: str, dtype: str) -> tuple[str, str]:
@@ -215,7 +216,8 @@ def _keep_key_offsets(source: ModelSource, target: Path, quant: str, dtype: str,
     with suppress(DoesNotFit):
         job = Workload(1, MAX_TOKENS)
         least, _ = budget_range(source.shape, settings, job)
-        plan = make_plan(source.shape, settings, MemoryBudget(min(least, budgets.host_nbytes())), job)
+        budget = MemoryBudget(min(least, budgets.host_nbytes()))
+        plan = checked(source.shape, make_plan(source.shape, settings, budget, job))
         with closing(load_engine(source, plan, target)) as loaded:
             keep(target, measure(loaded.model, fixed_token_ids(source.folder)))
         # Before the next engine is loaded.

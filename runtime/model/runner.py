@@ -39,6 +39,12 @@ class ModelRunner:
         """The decoder layers, which a pass calls in this order."""
         return list(self._model.get_decoder().layers.children())
 
+    @property
+    def head(self) -> nn.Module:
+        """The output head."""
+        head: nn.Module = self._model.get_output_embeddings()
+        return head
+
     def use(self, stack: Stack | None) -> None:
         """Lets `stack` compute all layers of the passes that it takes."""
         self.stack = self._model.get_decoder().layers.stack = stack
@@ -70,7 +76,7 @@ class ModelRunner:
         return logits.squeeze(0)
 
     def _directly(self, batch: Batch) -> torch.Tensor:
-        """A pass that the stack takes, by a model's modules; a trial at load shows that its forward does no more."""
+        """A pass that the stack takes, by a model's modules: as a self-test at load shows, its forward does no more."""
         assert self.stack is not None
         decoder: Any = self._model.get_decoder()
         hidden = self._model.get_input_embeddings()(batch.token_ids)

@@ -231,13 +231,13 @@ def fuses(quant: str, dtype: str, deterministic: bool) -> bool:
     return TILES in get_format(quant).orders
 
 
-# Rows of the pass in which loading compares the steps with the model's own layers (model/fused/trial.py).
-TRIAL_ROWS = 16
+# Rows of the pass in which loading compares the steps with the model's own layers (model/fused/selftest.py).
+SELFTEST_ROWS = 16
 
 
 def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
     """Bytes at most of the buffers in which the library's steps compute decoder layers of `num_tokens` rows, and those
-    of the trial at load. Layers of the same sizes share them."""
+    of the self-test at load. Layers of the same sizes share them."""
 
     def of_row(layer: LayerShape) -> int:
         experts = layer.experts
@@ -256,7 +256,7 @@ def fused_nbytes(shape: ModelShape, num_tokens: int) -> int:
         matrices = (*layer.dense, experts.up, experts.down)
         return experts.count, experts.per_token, *((each.rows, each.cols) for each in matrices)
 
-    return max(num_tokens, TRIAL_ROWS) * sum({sizes(layer): of_row(layer) for layer in shape.layers}.values())
+    return max(num_tokens, SELFTEST_ROWS) * sum({sizes(layer): of_row(layer) for layer in shape.layers}.values())
 
 
 def attention_nbytes(shape: ModelShape, cache: CacheSize, dtype: str, num_sequences: int, gpu: Gpu) -> int:

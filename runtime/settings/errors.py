@@ -36,6 +36,12 @@ class EngineUnavailable(MoedgeError, RuntimeError):
     exit_code = ExitCode.USAGE
 
 
+class WrongNumbers(MoedgeError):
+    """Not even torch computes right numbers on this machine."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
 class OverBudget(MoedgeError):
     """More memory was used than the budget allows, although the work was finished: `result` is what it gave."""
 

@@ -30,6 +30,7 @@ from moedge.runtime.doctor.host import HostMemoryFacts, check_hub_cache, check_m
 from moedge.runtime.doctor.packages import TorchBuild, check_torch
 from moedge.runtime.doctor.speeds import check_age, speed_findings
 from moedge.runtime.evaluation.check import CheckReport
+from moedge.runtime.evaluation.parts import Part
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs import job_plan
 from moedge.runtime.jobs import session as sessions
@@ -411,21 +412,23 @@ def test_the_list_of_jobs_fits_terminals_of_every_width(
 def test_a_check_fits_terminals_of_every_width_and_exits_by_what_it_found(
     shown: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Numbers that agree, numbers that part in a layer, and weights that were packed with a loss."""
+    """Numbers that agree, that part in a layer, weights packed with a loss, and a product that is wrong."""
     why = "the whole model in float32 takes 113.74 GiB, and the budget is 20.00 GiB"
     same = CheckReport(
         model=NAME, against=NAME, reference="layers", why=why, quant="none", dtype="bf16", prompts=4, tokens=85,
         max_abs=0.0312, max_relative=0.0021, kl=4.2e-5, greedy_same=32, greedy_total=32,
         layers=(1.1e-3, 2.4e-3, 2.2e-3), local=(1.1e-3, 1.3e-3, 1.0e-3), rounding=(1e-3, 9e-4, 1e-3),
-        rerouted=(0.0, 0.012, 0.0), head=8e-4, lossless=True,
+        rerouted=(0.0, 0.012, 0.0), head=8e-4, parts=(Part(0, "self_attn.q_proj", 2e-3, 0.016),), compute="float",
+        kv="bf16",
     )  # fmt: skip
     wrong = {"kl": 0.31, "greedy_same": 3, "layers": (1e-3, 0.2, 0.4), "local": (1e-3, 0.19, 2e-3)}
     parted = replace(same, reference="transformers", why="", **wrong)
-    packed = replace(same, quant="nf4", lossless=False, loss={"experts": 0.091, "attention": 0.088})
+    packed = replace(same, quant="int8", compute="int8", loss={"experts": 0.091, "attention": 0.088})
+    missed = replace(packed, parts=(Part(0, "self_attn.q_proj", 0.18, 0.016),))
     screens = {}
     for width in WIDTHS:
         screens[width] = ""
-        for found, wanted in ((same, 0), (parted, 3), (packed, 0)):
+        for found, wanted in ((same, 0), (parted, 3), (packed, 0), (missed, 3)):
             monkeypatch.setattr(cli_check, "_check", lambda *_, found=found: found)
             code, screen = shown(width, "check", NAME, "--json", "found.json")
             screens[width] += screen

@@ -1,11 +1,13 @@
-"""What can be known of a GPU's kernels before one is tried, and how a trial that fails is told."""
+"""What can be known of a GPU's kernels before one is tried, and how a self-test that fails is told."""
 
 import pytest
 import torch
 
-from moedge.quant.kernels import gpu, trial
+from moedge.quant.kernels import gpu, selftest
 from moedge.quant.kernels.gpu import Gpu, Lacks, interpreted, lack_of, triton_lack
 from moedge.quant.kernels.operands import Gate
+from moedge.quant.kernels.selftest import ProductCase
+from moedge.quant.kernels.tuning import FORMATS
 
 HOST = torch.device("cpu")
 
@@ -19,7 +21,7 @@ def test_an_old_gpu_and_a_missing_triton_are_named(monkeypatch: pytest.MonkeyPat
     assert not interpreted()
 
 
-def test_a_trial_says_what_is_wrong_or_what_was_raised() -> None:
+def test_a_self_test_says_what_is_wrong_or_what_was_raised() -> None:
     def no_compiler() -> str:
         raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
@@ -49,14 +51,29 @@ def test_bfloat16_is_slow_before_its_tensor_cores(capability: tuple[int, int], f
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_trial_of_products_finds_nothing_wrong_with_right_ones(dtype: torch.dtype) -> None:
-    assert trial.try_products(HOST, dtype) == ""
+def test_products_that_are_right_pass_their_self_test(dtype: torch.dtype) -> None:
+    # gpt-oss and GLM-4.5-Air have such widths, their last columns less than a tile or a group of them.
+    assert selftest.wrong_grouped(HOST, dtype, [(288, 160)]) == ""
 
 
-def test_the_trial_of_products_covers_formats_gates_and_tiles() -> None:
-    cases = list(trial.product_cases())
-    for name in ("none", "int8", "nf4"):
-        gates = [case.gate for case in cases if case.format == name]
-        assert None in gates
-        assert Gate("silu") in gates
-    assert {max(case.counts) > 64 for case in cases} == {True, False}
+# Every gate, with biases too, and both sizes of tiles.
+CASES = [
+    case
+    for name in FORMATS
+    for case in (
+        ProductCase(name, (3, 20), gathered=True, gate=Gate("silu")),
+        ProductCase(name, (3, 20), gathered=False, gate=None),
+        ProductCase(name, (70,), gathered=True, gate=Gate("clamped_swiglu", alternating=True)),
+        ProductCase(name, (70,), gathered=True, gate=Gate("gelu_tanh"), rows=96, columns=192),
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_launch_of_experts_agrees_with_its_definition(case: ProductCase) -> None:
+    assert selftest.product_error(case, HOST, torch.float32) < 1e-4
+
+
+def test_the_self_test_launches_both_products_of_every_layer_of_experts() -> None:
+    found = {(case.format, case.rows, case.columns) for case in selftest.product_cases([(2880, 1440)])}
+    assert found == {(name, *shape) for name in FORMATS for shape in ((2880, 2880), (2880, 1440))}

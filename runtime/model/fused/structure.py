@@ -3,7 +3,8 @@
     hidden += o(attention(rotary(norm(q(x))), rotary(norm(k(x))), v(x)))    x = RMSNorm(hidden)
     hidden += sum of the chosen experts(x), weighed by softmax              x = RMSNorm(hidden)
 
-The name of a family is never asked for. What looks like this and computes something else fails the trial (trial.py).
+The name of a family is never asked for. What looks like this and computes something else fails the
+self-test (selftest.py).
 """
 
 from __future__ import annotations

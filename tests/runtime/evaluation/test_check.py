@@ -21,9 +21,11 @@ from moedge.runtime.settings.errors import DoesNotFit, SettingError
 from moedge.runtime.source.model_source import ModelSource, open_source
 from support.gguf_files import build, save_tokenizer, to_gguf
 from support.quantized_checkpoints import write_quantized
+from support.seeded_bugs import BUGS, planted
 
 pytestmark = pytest.mark.numerics
 
+needs_library = pytest.mark.skipif(not library.available(), reason=f"no library of CPU kernels: {library.lack()}")
 BUDGETS = Budgets(ram="6GiB", gpu_mem="0")
 BUNDLED = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model"
 IDS = torch.tensor([[5, 80, 31, 200, 7, 9], [7, 7, 300, 4, 0, 0]])
@@ -42,7 +44,6 @@ def compare(model: Path, **options: str) -> CheckReport:
 def test_a_checkpoint_is_computed_as_transformers_computes_it(model: Path) -> None:
     found = compare(model)
     assert found.within
-    assert found.lossless
     assert (found.reference, found.why, found.parts_at) == ("transformers", "", None)
     assert (found.prompts, found.greedy_same, found.greedy_total) == (len(PROMPTS), 32, 32)
     assert 0 < found.max_relative < 1e-4
@@ -112,7 +113,7 @@ def test_prompts_that_begin_alike_are_compared_whole(model: Path) -> None:
     assert found.within
 
 
-@pytest.mark.skipif(not library.available(), reason=f"no library of CPU kernels: {library.lack()}")
+@needs_library
 def test_wrong_attention_of_the_kernels_that_jobs_use_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = RowAttention.attend
 
@@ -124,6 +125,53 @@ def test_wrong_attention_of_the_kernels_that_jobs_use_is_found(model: Path, monk
     found = compare(model)
     assert not found.within
     assert found.parts_at == 0
+
+
+# 192 is no multiple of the 128 columns that a scale of a row was once thought to be read by.
+WIDE = {"hidden_size": 192, "moe_intermediate_size": 96}
+JOBS = [
+    ("none", "float", "bf16"),
+    ("int8", "float", "int8"),
+    ("int8", "int8", "int8/int4"),
+    ("int4", "int8", "int4"),
+    ("nf4", "float", "bf16"),
+    ("mxfp4", "float", "int8"),
+]
+
+
+@needs_library
+@pytest.mark.sample("int8-float-int8", "int4-int8-int4")
+@pytest.mark.parametrize(("quant", "compute", "kv"), JOBS, ids="-".join)
+def test_every_format_is_within_its_own_bounds(
+    quant: str, compute: str, kv: str, checkpoint: Callable[..., Path]
+) -> None:
+    found = check(checkpoint("qwen3_moe", **WIDE), quant=quant, compute=compute, kv=kv, dtype="bf16", budgets=BUDGETS)
+    assert found.difference == ""
+    assert (found.quant, found.compute, found.kv) == (quant, compute, kv)
+    parts = {part.name for part in found.parts if part.layer == 0}
+    assert parts == {f"self_attn.{each}_proj" for each in "qkvo"} | {"attention", "mlp.experts"}
+    assert any(part.layer is None for part in found.parts)
+
+
+@pytest.mark.slow
+@needs_library
+@pytest.mark.parametrize(
+    ("bug", "job", "part"),
+    [
+        ("columns of a row's scale", ("int8", "float", "bf16"), "layer 0, self_attn.q_proj"),
+        ("columns of integers", ("int4", "int8", "bf16"), "layer 0, self_attn.q_proj"),
+        ("keys of a split", ("none", "float", "bf16"), "layer 0, attention"),
+        ("elements of a norm", ("int8", "float", "bf16"), "layer 0"),
+    ],
+)
+def test_a_planted_bug_is_named_with_its_layer_and_module(
+    bug: str, job: tuple[str, str, str], part: str, checkpoint: Callable[..., Path]
+) -> None:
+    folder = checkpoint("qwen3_moe", **WIDE)
+    with planted(BUGS[bug]):
+        found = check(folder, quant=job[0], compute=job[1], kv=job[2], dtype="bf16", budgets=BUDGETS)
+    assert not found.within
+    assert found.difference.startswith(part)
 
 
 def altered(model: Path, folder: Path, part: str, factor: float = 1.5) -> Path:
@@ -186,13 +234,11 @@ def test_kept_codes_are_the_same_and_packed_ones_state_their_loss(form: str, tmp
     assert found.within
     assert found.reference == ("transformers" if form == "mxfp4" else "layers")
     if form == "fp8 blocks":
-        assert (found.quant, found.lossless, found.as_dict()["bound"]) == ("int8", False, None)
+        assert found.quant == "int8"
         assert 0 < found.loss["experts"] < 0.02
         exact = compare(tmp_path / "quantized", quant="none")
         assert exact.within
-        assert exact.lossless
     else:
-        assert found.lossless
         assert found.greedy_same == found.greedy_total
 
 
@@ -201,7 +247,6 @@ def test_a_gguf_file_is_computed_as_transformers_computes_it(tmp_path: Path) -> 
     path = to_gguf(build("qwen3_moe"), tmp_path / "model.gguf", "Q8_0", save_tokenizer(tmp_path / "tokenizer", 384))
     found = compare(path)
     assert found.within
-    assert found.lossless
 
 
 def test_what_cannot_be_compared_is_refused(model: Path, tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:

@@ -12,7 +12,7 @@ from moedge.quant.native import library
 from moedge.runtime.engine.batch import Batch
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.loading.engine_loader import LoadedEngine, load_engine
-from moedge.runtime.model.fused import trial
+from moedge.runtime.model.fused import selftest
 from moedge.runtime.model.fused.layer import buffers_nbytes
 from moedge.runtime.model.runner import ModelRunner
 from moedge.runtime.plan.memory_ledger import FUSED
@@ -43,7 +43,7 @@ def engine(folder: Path, settings: Settings = INT4) -> Iterator[LoadedEngine]:
 
 
 def by_seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "available", lambda: False)
+    monkeypatch.setattr(selftest, "available", lambda: False)
 
 
 def logits_of(loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -123,8 +123,8 @@ def test_models_in_published_sizes_are_near_to_float32(
     assert distance(found, meant) < 0.2
 
 
-def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_trial(checkpoint: Folder) -> None:
-    """The trial at load computes more rows than any pass will, and the plan has memory for them."""
+def test_layers_are_fused_in_passes_of_fewer_tokens_than_the_self_test(checkpoint: Folder) -> None:
+    """The self-test at load computes more rows than any pass will, and the plan has memory for them."""
     with engine(checkpoint("qwen3_moe", **SIZES), replace(INT4, tokens_per_pass=4, max_sequences=1)) as loaded:
         assert len(loaded.fused) == len(loaded.model.layers)
         assert buffers_nbytes(loaded.fused) <= loaded.ledger.tiers["host"].arenas[FUSED].planned
@@ -149,17 +149,17 @@ def test_layers_of_another_structure_keep_the_seams(family: str, checkpoint: Fol
         assert loaded.fused == []
 
 
-def test_a_layer_that_disagrees_in_the_trial_keeps_the_seams(
+def test_a_layer_that_disagrees_in_the_self_test_keeps_the_seams(
     checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The structure is that of another model, and one number of it is not."""
-    parts_of = trial.parts_of
+    parts_of = selftest.parts_of
 
     def wrong(layer: torch.nn.Module) -> object:
         parts = parts_of(layer)
         return parts and replace(parts, softmax_chosen=not parts.softmax_chosen)
 
-    monkeypatch.setattr(trial, "parts_of", wrong)
+    monkeypatch.setattr(selftest, "parts_of", wrong)
     with engine(checkpoint("qwen3_moe", **SIZES)) as loaded:
         assert loaded.fused == []
         assert loaded.model.stack is None

@@ -137,7 +137,7 @@ def spread(counts: list[int], total: int) -> tuple[int, ...]:
 
 
 def gpu_of(device: Device) -> Gpu:
-    """As `try_kernels`, without trying one: a fake device runs none before it is entered."""
+    """As `usable_kernels`, without trying one: a fake device runs none before it is entered."""
     old = "no kernel is compiled for it" if device.capability < OLDEST_CAPABILITY else ""
     return Gpu(device.capability, device.processors, Lacks.everything(old))
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moedge.runtime.loading import isolated_trial as isolated
-from moedge.runtime.loading.isolated_trial import KernelNeeds, try_apart
+from moedge.runtime.loading import gpu_selftest as isolated
+from moedge.runtime.loading.gpu_selftest import KernelNeeds, run_apart
 
 FAMILIES = ("attention", "cache", "experts")
-NEEDS = KernelNeeds("bf16", frozenset({64, 128}))
+NEEDS = KernelNeeds("bf16", ((8, 4, 64, None), (2, 8, 128, 4096)), ((2880, 2880),))
 
 
 @pytest.fixture
@@ -24,15 +24,15 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
     Returns the number of processes so far.
     """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(isolated, "_key", lambda device, needs: repr(sorted(needs.head_dims)))
+    monkeypatch.setattr(isolated, "_key", lambda device, needs: repr(needs))
     log = tmp_path / "started"
 
     def use(actions: dict[str, str]) -> Callable[[], int]:
         program = (
             "import json, os, sys, time\n"
             f"open({str(log)!r}, 'a').write(sys.argv[1] + chr(10))\n"
-            "say = lambda lack='': print('trial: ' + lack, flush=True)\n"
-            f"exec({actions!r}.get(json.loads(sys.argv[1])['family'], 'say()'))\n"
+            "say = lambda lack='': print('self-test: ' + lack, flush=True)\n"
+            f"exec({actions!r}.get(json.loads(sys.argv[1])[1], 'say()'))\n"
         )
         monkeypatch.setattr(isolated, "_COMMAND", (sys.executable, "-c", program))
         return lambda: len(log.read_text().splitlines()) if log.exists() else 0
@@ -42,7 +42,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 
 def tried(needs: KernelNeeds = NEEDS) -> dict[str, str]:
     device: Any = SimpleNamespace(torch_device=torch.device("cuda", 1), available=8 << 30)
-    return try_apart(device, needs, FAMILIES)
+    return run_apart(device, needs, FAMILIES)
 
 
 def test_what_passed_is_not_tried_again_and_other_needs_are(worker: Any, tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_what_passed_is_not_tried_again_and_other_needs_are(worker: Any, tmp_pat
     assert tried() == tried() == dict.fromkeys(FAMILIES, "")
     assert count() == 3
     requests = [json.loads(line) for line in (tmp_path / "started").read_text().splitlines()]
-    assert {request.pop("family") for request in requests} == set(FAMILIES)
-    assert requests == [{"index": 1, "dtype": "bf16", "heads": [64, 128]}] * 3
-    tried(KernelNeeds("bf16", frozenset({256})))
+    assert {request.pop(1) for request in requests} == set(FAMILIES)
+    assert requests == [[1, ["bf16", [[8, 4, 64, None], [2, 8, 128, 4096]], [[2880, 2880]]]]] * 3
+    tried(NEEDS._replace(experts=((2880, 1440),)))
     assert count() == 6
-    next(tmp_path.rglob("kernel-trials.json")).write_text("{broken")
+    next(tmp_path.rglob("kernel-selftests.json")).write_text("{broken")
     assert tried() == dict.fromkeys(FAMILIES, "")
     assert count() == 9
 

@@ -16,16 +16,16 @@ import pytest
 
 from moedge.moe.expected_rows import wanted_by
 from moedge.offload.machine.hardware import Hardware
-from moedge.quant.kernels import trial as products
+from moedge.quant.kernels import selftest as products
 from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.launch import Launch
-from moedge.runtime.attention import trial as attention
 from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
 from moedge.runtime.jobs import job as states
 from moedge.runtime.loading import engine_loader as load
+from moedge.runtime.loading import gpu_selftest as selftest
 from moedge.runtime.loading import machine_memory as tiers
-from moedge.runtime.loading.isolated_trial import KernelNeeds
+from moedge.runtime.loading.gpu_selftest import KernelNeeds
 from moedge.runtime.loading.rehearsal import Rehearsed
 from moedge.runtime.plan.cost_model import CostModel
 from moedge.runtime.plan.placement import Plan, Workload
@@ -48,11 +48,10 @@ EXACT = ("--dtype", "fp32", "--quant", "none", "--kv", "fp32", "--tokens-per-pas
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind, and nothing launched at load: the interpreter takes its time."""
-    monkeypatch.setattr(attention, "_QUANTIZED", ())
+    monkeypatch.setattr(selftest, "_QUANTIZED", ())
     monkeypatch.setattr(load, "warm_up_experts", lambda *_: None)
-    monkeypatch.setattr(doctor, "usual_needs", lambda device: KernelNeeds("fp32", frozenset({16})))
-    cases = list(products.product_cases())[:2]
-    monkeypatch.setattr(products, "product_cases", lambda: iter(cases))
+    monkeypatch.setattr(doctor, "usual_needs", lambda device: KernelNeeds("fp32", ((2, 2, 16, None),), ((64, 32),)))
+    monkeypatch.setattr(products, "FORMATS", ("none",))
 
 
 Batch = Callable[..., tuple[int, list[Any], dict[str, Any]]]
@@ -180,7 +179,7 @@ def test_kernels_that_are_asked_for_and_broken_are_refused_with_the_reason(
     with fakes.FakeDevice(capability=AMPERE) as fake, broken({"merge_splits"}, "is wrong"):
         assert batch(fake, "--attention", "triton")[0] == 4
         told = " ".join(capsys.readouterr().err.split())
-        assert "wrong numbers here: split over fp32" in told
+        assert "wrong numbers here: attention (split) of" in told
         code, _, summary = batch(fake, "--attention", "torch")
     assert (code, summary["plan"]["lacks"], summary["plan"]["stores_by_kernel"]) == (0, {}, False)
 
