@@ -12,7 +12,9 @@ from moedge.offload.checkpoint.gguf_file import GgufCheckpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.runtime.model.dequantize import dequantize
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings import errors
+from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import ModelNotFound, OldTransformers, UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
 from moedge.runtime.shape.gguf_config import ARCHITECTURES
@@ -24,7 +26,7 @@ from moedge.runtime.text.tokenizer import Tokenizer
 from support import gguf_files
 from support.gguf_files import build, save_sentencepiece, save_tokenizer, to_gguf
 from support.installed_transformers import needs_transformers
-from support.streamed_logits import SETTINGS, stock_logits, streamed_logits
+from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
 
 pytestmark = pytest.mark.numerics
 
@@ -76,6 +78,39 @@ def test_kept_blocks_mean_what_they_meant(kind: str, tmp_path: Path, monkeypatch
     with Store.open(tmp_path / "store") as store:
         assert store.manifest.recipe["quant"] == KEPT[kind]
         assert not store.manifest.extra["loss"]
+
+
+@builds_tokenizers
+def test_codes_that_no_format_has_stay_nearly_as_precise_beside_kept_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in files that llama-quantize calls Q4_K_M: matrices in Q6_K and Q5_0 beside those in Q4_K."""
+    model = build("llama", **{**WIDE, "num_hidden_layers": 4})
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_k": "Q5_0", "ffn_up": "Q3_K"}
+    path = to_gguf(model, tmp_path / "model.gguf", "Q4_K", save_tokenizer(tmp_path / "tokenizer", 384), kinds=kinds)
+    wanted = stock_logits(model)
+    found = streamed_logits(path, tmp_path / "store", replace(SETTINGS, quant="kept"), monkeypatch)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    with Store.open(tmp_path / "store") as store, open_source(str(path)) as source:
+        assert store.manifest.recipe["quant"] == "q4_k"
+        assert 0 < max(store.manifest.extra["loss"].values()) < 0.006
+        notes = make_plan(source.shape, replace(SETTINGS, quant="kept"), MemoryBudget(4 << 30), JOB).notes
+    assert notes == (
+        "packed again in int8-g32-f16: attention (gguf Q6_K), attention (gguf Q5_0), feed-forward (gguf Q6_K), "
+        "feed-forward (gguf Q3_K); --quant kept",
+    )
+
+
+@builds_tokenizers
+@pytest.mark.parametrize(("kind", "quant"), [("Q6_K", "int8"), ("Q2_K", "int8"), ("Q4_K", "q4_k")])
+def test_auto_loses_no_bits_where_they_fit(kind: str, quant: str, tmp_path: Path) -> None:
+    path = to_gguf(build("llama", **WIDE), tmp_path / "model.gguf", kind, save_tokenizer(tmp_path / "tokenizer", 384))
+    with open_source(str(path)) as source:
+        plan = make_plan(source.shape, replace(SETTINGS, quant="auto"), MemoryBudget(4 << 30), JOB)
+    assert plan.quant == quant
+    again = f"packed again in int8: attention (gguf {kind}), feed-forward (gguf {kind}); no weight format has their"
+    assert [note.startswith(again) for note in plan.notes] == [True] * (quant == "int8")
 
 
 @builds_tokenizers
