@@ -178,8 +178,8 @@ def _whole_groups(entry: TensorEntry, columns: int, group: int) -> int:
     """The groups of a row. Raises BadCheckpoint where the last would be shorter: other sizes have as many scales."""
     if group != WHOLE and columns % group:
         raise BadCheckpoint(
-            f"{described(entry.name)} has rows of {columns}, and config.json says groups of {group}; wanted a group_size "
-            "that divides them, or -1 for one group a row"
+            f"{described(entry.name)} has rows of {columns}, and config.json says groups of {group}; wanted a "
+            "group_size that divides them, or -1 for one group a row"
         )
     return _blocks(columns, group)
 

@@ -26,8 +26,8 @@ ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 
 # The choice of `--quant` that leaves the codes of a quantized checkpoint as they are.
 KEPT = "kept"
-# What a kept model has beside kept matrices, in place of codes that no format has: a byte a weight, whose steps are some
-# eight times finer than those of 6-bit codes. Floats stay floats.
+# What a kept model has beside kept matrices, in place of codes that no format has: a byte a weight, whose steps are
+# some eight times finer than those of 6-bit codes. Floats stay floats.
 BESIDE_KEPT = "int8-g32-f16"
 # The bits of a code, by what `--quant` offers.
 _CODE_BITS = {"none": 16, "int8": 8, "int4": 4, "nf4": 4, "mxfp4": 4}

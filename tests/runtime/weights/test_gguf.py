@@ -17,7 +17,7 @@ from moedge.runtime.settings import errors
 from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import ModelNotFound, OldTransformers, UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
-from moedge.runtime.shape.gguf_config import ARCHITECTURES
+from moedge.runtime.shape.gguf_config import ARCHITECTURES, gguf_config
 from moedge.runtime.source.headers import describe, read_headers
 from moedge.runtime.source.hub import find_model
 from moedge.runtime.source.model_source import model_fingerprint, open_source
@@ -128,6 +128,30 @@ def test_weights_of_a_type_are_those_of_gguf(kind: str, tmp_path: Path) -> None:
         for name, weight in weights.items():
             assert torch.equal(dequantize(checkpoint, weight, torch.float32).float(), state[name])
     assert {weight.label for weight in weights.values()} == {"fp32", f"gguf {kind}"}
+
+
+@builds_tokenizers
+def test_biases_of_a_llama_are_read_where_the_file_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata say nothing of them, and llama.cpp adds those that it finds."""
+    check_logits("llama", "Q8_0", "none", tmp_path, monkeypatch, attention_bias=True, mlp_bias=True)
+
+
+def test_biases_of_some_matrices_alone_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    model = build("llama", attention_bias=True)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = None
+    path = to_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(UnsupportedModel, match="only attn_q, attn_k, attn_v have biases"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize("name", ["eos", "eot", "eom"])
+def test_an_end_of_text_that_is_no_number_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    path = to_gguf(build("llama"), tmp_path / "model.gguf", "Q8_0")
+    with GgufCheckpoint(path) as checkpoint:
+        metadata, entries = dict(checkpoint.metadata), checkpoint.entries
+    with pytest.raises(UnsupportedModel, match=rf"tokenizer\.ggml\.{name}_token_id is .*, wanted a number"):
+        gguf_config({**metadata, f"tokenizer.ggml.{name}_token_id": [1, 2]}, entries)
 
 
 def test_a_split_file_is_read_from_any_part(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def test_zero_points_of_0_borrow_from_their_neighbours(
     bits: int, quant: str, tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stored as 15 in GPTQ's first layout, and the neighbour as one less: whole words are one less."""
-    writer, config = FORMATS["gptq v1"]
-    own = (lambda weight: gptq(weight, bits, least_zero=0), {**config, "bits": bits})
+    config = {**FORMATS["gptq v1"][1], "bits": bits}
+    own = (lambda weight: gptq(weight, bits, least_zero=0), config)
     monkeypatch.setitem(FORMATS, "gptq v1", own)
     write_quantized("gptq v1", tmp_path / "quantized", tmp_path / "wide")
     stored = load_file(tmp_path / "quantized" / "model.safetensors")["model.layers.0.self_attn.q_proj.qzeros"]
@@ -78,9 +78,8 @@ def test_groups_that_do_not_divide_a_row_are_refused(form: str, tmp_path: Path) 
             assert source.shape.num_experts
         tensors = load_file(folder / "model.safetensors")
         save_file({n: t for n, t in tensors.items() if not n.endswith("g_idx")}, folder / "model.safetensors")
-    with pytest.raises(BadCheckpoint, match="rows of 128, and config.json says groups of 33"):
-        with open_source(str(folder)):
-            pass
+    with pytest.raises(BadCheckpoint, match=r"rows of 128, and config\.json says groups of 33"):
+        open_source(str(folder))
 
 
 @pytest.mark.parametrize("scales", [torch.bfloat16, None])
