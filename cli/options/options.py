@@ -131,7 +131,7 @@ QUANT = Annotated[
         show_envvar=False,
         rich_help_panel=Panel.PRECISION,
         help="Quantize weights to this format; auto is the most precise one that fits, kept leaves a quantized "
-        "checkpoint's codes as they are.",
+        "checkpoint's codes as they are, and packs those that no format has in a byte a weight.",
     ),
 ]
 COMPUTE = Annotated[

@@ -312,6 +312,18 @@ class ParallelMatmul(Matmul):
         with torch_threads(1):
             yield
 
+    @contextmanager
+    def in_floats(self) -> Iterator[None]:
+        """While entered, products round no activation, whatever `integer` says."""
+        integer, everyone = self.integer, (self, *self._workers)
+        for each in everyone:
+            each.integer = False
+        try:
+            yield
+        finally:
+            for each in everyone:
+                each.integer = integer
+
     @property
     def pads_passes(self) -> bool:
         """Whether hidden states must have a multiple of VECTOR_ROWS rows (see scratch.VECTOR_ROWS)."""

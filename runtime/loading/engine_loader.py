@@ -277,7 +277,7 @@ def load_engine(
 ) -> LoadedEngine:
     """Loads the engine of a plan: weights from `store` if one is given, else all from the source's checkpoint.
 
-    `key_offsets` are subtracted from quantized keys; if none are given, those of the store are used, or they are
+    `key_offsets` are subtracted from quantized keys; if none are given, a CPU uses those of the store, or they are
     measured now.
     """
     keep_memory() if _keeps_memory(plan) else return_memory()
@@ -298,10 +298,13 @@ def load_engine(
 def _key_offsets(
     model: ModelRunner, source: ModelSource, plan: Plan, store: Path | None, given: KeyOffsets | None
 ) -> KeyOffsets | None:
-    """The key offsets to use; None where keys are not quantized."""
+    """The key offsets to use; None where keys are not quantized.
+
+    A store has those of a CPU. A device measures its own: with others, tokens would show whether weights are streamed.
+    """
     if not KVFormat.parse(plan.kv).keys.quantized:
         return None
-    offsets = given or (None if store is None else kept(store, source.shape))
+    offsets = given or (None if store is None or plan.staging is not None else kept(store, source.shape))
     return offsets or measure(model, fixed_token_ids(source.folder))
 
 

@@ -140,9 +140,20 @@ def _zeros(parts: Mapping[str, Tensor], weight: QuantizedWeight, num_rows: int) 
     if weight.packing == "bytes":
         return zero.float().view(len(zero), -1)
     words = zero.t() if weight.packing == "words" else zero
+    if weight.zero:
+        # GPTQ's first layout has every zero point less one, taken from whole words: a zero point of 0 borrows from its
+        # neighbour, and gets that back here (GPTQModel, convert_gptq_v1_to_v2_format_module).
+        words = words + weight.zero * _ones(weight.bits, words.shape[1])
     codes = _in_awq_order(_unpacked(words, 4, num_rows)) if weight.packing == "awq" else None
     codes = _unpacked(words, weight.bits, num_rows) if codes is None else codes
-    return codes.t().float().add_(weight.zero)
+    return codes.t().float()
+
+
+def _ones(bits: int, num_words: int) -> Tensor:
+    """int32 words whose codes are all 1."""
+    stream = np.zeros(32 * num_words, dtype=np.uint8)
+    stream[::bits] = 1
+    return torch.from_numpy(np.packbits(stream, bitorder="little").view(np.int32))
 
 
 _Rows = Callable[[int, int], Tensor]

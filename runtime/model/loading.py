@@ -93,7 +93,7 @@ class CheckpointLoader:
         if differences:
             more = f"; and {len(differences) - MAX_LISTED} more" if len(differences) > MAX_LISTED else ""
             raise BadCheckpoint(
-                f"{self._checkpoint.folder}: the files do not belong to the model that config.json describes: "
+                f"{self._checkpoint.folder}: the tensors are not those of the model that the configuration describes: "
                 f"{'; '.join(differences[:MAX_LISTED])}{more}"
             )
 

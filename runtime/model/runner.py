@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ class ModelRunner:
         """Lets `stack` compute all layers of the passes that it takes."""
         self.stack = self._model.get_decoder().layers.stack = stack
         self.direct = False
+
+    def in_floats(self) -> AbstractContextManager[None]:
+        """While entered, products round no activation (ParallelMatmul.in_floats)."""
+        return self._compute.in_floats()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -20,7 +20,8 @@ from ..settings.budgets import GIB, MIB, DeviceBudget, MemoryBudget
 from ..settings.errors import DoesNotFit, SettingError
 from ..settings.settings import Settings
 from ..shape.model_shape import ModelShape
-from ..shape.shards import SMALLEST_FORMATS, offered_formats, settled_format
+from ..shape.read import OUTER, SMALL
+from ..shape.shards import BESIDE_KEPT, SMALLEST_FORMATS, offered_formats, settled_format
 from .candidate import CacheSize, Candidate, WeightFootprint, choose_block, fused_nbytes, fuses, largest
 from .cost_model import NOTHING_PREPARED, RESOURCES, CostModel, Prediction
 from .loading_cost import LOADING, Prepared
@@ -510,6 +511,7 @@ class _Search:
                 *_code_notes(shape),
                 *dtype_notes(settings.dtype, shape.dtype, weights.gpu),
                 *_state_notes(shape, candidate.live),
+                *_packing_notes(shape, settings.quant, weights.quant),
             ),
         )
 
@@ -525,6 +527,23 @@ def _state_notes(shape: ModelShape, live: int) -> tuple[str, ...]:
     if not shape.state_groups or live > 1:
         return ()
     return ("prefixes are not shared: one sequence at a time keeps no state of recurrent layers where a prefix ends",)
+
+
+def _packing_notes(shape: ModelShape, wanted: str, quant: str) -> tuple[str, ...]:
+    """Which weights of a quantized checkpoint are packed again, in what, and why."""
+    kept = quant not in QUANT_FORMATS
+    coded = [each for each in shape.stored if each.kept is not None and each.group not in (OUTER, SMALL)]
+    again = [f"{each.group} ({each.format})" for each in coded if not (kept and each.kept)]
+    if not again or quant == "none":
+        return ()
+    why = f"--quant {wanted}"
+    if wanted == "auto":
+        first = offered_formats(shape)[0]
+        why = f"in {first} they do not fit, or take more than {WORTH:g} times as long"
+        if quant == first:
+            why = "no weight format has their codes, and none of those has more bits"
+    made = BESIDE_KEPT if kept else quant
+    return (f"packed again in {made}: {', '.join(again)}; {why}",)
 
 
 def _lacks(weights: WeightFootprint, settings: Settings) -> dict[str, str]:

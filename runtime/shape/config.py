@@ -309,10 +309,10 @@ def kind(config: ModelConfig, layer: int) -> Kind:
 
 def window(config: ModelConfig, layer: int) -> int | None:
     """Tokens that a layer looks back at most, itself included; None for all."""
-    found = kind(config, layer)
-    if found == "full_attention" or config.get("use_sliding_window") is False:
+    found, family = kind(config, layer), config.family.model_type
+    if (found == "full_attention" and family not in FULL_IN_WINDOWS) or config.get("use_sliding_window") is False:
         return None
-    if config.family.model_type not in SLIDING:
+    if family not in SLIDING:
         return None
     size: int | None = config.get("attention_chunk_size" if found == "chunked_attention" else "sliding_window")
     return size
@@ -383,6 +383,8 @@ OPTIONAL = {
 }  # fmt: skip
 # Families whose sliding layers look back to the start of a chunk instead.
 CHUNKED = {"llama4_text"}
+# Whose layers that attend, all called full_attention, have the window that the config may give.
+FULL_IN_WINDOWS = {"minimax"}
 # A family that is not here has no window, whatever its config says.
 SLIDING: dict[str, Rule] = {
     "afmoe": _last_of(4, "global_attn_every_n_layers"),

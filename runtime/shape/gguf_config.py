@@ -110,9 +110,12 @@ _FAMILIES = {
 
 
 def _ends(metadata: Mapping[str, Any]) -> list[Any] | None:
-    """The tokens that end an answer: of the text, of a turn, of a message."""
-    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(token for token in found if token is not None)) or None
+    """The tokens that end an answer: of the text, of a turn, of a message. Raises UnsupportedModel."""
+    found = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    for name, token in found.items():
+        if token is not None and type(token) is not int:
+            raise UnsupportedModel(f"GGUF: tokenizer.ggml.{name}_token_id is {described(token)}, wanted a number")
+    return list(dict.fromkeys(token for token in found.values() if token is not None)) or None
 
 
 def _scaling(file: _File) -> _Values:
@@ -158,14 +161,25 @@ def _factors(theta: float, count: int, scaling: Mapping[str, float]) -> list[flo
 
 
 def _llama(file: _File, values: _Values) -> _Values:
-    """Mixtral is a llama with experts here."""
+    """Mixtral is a llama with experts here. Which matrices have biases, tensors alone say."""
     if not file.get("expert_count"):
-        return {}
+        return {
+            "attention_bias": _biased(file, ("attn_q", "attn_k", "attn_v", "attn_output")),
+            "mlp_bias": _biased(file, ("ffn_gate", "ffn_up", "ffn_down")),
+        }
     return {
         "model_type": "mixtral",
         "num_local_experts": file.get("expert_count"),
         "num_experts_per_tok": file.get("expert_used_count"),
     }
+
+
+def _biased(file: _File, parts: tuple[str, ...]) -> bool:
+    """Whether matrices have biases. Raises UnsupportedModel where only some of them do."""
+    found = [part for part in parts if f"blk.0.{part}.bias" in file.entries]
+    if found and len(found) < len(parts):
+        raise UnsupportedModel(f"GGUF: of {', '.join(parts)} only {', '.join(found)} have biases; wanted all or none")
+    return bool(found)
 
 
 def _qwen_moe(file: _File, values: _Values) -> _Values:

@@ -148,7 +148,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         raise _refused("config_groups", groups, "an object of schemes")
     schemes = [_ct_scheme(name, group) for name, group in groups.items()]
     found = tuple(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
-    return Quantization("compressed-tensors", found, _names(config, "ignore"))
+    # Where a weight has weight_g_idx: it is written for actorder "group" alone.
+    return Quantization("compressed-tensors", found, _names(config, "ignore"), ordered=True)
 
 
 def _ct_scheme(name: str, group: object) -> Scheme | None:

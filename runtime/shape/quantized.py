@@ -174,6 +174,16 @@ def _blocks(size: int, group: int) -> int:
     return 1 if group == WHOLE else -(-size // group)
 
 
+def _whole_groups(entry: TensorEntry, columns: int, group: int) -> int:
+    """The groups of a row. Raises BadCheckpoint where the last would be shorter: other sizes have as many scales."""
+    if group != WHOLE and columns % group:
+        raise BadCheckpoint(
+            f"{described(entry.name)} has rows of {columns}, and config.json says groups of {group}; wanted a "
+            "group_size that divides them, or -1 for one group a row"
+        )
+    return _blocks(columns, group)
+
+
 def _matrix(entry: TensorEntry, *dims: int) -> tuple[int, ...]:
     """The shape of a tensor that must have as many dimensions, and elements."""
     if len(entry.shape) not in dims or not entry.numel:
@@ -235,6 +245,8 @@ def _scaled_bytes(
             f"{' or '.join(str([*stack, *grid]) for grid in wanted) or 'none'} for a weight {list(entry.shape)}"
         )
     scheme = fitting[0]
+    if scheme.group[0] == 1:
+        _whole_groups(entry, columns, scheme.group[1])
     exponents = numbers == "e4m3" and scheme.group == (1, 32)
     _check(scale, (*_FLOATS, *_EXPONENTS) if numbers == "e4m3" else _FLOATS, scale.shape)
     if scale.dtype == "U8" and not exponents:
@@ -331,13 +343,15 @@ def _gptq(files: _Files, entry: TensorEntry) -> QuantizedWeight | None:
     (scheme,) = files.quantization.schemes
     words, rows = _matrix(entry, 2)
     columns, group = words * 32 // scheme.bits, scheme.group[1]
-    groups = _blocks(columns, group)
     module = entry.name.removesuffix(".qweight")
+    order = files.first(f"{module}.g_idx")
+    # AutoGPTQ writes a shorter last group, and says in g_idx which columns those are.
+    groups = _whole_groups(entry, columns, group) if order is None else _blocks(columns, group)
     parts = {
         "codes": entry,
         "scale": files.want(f"{module}.scales", entry.name),
         "zero": files.want(f"{module}.qzeros", entry.name),
-        "order": files.first(f"{module}.g_idx"),
+        "order": order,
     }
     _check(entry, ("I32",), entry.shape)
     if words * 32 % scheme.bits or rows * scheme.bits % 32:
@@ -357,7 +371,7 @@ def _awq(files: _Files, entry: TensorEntry) -> QuantizedWeight | None:
         return None
     (scheme,) = files.quantization.schemes
     columns, words = _matrix(entry, 2)
-    groups = _blocks(columns, scheme.group[1])
+    groups = _whole_groups(entry, columns, scheme.group[1])
     module = entry.name.removesuffix(".qweight")
     zero = files.want(f"{module}.qzeros", entry.name)
     parts = {"codes": entry, "scale": files.want(f"{module}.scales", entry.name), "zero": zero}
@@ -423,6 +437,7 @@ def _ct_nibbles(files: _Files, entry: TensorEntry, scale: TensorEntry) -> Quanti
             f"{described(scale.name)} is {list(scale.shape)} for {described(entry.name)} {list(entry.shape)}, wanted a "
             f"scale for each group of {' or '.join(map(str, sorted(sizes))) or 'a scheme of 4-bit floats'}"
         )
+    _whole_groups(entry, columns, size)
     whole = files.want(f"{module}.weight_global_scale", entry.name) if size == 16 else None
     _check(scale, ("F8_E4M3",) if size == 16 else _EXPONENTS, scale.shape)
     _check(whole, ("F32",), (1,), ())
@@ -448,6 +463,8 @@ def _ct_words(files: _Files, entry: TensorEntry, scale: TensorEntry) -> Quantize
             f"{described(entry.name)} {list(entry.shape)} with scales {list(scale.shape)}"
             f"{f' and shape {list(stated)}' if stated else ''} is of no scheme of config.json"
         )
+    if scheme.group[0] == 1:
+        _whole_groups(entry, columns, scheme.group[1])
     _check(entry, ("I32",), entry.shape)
     _check(scale, _FLOATS, scale.shape)
     _check(zero, ("I32",), (-(-rows * scheme.bits // 32), grid[1]))

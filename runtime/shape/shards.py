@@ -26,6 +26,9 @@ ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 
 # The choice of `--quant` that leaves the codes of a quantized checkpoint as they are.
 KEPT = "kept"
+# What a kept model has beside kept matrices, in place of codes that no format has: a byte a weight, whose steps are
+# some eight times finer than those of 6-bit codes. Floats stay floats.
+BESIDE_KEPT = "int8-g32-f16"
 # The bits of a code, by what `--quant` offers.
 _CODE_BITS = {"none": 16, "int8": 8, "int4": 4, "nf4": 4, "mxfp4": 4}
 
@@ -60,13 +63,16 @@ def default_format(shape: ModelShape) -> str:
 
 
 def offered_formats(shape: ModelShape) -> tuple[str, ...]:
-    """What `--quant auto` considers, from exact to smallest: of a quantized checkpoint what is kept comes first, and
-    nothing has more bits than most of its weights have."""
+    """What `--quant auto` considers, from exact to smallest; the first is taken where it fits.
+
+    Of a quantized checkpoint that is what is kept, before formats of fewer bits. Where nothing can be kept it is int8:
+    no code of a file has more bits.
+    """
     most, kept = code_bits(shape), kept_format(shape)
     if kept is not None:
         # The smallest also packs what the files hold as floats.
         return (kept, *(name for name in AUTO_FORMATS if _CODE_BITS[name] < most or name == AUTO_FORMATS[-1]))
-    return tuple(name for name in AUTO_FORMATS if not most or _CODE_BITS[name] <= max(most, 4))
+    return AUTO_FORMATS[1:] if most else AUTO_FORMATS
 
 
 def all_formats(shape: ModelShape) -> tuple[str, ...]:
@@ -91,8 +97,7 @@ def _format_of(matrix: Matrix, format_name: str) -> str:
         return "none"
     if format_name in FORMATS:
         return format_name
-    # What a kept model has beside kept matrices: floats stay, and others have as many bits as in the files.
-    return matrix.kept or ("none" if matrix.bits == 0 else "int8" if matrix.bits > 4 else "nf4")
+    return matrix.kept or (BESIDE_KEPT if matrix.bits else "none")
 
 
 def layout_for(shape: tuple[int, int], format_name: str, dtype: str, order: str = "") -> Layout:

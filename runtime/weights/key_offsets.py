@@ -68,14 +68,18 @@ def fixed_token_ids(folder: Path) -> list[int]:
 
 
 def measure(model: ModelRunner, token_ids: Items[int]) -> KeyOffsets:
-    """Measures the offsets in one pass over `token_ids`; the model's attention backend is restored afterwards."""
+    """Measures the offsets in one pass over `token_ids`; the model's attention backend is restored afterwards.
+
+    Products round no activation, whatever the job does: a store keeps the offsets for jobs of either arithmetic.
+    """
     attention, means = model.attention, KeyMeans()
     model.attention = means
     try:
         sequence = Sequence(list(token_ids), SamplingParams(1))
         # Before the first sequence of a job, any state is free.
         sequence.table.state = 0
-        model.forward(pack([(sequence, len(token_ids))]))
+        with model.in_floats():
+            model.forward(pack([(sequence, len(token_ids))]))
     finally:
         model.attention = attention
     return KeyOffsets({layer: mean.contiguous() for layer, mean in sorted(means.means.items())})

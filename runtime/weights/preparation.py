@@ -22,7 +22,7 @@ from ...quant.formats.format import FormatError, Layout, row_chunks
 from ...quant.matmul.matmul import ParallelMatmul
 from ...quant.planes import fill
 from ...quant.scratch import wide_columns
-from ...quant.tensor import CODECS, PackedTensor, pack_into
+from ...quant.tensor import CODECS, PackedTensor, pack_into, torch_dtype
 from ..model.assembly import LayerAssembly
 from ..model.dequantize import WIDENING_NBYTES
 from ..model.kept_codes import planes_of_rows
@@ -207,7 +207,8 @@ def pack_shard(
 def _pack(matrix: ShardMatrix, weight: torch.Tensor, buffer: torch.Tensor, compute: ParallelMatmul) -> PackedTensor:
     if matrix.kept:
         return fill(planes_of_rows(weight, matrix.layout), matrix.layout, buffer)
-    return pack_into(weight, matrix.layout, buffer, compute.for_each)
+    # transformers keeps a few matrices in float32 where a model is loaded in float16: those of indexers.
+    return pack_into(weight.to(torch_dtype(matrix.layout.dtype)), matrix.layout, buffer, compute.for_each)
 
 
 def _windows(count: int, window: int, ends_apart: bool) -> Iterator[range]:

@@ -26,6 +26,7 @@ RUNS = {
     "kv_cache": "the KV cache's state machine, and every broken variant of it",
     "stream_bugs": "the stream under adversarial timing, and every seeded bug",
     "hostile": "spoiled checkpoints, fuzzed headers, files at the limits",
+    "exact": "random trials of --deterministic give the same bits, in 39 families",
     "expert_modes": "every way to stream and hold experts gives the same tokens",
     "kills": "preparations and jobs that are killed end with the same bytes",
     "ray": "jobs on a Ray cluster whose workers are killed end with the same bytes",

@@ -1,8 +1,9 @@
 """Writes GGUF files of tiny models with `gguf`'s own writer and quantizers, as llama.cpp's converter lays them out."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -36,9 +37,10 @@ def build(family: str, **sizes: Any) -> Any:
 
 def to_gguf(
     model: Any, path: Path, kind: str = "F16", tokenizer: Path | None = None, num_files: int = 1, *,
-    factors: bool = False, spoiled: bool = False, copies: int = 1,
+    factors: bool = False, spoiled: bool = False, copies: int = 1, kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:  # fmt: skip
-    """Writes the model with its matrices in `kind` (a name of gguf's), the rest in F32; returns the first file.
+    """Writes the model with its matrices in `kind` (a name of gguf's), or by part in `kinds`, the rest in F32; returns
+    the first file.
 
     The model's weights become those that the file means, as gguf's own dequantizers see them.
 
@@ -57,7 +59,7 @@ def to_gguf(
         writer.add_tensor("rope_freqs.weight", _frequencies(model) * (1.5 if spoiled else 1.0))
     for name, tensor, put in _tensors(model):
         data = tensor.detach().float().contiguous().numpy()
-        own = gguf.GGMLQuantizationType[kind]
+        own = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], kind)]
         block = gguf.GGML_QUANT_SIZES[own][0]
         if not name.endswith(".weight") or data.ndim < 2 or "ffn_gate_inp" in name or data.shape[-1] % block:
             own = gguf.GGMLQuantizationType.F32

@@ -139,8 +139,19 @@ def words(codes: Tensor, bits: int, axis: int) -> Tensor:
     return made.view(*codes.shape[:-1], -1).movedim(-1, axis).contiguous()
 
 
-def gptq(weight: Tensor, bits: int = 4, group: int = 32, version: int = 1, act_order: bool = False) -> Written:
-    """By hand: qweight along K, qzeros along N, less one in version 1, and g_idx."""
+# What GPTQModel takes from whole words of zero points in version 1, by bits (convert_gptq_v2_to_v1_format_module).
+GPTQ_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+
+
+def gptq(
+    weight: Tensor, bits: int = 4, group: int = 32, version: int = 1, act_order: bool = False, least_zero: int = 1
+) -> Written:
+    """By hand: qweight along K, qzeros along N, less one in version 1, and g_idx.
+
+    With a `least_zero` of 0 half of the rows have no negative weights, so that their zero points are 0.
+    """
+    if not least_zero:
+        weight = torch.where(torch.arange(len(weight))[:, None] % 3 == 0, weight, weight.abs())
     rows, columns = weight.shape
     generator = torch.Generator().manual_seed(rows * columns)
     order = torch.arange(columns) // group
@@ -152,11 +163,15 @@ def gptq(weight: Tensor, bits: int = 4, group: int = 32, version: int = 1, act_o
         part = weight[:, order == index]
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
         scale[index] = ((high - low) / most).half().float()
-        zero[index] = (-low / scale[index]).round().clamp(1, most)
+        zero[index] = (-low / scale[index]).round().clamp(least_zero, most)
     codes = (weight / scale[order].t() + zero[order].t()).round().clamp(0, most)
+    stored = words(zero, bits, 1)
+    if version == 1:
+        # Wrapping, as int32 words do; 3 bits never have a zero point of 0 here.
+        stored = stored - GPTQ_ONES[bits] if bits in GPTQ_ONES else words(zero - 1, bits, 1)
     tensors = {
         ".qweight": words(codes.t(), bits, 0),
-        ".qzeros": words(zero - int(version == 1), bits, 1),
+        ".qzeros": stored,
         ".scales": scale.half(),
         ".g_idx": order.to(torch.int32),
     }

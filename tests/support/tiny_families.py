@@ -110,7 +110,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minicpm3": {"num_key_value_heads": 4, "scale_depth": 1.4, "dim_model_base": 32},
     "minimax": {
         "layer_types": ["full_attention", "linear_attention"] * 2, "block_size": 32, "full_attn_alpha_factor": 1.5,
-        "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2, "sliding_window": None,
+        "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2,
     },
     "nemotron": {"head_dim": 32},
     "nemotron_h": {
@@ -149,7 +149,7 @@ FEATURES = (
     "llama4_text",  # chunks, experts outside the interface, queries scaled by position
     "longcat_flash",  # two attentions in a layer, experts that return their input
     "mimo_v2_flash",  # values shorter than keys, more KV heads in sliding layers
-    "minimax",  # recurrent layers without a convolution
+    "minimax",  # recurrent layers without a convolution, a window in layers that are called full
     "minimax_m2",  # routers with corrections that are buffers
     "mixtral",  # a window in every layer, renamed blocks
     "nemotron_h",  # layers of one part each: Mamba-2, attention, experts or a network; other names outside of layers

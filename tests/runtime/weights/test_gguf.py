@@ -12,10 +12,12 @@ from moedge.offload.checkpoint.gguf_file import GgufCheckpoint
 from moedge.offload.errors import BadCheckpoint
 from moedge.offload.store.store import Store
 from moedge.runtime.model.dequantize import dequantize
+from moedge.runtime.plan.planner import make_plan
 from moedge.runtime.settings import errors
+from moedge.runtime.settings.budgets import MemoryBudget
 from moedge.runtime.settings.errors import ModelNotFound, OldTransformers, UnsupportedModel
 from moedge.runtime.shape.checkpoint_shape import read_config, read_shape, read_tensors
-from moedge.runtime.shape.gguf_config import ARCHITECTURES
+from moedge.runtime.shape.gguf_config import ARCHITECTURES, gguf_config
 from moedge.runtime.source.headers import describe, read_headers
 from moedge.runtime.source.hub import find_model
 from moedge.runtime.source.model_source import model_fingerprint, open_source
@@ -24,7 +26,7 @@ from moedge.runtime.text.tokenizer import Tokenizer
 from support import gguf_files
 from support.gguf_files import build, save_sentencepiece, save_tokenizer, to_gguf
 from support.installed_transformers import needs_transformers
-from support.streamed_logits import SETTINGS, stock_logits, streamed_logits
+from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
 
 pytestmark = pytest.mark.numerics
 
@@ -79,6 +81,39 @@ def test_kept_blocks_mean_what_they_meant(kind: str, tmp_path: Path, monkeypatch
 
 
 @builds_tokenizers
+def test_codes_that_no_format_has_stay_nearly_as_precise_beside_kept_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in files that llama-quantize calls Q4_K_M: matrices in Q6_K and Q5_0 beside those in Q4_K."""
+    model = build("llama", **{**WIDE, "num_hidden_layers": 4})
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_k": "Q5_0", "ffn_up": "Q3_K"}
+    path = to_gguf(model, tmp_path / "model.gguf", "Q4_K", save_tokenizer(tmp_path / "tokenizer", 384), kinds=kinds)
+    wanted = stock_logits(model)
+    found = streamed_logits(path, tmp_path / "store", replace(SETTINGS, quant="kept"), monkeypatch)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    with Store.open(tmp_path / "store") as store, open_source(str(path)) as source:
+        assert store.manifest.recipe["quant"] == "q4_k"
+        assert 0 < max(store.manifest.extra["loss"].values()) < 0.006
+        notes = make_plan(source.shape, replace(SETTINGS, quant="kept"), MemoryBudget(4 << 30), JOB).notes
+    assert notes == (
+        "packed again in int8-g32-f16: attention (gguf Q6_K), attention (gguf Q5_0), feed-forward (gguf Q6_K), "
+        "feed-forward (gguf Q3_K); --quant kept",
+    )
+
+
+@builds_tokenizers
+@pytest.mark.parametrize(("kind", "quant"), [("Q6_K", "int8"), ("Q2_K", "int8"), ("Q4_K", "q4_k")])
+def test_auto_loses_no_bits_where_they_fit(kind: str, quant: str, tmp_path: Path) -> None:
+    path = to_gguf(build("llama", **WIDE), tmp_path / "model.gguf", kind, save_tokenizer(tmp_path / "tokenizer", 384))
+    with open_source(str(path)) as source:
+        plan = make_plan(source.shape, replace(SETTINGS, quant="auto"), MemoryBudget(4 << 30), JOB)
+    assert plan.quant == quant
+    again = f"packed again in int8: attention (gguf {kind}), feed-forward (gguf {kind}); no weight format has their"
+    assert [note.startswith(again) for note in plan.notes] == [True] * (quant == "int8")
+
+
+@builds_tokenizers
 def test_gpt_oss_keeps_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_logits("gpt_oss", "MXFP4", "kept", tmp_path, monkeypatch)
 
@@ -93,6 +128,30 @@ def test_weights_of_a_type_are_those_of_gguf(kind: str, tmp_path: Path) -> None:
         for name, weight in weights.items():
             assert torch.equal(dequantize(checkpoint, weight, torch.float32).float(), state[name])
     assert {weight.label for weight in weights.values()} == {"fp32", f"gguf {kind}"}
+
+
+@builds_tokenizers
+def test_biases_of_a_llama_are_read_where_the_file_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata say nothing of them, and llama.cpp adds those that it finds."""
+    check_logits("llama", "Q8_0", "none", tmp_path, monkeypatch, attention_bias=True, mlp_bias=True)
+
+
+def test_biases_of_some_matrices_alone_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    model = build("llama", attention_bias=True)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = None
+    path = to_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(UnsupportedModel, match="only attn_q, attn_k, attn_v have biases"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize("name", ["eos", "eot", "eom"])
+def test_an_end_of_text_that_is_no_number_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    path = to_gguf(build("llama"), tmp_path / "model.gguf", "Q8_0")
+    with GgufCheckpoint(path) as checkpoint:
+        metadata, entries = dict(checkpoint.metadata), checkpoint.entries
+    with pytest.raises(UnsupportedModel, match=rf"tokenizer\.ggml\.{name}_token_id is .*, wanted a number"):
+        gguf_config({**metadata, f"tokenizer.ggml.{name}_token_id": [1, 2]}, entries)
 
 
 def test_a_split_file_is_read_from_any_part(tmp_path: Path) -> None:

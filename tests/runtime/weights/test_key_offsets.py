@@ -18,21 +18,39 @@ from moedge.runtime.source.model_source import open_source
 from moedge.runtime.weights.key_offsets import FILE, fixed_token_ids, kept
 
 
-def quantized_plan(shape: ModelShape, kv: str = "int4") -> Plan:
-    settings = Settings(dtype="fp32", quant="none", kv=kv, tokens_per_pass=64, max_sequences=1, deterministic=True)
+def quantized_plan(shape: ModelShape, dtype: str, quant: str, compute: str) -> Plan:
+    settings = Settings(
+        dtype=dtype, quant=quant, kv="int4", compute=compute, tokens_per_pass=64, max_sequences=1, deterministic=True
+    )
     return make_plan(shape, settings, MemoryBudget(4 << 30), Workload(1, 64))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.sample("qwen3_moe-fp32-none-float", "qwen3_moe-bf16-int4-int8", "qwen3_moe-fp32-int8-int8")
+@pytest.mark.parametrize(
+    ("family", "dtype", "quant", "compute"),
+    [
+        ("qwen3_moe", "fp32", "none", "float"),
+        ("qwen3_moe", "bf16", "int4", "int8"),
+        ("qwen3_moe", "fp32", "int8", "int8"),
+        ("gpt_oss", "fp32", "none", "float"),
+        ("gpt_oss", "bf16", "mxfp4", "int8"),
+        ("kimi_linear", "bf16", "int8", "int8"),
+    ],
+)
 def test_a_store_keeps_what_loading_would_measure(
-    family: str, checkpoint: Callable[[str], Path], engine: Callable[..., Any], tmp_path: Path
+    family: str,
+    dtype: str,
+    quant: str,
+    compute: str,
+    checkpoint: Callable[[str], Path],
+    engine: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
     """To the bit: tokens must not depend on whether weights are streamed."""
     with open_source(str(checkpoint(family))) as source:
-        plan = quantized_plan(source.shape)
+        plan = quantized_plan(source.shape, dtype, quant, compute)
         measured = engine(source, plan).key_offsets
-        prepare(source, tmp_path / "store", "none", "fp32", Budgets())
+        prepare(source, tmp_path / "store", quant, dtype, Budgets())
         stored = kept(tmp_path / "store", source.shape)
         loaded = engine(source, plan, tmp_path / "store")
         assert loaded.key_offsets is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moedge.offload.checkpoint.checkpoint import Checkpoint
 from moedge.offload.errors import BadCheckpoint
@@ -24,7 +24,7 @@ from moedge.runtime.shape.checkpoint_shape import read_tensors
 from moedge.runtime.shape.config import ModelConfig
 from moedge.runtime.shape.shards import default_format, offered_formats
 from moedge.runtime.source.model_source import open_source
-from support.quantized_checkpoints import FORMATS, Written, compressed, ct_config, words, write_quantized
+from support.quantized_checkpoints import FORMATS, Written, compressed, ct_config, gptq, words, write_quantized
 from support.streamed_logits import JOB, SETTINGS, stock_logits, streamed_logits
 from support.tiny_families import save_tiny
 
@@ -47,15 +47,52 @@ def test_logits_are_those_of_the_dequantized_weights(
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
 
 
-def test_compressed_tensors_in_the_order_of_activations_are_read(
-    tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.sample("4-none", "2-none")
+@pytest.mark.parametrize(("bits", "quant"), [(2, "none"), (4, "none"), (4, "kept"), (8, "none")])
+def test_zero_points_of_0_borrow_from_their_neighbours(
+    bits: int, quant: str, tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Stored as 15 in GPTQ's first layout, and the neighbour as one less: whole words are one less."""
+    config = {**FORMATS["gptq v1"][1], "bits": bits}
+    own = (lambda weight: gptq(weight, bits, least_zero=0), config)
+    monkeypatch.setitem(FORMATS, "gptq v1", own)
+    write_quantized("gptq v1", tmp_path / "quantized", tmp_path / "wide")
+    stored = load_file(tmp_path / "quantized" / "model.safetensors")["model.layers.0.self_attn.q_proj.qzeros"]
+    assert (stored.view(torch.uint8) >> (8 - bits) == (1 << bits) - 1).any()
+    wanted = stock_logits(stock(tmp_path / "wide"))
+    found = streamed_logits(tmp_path / "quantized", tmp_path / "store", replace(SETTINGS, quant=quant), monkeypatch)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.parametrize("form", ["awq", "ct int4 g32 bf16", "gptq v1"])
+def test_groups_that_do_not_divide_a_row_are_refused(form: str, tmp_path: Path) -> None:
+    """Rows of 128 have four groups of 32, and as many of 33: columns would get their neighbours' scales."""
+    folder = tmp_path / "quantized"
+    write_quantized(form, folder, tmp_path / "wide")
+    content = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(content.replace('"group_size": 32', '"group_size": 33'))
+    if form == "gptq v1":
+        # With g_idx it does not matter what the config says of groups.
+        with open_source(str(folder)) as source:
+            assert source.shape.num_experts
+        tensors = load_file(folder / "model.safetensors")
+        save_file({n: t for n, t in tensors.items() if not n.endswith("g_idx")}, folder / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"rows of 128, and config\.json says groups of 33"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("scales", [torch.bfloat16, None])
+def test_compressed_tensors_in_the_order_of_activations_are_read(
+    scales: torch.dtype | None, tmp_path: Path, stock: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are packed again where they are not read as floats, with scales that a format has, too."""
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
     def ordered(weight: torch.Tensor) -> Written:
         """Groups are of columns that lie apart, as `weight_g_idx` says; codes stay where their columns are."""
         order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.numel()))
-        tensors, wide = compressed(weight[:, order].contiguous(), "pack-quantized", **scheme)
+        tensors, wide = compressed(weight[:, order].contiguous(), "pack-quantized", scales, **scheme)
         packed = tensors[".weight_packed"]
         codes = torch.stack([packed >> (4 * index) & 15 for index in range(8)], 2).flatten(1)
         back = order.argsort()
@@ -73,7 +110,8 @@ def test_compressed_tensors_in_the_order_of_activations_are_read(
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
     with open_source(str(tmp_path / "quantized")) as source:
-        assert offered_formats(source.shape) == ("int4", "nf4")
+        assert offered_formats(source.shape) == ("int8", "int4", "nf4")
+        assert prepare(source, tmp_path / "packed", *precision(source, "auto", "auto"), Budgets()).loss
 
 
 KEPT = {
@@ -92,8 +130,8 @@ KEPT = {
 }
 
 
-# What is not kept is rounded to a byte a weight.
-LOSS = {"ct mixed": 0.05}
+# What is not kept is rounded to a byte a weight, with scales of 32 of them.
+LOSS = {"ct mixed": 0.02}
 
 
 @pytest.mark.sample("ct int4 g64 fp16 asym", "bnb nf4")
@@ -119,11 +157,12 @@ def test_kept_codes_mean_what_they_meant(
         ("bnb int8", ("int8-f32", "int4", "nf4")),
         ("awq", ("int4-g32-f16-zp", "nf4")),
         ("ct mixed", ("int4-g32-bf16", "nf4")),
-        ("gptq v1 act order", ("int4", "nf4")),
+        ("gptq v1 act order", ("int8", "int4", "nf4")),
+        ("gptq 3 bits", ("int8", "int4", "nf4")),
         ("", ("none", "int8", "int4", "nf4")),
     ],
 )
-def test_auto_never_chooses_more_bits_than_the_checkpoint_has(
+def test_auto_offers_what_is_kept_or_at_least_the_bits_of_the_checkpoint(
     form: str, offered: tuple[str, ...], tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     folder = tmp_path / "quantized" if form else checkpoint("qwen3_moe")
