@@ -22,7 +22,7 @@ constexpr int OUTPUTS = 32, CHUNK = 32;
 constexpr int64_t MOST_ROWS = MOEDGE_MOST_ROWS;
 // Bytes of codes that are requested before they are multiplied.
 constexpr int64_t AHEAD = 4096;
-// Longer groups are summed in parts of this many columns, each of which is scaled.
+// Longer groups are summed in parts of this many columns, the last one of what is left; each part is scaled.
 constexpr int64_t MOST_PART = 128;
 // The columns that are widened at a time where several blocks of rows are multiplied by them: half of a first cache.
 constexpr int64_t MOST_WIDENED = 256;
@@ -246,8 +246,6 @@ struct Matrix {
           values(given[7] % INTEGERS), scales_kind(given[8]), integers(given[7] >= INTEGERS) {}
 
     int64_t tiles() const { return rows / OUTPUTS; }
-    // The columns that are summed before they are scaled.
-    int64_t part() const { return group < MOST_PART ? group : MOST_PART; }
 
     // Of group `at` of a tile. KIND is the matrix's scales_kind; ANY, with or without zero points, is slower.
     template <int KIND>
@@ -284,31 +282,30 @@ struct Inputs {
     int64_t rows;
 };
 
-// Adds the products of ROWS rows from `first` with the columns of the groups `begin` to `end` to `results`
-// [rows, OUTPUTS]. `source` begins with the first group. Results stay in registers where there are enough.
+// Adds the products of ROWS rows from `first` with the columns of the chunks `begin` to `end`, whole parts of groups, to
+// `results` [rows, OUTPUTS]. `source` begins with the first chunk. Results stay in registers where there are enough.
 template <int KIND, int ROWS, class Source>
 void add_rows(float* results, const Source& source, const Matrix& matrix, int64_t tile, const Inputs& in, int64_t first,
               int64_t begin, int64_t end) {
     constexpr bool KEPT = ROWS <= ROWS_AT_ONCE;
     constexpr int KEPT_ROWS = KEPT ? ROWS : 1;
-    const int64_t chunks = matrix.part() / CHUNK;
     const bool has_zeros = KIND == BF16_PAIRS || (KIND == ANY && matrix.zeros != nullptr);
-    // Parts of a group have its scale.
-    const int64_t parts = matrix.group / matrix.part();
-    int64_t group = begin / parts, part = begin % parts;
+    const int64_t of_group = matrix.group / CHUNK;
+    int64_t group = begin / of_group, left = of_group - begin % of_group;
     results += first * OUTPUTS;
     vf kept[KEPT_ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int r = 0; r < KEPT_ROWS; r++)
         for (int v = 0; v < VECTORS; v++) kept[r][v] = load(results + r * OUTPUTS + v * W);
-    for (int64_t at = begin; at < end; at++) {
+    for (int64_t at = begin, chunks; at < end; at += chunks) {
+        chunks = left < MOST_PART / CHUNK ? left : MOST_PART / CHUNK;
         vf sums[ROWS][VECTORS];
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] = set1(0.0f);
         for (int64_t c = 0; c < chunks; c++) {
-            const uint16_t* x = in.x + ((at * chunks + c) * in.rows + first) * CHUNK;
-            const int64_t from = ((at - begin) * chunks + c) * (CHUNK / 2);
+            const uint16_t* x = in.x + ((at + c) * in.rows + first) * CHUNK;
+            const int64_t from = (at - begin + c) * (CHUNK / 2);
             for (int p = 0; p < CHUNK / 2; p++) {
                 Pair pair;
                 source.prefetch(from + p);
@@ -319,12 +316,12 @@ void add_rows(float* results, const Source& source, const Matrix& matrix, int64_
         }
         Factors factors;
         matrix.factors<KIND>(tile, group, factors);
-        if (++part == parts) group++, part = 0;
+        if ((left -= chunks) == 0) group++, left = of_group;
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             float total = 0;
             if (has_zeros) {
-                const float* totals = in.sums + at * chunks * in.rows + first + r;
+                const float* totals = in.sums + at * in.rows + first + r;
                 total = totals[0];
                 for (int64_t c = 1; c < chunks; c++) total += totals[c * in.rows];
             }
@@ -371,22 +368,21 @@ void add_bias(const Matrix& matrix, int64_t tile, int64_t rows, float* results) 
 template <int VALUES, int KIND>
 void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, float* results) {
     memset(results, 0, static_cast<size_t>(in.rows) * OUTPUTS * sizeof(float));
-    const int64_t groups = matrix.columns / matrix.part();
+    const int64_t chunks = matrix.columns / CHUNK;
     const Codes<VALUES> source(matrix.codes + tile * (matrix.columns / 2) * Codes<VALUES>::NBYTES);
     if (in.rows <= 2 * MOST_DIRECT) {
         const int64_t at_once = in.rows <= MOST_DIRECT ? in.rows : (in.rows + 1) / 2;
         for (int64_t first = 0; first < in.rows; first += at_once) {
             const int64_t rest = in.rows - first;
-            add_rows<KIND>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, groups);
+            add_rows<KIND>(rest < at_once ? rest : at_once, results, source, matrix, tile, in, first, 0, chunks);
         }
     } else {
+        constexpr int64_t SEVERAL = MOST_WIDENED / CHUNK;
         Pair widened[MOST_WIDENED / 2];
         const int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, at_once = (in.rows + blocks - 1) / blocks;
-        const int64_t several = MOST_WIDENED / matrix.part();
-        for (int64_t begin = 0; begin < groups; begin += several) {
-            const int64_t end = begin + several < groups ? begin + several : groups;
-            const int64_t pair = begin * matrix.part() / 2, pairs = (end - begin) * matrix.part() / 2;
-            for (int64_t p = 0; p < pairs; p++) source.pair(pair + p, widened[p]);
+        for (int64_t begin = 0; begin < chunks; begin += SEVERAL) {
+            const int64_t end = begin + SEVERAL < chunks ? begin + SEVERAL : chunks, pairs = (end - begin) * (CHUNK / 2);
+            for (int64_t p = 0; p < pairs; p++) source.pair(begin * (CHUNK / 2) + p, widened[p]);
             for (int64_t first = 0; first < in.rows; first += at_once) {
                 const int64_t rest = in.rows - first;
                 add_rows<KIND>(rest < at_once ? rest : at_once, results, Widened{widened}, matrix, tile, in, first, begin, end);

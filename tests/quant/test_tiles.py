@@ -21,6 +21,7 @@ from moedge.quant.planes import from_planes, planes_of, relayout
 from moedge.quant.scratch import row_nbytes
 from moedge.quant.tensor import PackedTensor, pack
 from support.native_driver import DRIVERS, SANITIZERS, build_driver, run_driver
+from support.published_widths import ODD_WIDTHS, widths
 from support.random_planes import defined, random_planes
 
 pytestmark = pytest.mark.numerics
@@ -155,19 +156,19 @@ def test_rows_that_are_not_finite_give_nan_and_leave_their_neighbours_alone(wron
 
 @needs_library
 @given(
+    st.data(),
     st.sampled_from(NAMES),
     st.integers(1, 5),
-    st.integers(1, 4),
     st.integers(0, 140),
     st.booleans(),
     st.booleans(),
     st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_products_of_any_size(
-    name: str, tiles: int, groups: int, num_rows: int, biased: bool, integer: bool, seed: int
+    data: st.DataObject, name: str, tiles: int, num_rows: int, biased: bool, integer: bool, seed: int
 ) -> None:
-    shape = (64 * tiles, groups * (get_format(name).group or 32))
+    shape = (64 * tiles, data.draw(widths(get_format(name).group or 32), label="columns"))
     planes = random_planes(get_format(name), shape, seed)
     packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
     memory = rows_of(num_rows, shape[1] + 5, seed)
@@ -181,6 +182,20 @@ def test_products_of_any_size(
     assert (out[:, [0, -1]] == 7).all(), "nothing is written beside the result"
     for threads in (1, 3):
         assert torch.equal(matmul(threads, integer=integer).linear(x, packed, bias), out[:, 1:-1])
+
+
+@needs_library
+@pytest.mark.parametrize("integer", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].whole_rows])
+def test_where_a_row_has_one_scale_its_last_columns_count(name: str, integer: bool, isa: str) -> None:
+    """Sums are scaled every 128 columns, which divides few widths of published models."""
+    for columns in (32, 160, *(width for width in ODD_WIDTHS if width % 32 == 0 and width < 12288)):
+        planes = random_planes(get_format(name), (64, columns), columns)
+        packed, exact = from_planes(name, planes, "bfloat16", TILES), defined(get_format(name), planes)
+        for num_rows in (1, 30):
+            x = rows_of(num_rows, columns)
+            wanted = (rounded(x) if integer else x.double()) @ exact.t()
+            assert error_of(matmul(integer=integer).linear(x, packed), wanted) < TOLERANCE, (isa, columns, num_rows)
 
 
 def experts_of(name: str, count: int, width: int, inner: int, biased: bool) -> list[ExpertWeights]:
