@@ -63,6 +63,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "recurrent": (
         "--model {recurrent} --ram 2GiB --sequences 3 --passes 2 --prompts 2 --prompt 20 --repeats 1 --transformers",
     ),
+    "rotate": ("--help",),
     "roofline": (
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),

@@ -72,7 +72,9 @@ def pairs(case: Case) -> set[tuple[tuple[str, str], tuple[str, str]]]:
     return set(itertools.combinations(asdict(case).items(), 2))
 
 
-def pairwise(every: Iterable[Case], begin: Iterable[Case] = (), covers: Callable[[Case], set[Any]] = pairs) -> list[Case]:
+def pairwise(
+    every: Iterable[Case], begin: Iterable[Case] = (), covers: Callable[[Case], set[Any]] = pairs
+) -> list[Case]:
     """Cases of `every` that have every pair of values which any of them has, `begin` first: each next one has the most
     pairs that none before it has."""
     pool, chosen = list(every), list(begin)

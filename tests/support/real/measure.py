@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class Found:
     def perplexity(self) -> float:
         every = [each for window in self.logprobs for each in window]
         return math.exp(-sum(every) / len(every))
+
+    def part(self, other: Found) -> Found:
+        """What there is of it for the windows and questions of another one."""
+        return replace(self, logprobs=self.logprobs[: len(other.logprobs)], answers=self.answers[: len(other.answers)])
 
 
 def ask(llm: Any, num_windows: int, num_questions: int) -> Found:
@@ -72,7 +76,11 @@ def measure(
     for isa, some in by_isa.items():
         asked = [[case.options, *size(case, num_windows, num_questions)] for case in some]
         file = out / f"{isa}.jsonl"
-        environment = os.environ | {"MOEDGE_ISA": isa, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+        environment = os.environ | {
+            "MOEDGE_ISA": isa,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}",
+        }
         done = subprocess.run(
             [sys.executable, "-m", "support.real.measure", str(model), str(file)],
             input=json.dumps(asked), text=True, capture_output=True, env=environment, cwd=ROOT, check=False,

@@ -29,7 +29,9 @@ FRANCE = 0
 def prose() -> str:
     """Paragraphs of Python's language reference: sentences only, without the grammar and the code between them."""
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if not part.startswith(("   ", "\n   "))]
+    paragraphs = [
+        " ".join(part.split()) for part in re.split(r"\n\s*\n", text) if not part.startswith(("   ", "\n   "))
+    ]
     sentences = [part for part in dict.fromkeys(paragraphs) if part.endswith(".") and len(part) > 200]
     return "\n\n".join(sentences)
 
