@@ -3,10 +3,10 @@
     python -m bench.rotate [--seed 0]      writes a checkpoint in bf16 into the user's cache folder, and prints where
 
 The residual stream is turned by a random orthogonal matrix, and the weights of the norms become part of the matrices
-behind them, which changes no logit (SliceGPT, Ashkboos et al. 2024): each matrix that is quantized has its inputs or its
-outputs mixed, so that its weights lie on no grid. A rotation also spreads what few columns had to themselves (QuaRot), so
-that losses of 4 bits measured on it are those of weights without outliers. The embedding and the head are two matrices,
-which were one.
+behind them, which changes no logit (SliceGPT, Ashkboos et al. 2024): each matrix that is quantized has its inputs or
+its outputs mixed, so that its weights lie on no grid. A rotation also spreads what few columns had to themselves
+(QuaRot), so losses of 4 bits measured on it are those of weights without outliers. The embedding and the head are two
+matrices, which were one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TITLE = "SmolLM2-135M-Instruct, rotated (on no grid)"
 
 
 def orthogonal(size: int, seed: int) -> Tensor:
-    """A random orthogonal matrix, float64: Q of the QR decomposition of normally distributed numbers, signs made even."""
+    """A random orthogonal matrix, float64: Q of the QR decomposition of normal numbers, its signs made unique."""
     generator = torch.Generator().manual_seed(seed)
     q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
     return q * r.diagonal().sign()

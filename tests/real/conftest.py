@@ -1,5 +1,5 @@
-"""The real model, fetched where it is missing, what moedge makes of it in the cases that were selected, and what it ought
-to make. `make real` runs these tests, and no other target does."""
+"""The real model, fetched where it is missing, what moedge makes of it in the cases that were selected, and what it
+ought to make. `make real` runs these tests, and no other target does."""
 
 from __future__ import annotations
 

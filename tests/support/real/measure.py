@@ -26,6 +26,12 @@ ROOT = Path(__file__).parents[3]
 FEW_WINDOWS, FEW_QUESTIONS = 1, 4
 
 
+def perplexity(logprobs: Iterable[list[float]]) -> float:
+    """Of tokens whose natural log probabilities are given, window by window."""
+    every = [each for window in logprobs for each in window]
+    return math.exp(-sum(every) / len(every))
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a case gave: log probabilities of the tokens of each window behind its first, ids of answers, and texts."""
@@ -36,8 +42,7 @@ class Found:
 
     @property
     def perplexity(self) -> float:
-        every = [each for window in self.logprobs for each in window]
-        return math.exp(-sum(every) / len(every))
+        return perplexity(self.logprobs)
 
     def part(self, other: Found) -> Found:
         """What there is of it for the windows and questions of another one."""
@@ -68,7 +73,7 @@ def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int]:
 def measure(
     model: Path, cases: Iterable[Case], out: Path, num_windows: int = WINDOWS, num_questions: int = len(QUESTIONS)
 ) -> dict[Case, Found | str]:
-    """What each case gives, or the error that it ends with; `out` is an empty folder. One process an instruction set."""
+    """What each case gives, or the error it ends with; `out` is an empty folder. One process an instruction set."""
     by_isa: dict[str, list[Case]] = {}
     for case in cases:
         by_isa.setdefault(case.isa, []).append(case)
