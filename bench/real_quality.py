@@ -1,7 +1,7 @@
 """What each format costs on weights that were trained by others; prints the tables of docs/quality.md.
 
     python -m bench.real_quality weights                 weights and compute: perplexity over 6,128 tokens, 40 answers
-    python -m bench.real_quality kv                      formats of keys and values, with weights as they are, and in int4
+    python -m bench.real_quality kv                      formats of keys and values, weights as they are, and in int4
     python -m bench.real_quality json --rows 200         JSON answers, free and by a grammar: how many are valid, and
                                                          which fields are right, and those of unquantized weights
     python -m bench.real_quality llama --llama-bin DIR   llama.cpp's Q8_0, Q4_K_M and Q4_0 of the same weights; DIR has
@@ -46,40 +46,47 @@ def run(model: Path, some: list[Case], options: argparse.Namespace) -> Iterator[
             yield case, found
 
 
+def head(*names: str) -> None:
+    line(*names)
+    print("|" + "---|" * len(names))
+
+
+def line(*cells: object) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
 def loss(found: float, exact: float) -> str:
     return f"{found / exact - 1:+.2%}"
 
 
 def print_weights(model: Path, options: argparse.Namespace) -> None:
     """Beside transformers with the file's weights in float32, and beside each format's own definition."""
-    stock = Stock(model)
-    count = options.windows, options.questions
-    exact = stock.define("none", "float", "fp32", "fp32").ask(*count)
-    head("weights", "compute", "perplexity", "against float32", "answers as in float32", "as in the format's definition",
+    stock, (windows, questions) = Stock(model), (options.windows, options.questions)
+    exact = stock.define("none", "float", "fp32", "fp32").ask(windows, questions)
+    head("weights", "compute", "perplexity", "against float32", "answers as in float32", "as its definition has them",
          "which in bf16 reaches", "capital of France")  # fmt: skip
     line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", "", "", "", exact.texts[FRANCE])
     for case, found in run(model, list(cases.weights_and_compute()), options):
-        definition = stock.define(case.quant, case.compute, "bf16", "fp32").ask(0, count[1])
-        in_bf16 = stock.define(case.quant, case.compute, "bf16", "bf16").ask(0, count[1])
-        of = f"/{count[1]}"
-        print(f"| {case.quant} | {case.compute} | {found.perplexity:.4f} | {loss(found.perplexity, exact.perplexity)} | "
-              f"{same_answers(found.answers, exact.answers)}{of} | {same_answers(found.answers, definition.answers)}{of} | "
-              f"{same_answers(in_bf16.answers, definition.answers)}{of} | {found.texts[FRANCE]} |", flush=True)  # fmt: skip
+        wanted, in_bf16 = (
+            stock.define(case.quant, case.compute, "bf16", dtype).ask(0, questions) for dtype in ("fp32", "bf16")
+        )
+        pairs = (found, exact), (found, wanted), (in_bf16, wanted)
+        same = [f"{same_answers(a.answers, b.answers)}/{questions}" for a, b in pairs]
+        against = loss(found.perplexity, exact.perplexity)
+        line(case.quant, case.compute, f"{found.perplexity:.4f}", against, *same, found.texts[FRANCE])
 
 
 def print_kv(model: Path, options: argparse.Namespace) -> None:
     """In float32, so that only the cache differs, and with weights in int4 as a job has them."""
     base = next(cases.weights_and_compute())
-    print(
-        "| weights | arithmetic | KV | perplexity | against native KV | answers as with native KV |\n|---|---|---|---|---|---|"
-    )
+    head("weights", "arithmetic", "KV", "perplexity", "against native KV", "answers as with native KV")
     for quant, dtype in (("none", "fp32"), ("int4", "bf16")):
         some = [replace(base, quant=quant, dtype=dtype, kv=kv) for kv in cases.FACTORS["kv"]]
         native: Found | None = None
         for case, found in run(model, some, options):
             native = native or found
-            print(f"| {quant} | {dtype} | {case.kv} | {found.perplexity:.4f} | {loss(found.perplexity, native.perplexity)} | "
-                  f"{same_answers(found.answers, native.answers)}/{options.questions} |", flush=True)  # fmt: skip
+            same = f"{same_answers(found.answers, native.answers)}/{options.questions}"
+            line(quant, dtype, case.kv, f"{found.perplexity:.4f}", loss(found.perplexity, native.perplexity), same)
 
 
 def print_json(model: Path, options: argparse.Namespace) -> None:
@@ -89,9 +96,7 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
     some = records.make(options.rows)
     chats = [[{"role": "user", "content": record.question}] for record in some]
     schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": records.SCHEMA}}
-    print(
-        "| weights | compute | KV | valid, free | valid, by grammar | fields right | fields as with none |\n|---|---|---|---|---|---|---|"
-    )
+    head("weights", "compute", "KV", "valid, free", "valid, by grammar", "fields right", "fields as with none")
     wanted: list[Any] = []
     every = [*cases.weights_and_compute()]
     for case in [*every, *(replace(every[0], kv=kv) for kv in cases.FACTORS["kv"][1:])]:
@@ -105,14 +110,13 @@ def print_json(model: Path, options: argparse.Namespace) -> None:
         right = sum(records.same(a, record.fields) for a, record in zip(given, some, strict=True))
         as_none = sum(records.same(a, b) for a, b in zip(given, wanted, strict=True))
         fields = len(records.SCHEMA["required"]) * len(some)
-        print(f"| {case.quant} | {case.compute} | {case.kv} | {sum(records.read(t) is not None for t in free)} | "
-              f"{sum(each is not None for each in given)} | {right / fields:.1%} | {as_none / fields:.1%} |", flush=True)  # fmt: skip
+        valid = [sum(each is not None for each in map(records.read, texts)) for texts in (free, bound)]
+        line(case.quant, case.compute, case.kv, *valid, f"{right / fields:.1%}", f"{as_none / fields:.1%}")
 
 
 def print_llama(model: Path, options: argparse.Namespace) -> None:
     """Of each window the second half is scored, as llama-perplexity does, by llama.cpp and by moedge."""
-    windows = options.windows
-    print("| engine | weights | perplexity of second halves | against its own bf16 |\n|---|---|---|---|")
+    head("engine", "weights", "perplexity of second halves", "against its own bf16")
     with tempfile.TemporaryDirectory(dir=real_model.cache()) as folder:
         text = Path(folder, "prose.txt")
         text.write_text(prose())
@@ -120,28 +124,19 @@ def print_llama(model: Path, options: argparse.Namespace) -> None:
             exact = quantized(model, "BF16", Path(folder), options)
         else:
             exact = rotate.write_gguf(model, Path(folder, "exact.gguf"))
+        program = options.llama_bin / "llama-perplexity"
+        settings = ["-c", WINDOW, "-b", WINDOW, "--chunks", options.windows, "-t", 2]
         wanted = 0.0
         for kind in ("BF16", *KINDS):
             file = exact if kind == "BF16" else quantized(exact, kind, Path(folder), options)
-            command = [
-                options.llama_bin / "llama-perplexity",
-                "-m",
-                file,
-                "-f",
-                text,
-                "-c",
-                str(WINDOW),
-                "-b",
-                str(WINDOW),
-            ]
-            found = float(searched(PERPLEXITY, said([*command, "--chunks", str(windows), "-t", "2"])))
+            found = float(searched(PERPLEXITY, said([program, "-m", file, "-f", text, *settings])))
             wanted = wanted or found
-            print(f"| llama.cpp | {kind} | {found:.4f} | {loss(found, wanted)} |", flush=True)
+            line("llama.cpp", kind, f"{found:.4f}", loss(found, wanted))
     native = 0.0
     for case, each in run(model, list(cases.weights_and_compute()), options):
         halves = perplexity([window[WINDOW // 2 :] for window in each.logprobs])
         native = native or halves
-        print(f"| moedge | {case.quant}, {case.compute} | {halves:.4f} | {loss(halves, native)} |", flush=True)
+        line("moedge", f"{case.quant}, {case.compute}", f"{halves:.4f}", loss(halves, native))
 
 
 def quantized(file: Path, kind: str, folder: Path, options: argparse.Namespace) -> Path:

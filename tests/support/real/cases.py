@@ -12,7 +12,7 @@ from moedge.quant.formats.format import get_format
 from moedge.quant.native import library
 from moedge.quant.native.build import SETS
 
-# `native` keys and values have the dtype of activations. An `isa` is the most that the library may use of the processor.
+# `native` keys and values have the dtype of activations; `isa` is the most that the library may use of a processor.
 FACTORS: dict[str, tuple[str, ...]] = {
     "quant": ("none", "int8", "int4", "nf4", "mxfp4"),
     "compute": ("float", "int8"),

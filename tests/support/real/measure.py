@@ -2,8 +2,8 @@
 
     MOEDGE_ISA=avx2 python -m support.real.measure MODEL OUT < CASES.json
 
-CASES.json is a list of [options of LLM, windows, questions]; OUT gets a line of JSON for each as it ends. One process has
-one instruction set; `measure` starts it.
+CASES.json is a list of [options of LLM, windows, questions]; OUT gets a line of JSON for each as it ends. One process
+has one instruction set; `measure` starts it.
 """
 
 from __future__ import annotations

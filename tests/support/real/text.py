@@ -16,7 +16,7 @@ QUESTIONS = (
     "Write a sentence about the sea.", "What is the opposite of hot?", "Translate 'good morning' into French.",
     "Which animal barks?", "What is photosynthesis?", "How do I boil an egg?", "What is a prime number?",
     "Explain gravity in one sentence.", "What is the boiling point of water in Celsius?", "Who painted the Mona Lisa?",
-    "List four fruits.", "What is the Python programming language?", "Write a function that adds two numbers in Python.",
+    "List four fruits.", "What is the Python programming language?", "Write a Python function that adds two numbers.",
     "What is the speed of light?", "How many continents are there?", "What is the currency of the United Kingdom?",
     "Give me a short poem about autumn.", "What is a noun?", "Who was Albert Einstein?", "What does DNA stand for?",
     "How far is the moon?", "What is the tallest mountain on Earth?", "Why is the sky blue?", "What is a haiku?",
