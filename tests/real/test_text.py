@@ -29,7 +29,8 @@ TEXTS = (
 @pytest.fixture(scope="module")
 def ours(model: Path) -> Any:
     with open_source(str(model)) as source:
-        yield Ours(source.folder)
+        with Ours.load(source.folder) as tokenizer:
+            yield tokenizer
 
 
 @pytest.fixture(scope="module")
