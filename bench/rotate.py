@@ -38,8 +38,9 @@ def load(file: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # What transformers read of a GGUF file it does not save.
-    vars(read.config).pop("quantization_config", None)
+    # transformers saves no model that it read from a GGUF file.
+    for name in ("quantization_config", "_model_name_or_path"):
+        vars(read.config).pop(name, None)
     model = type(read)(read.config)
     model.load_state_dict(read.state_dict())
     return model.eval()
