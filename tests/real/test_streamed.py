@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moedge import LLM, SamplingParams
-from moedge.runtime.settings.errors import DoesNotFit
 from support.real.text import QUESTIONS
 
 pytestmark = pytest.mark.real
-SIZES: dict[str, Any] = {
-    "gpu_mem": 0, "max_model_len": 128, "max_sequences": 4, "rows": 8, "prompt_tokens": 48, "output_tokens": 16,
-    "deterministic": True,
-}  # fmt: skip
 
 
-def answers(model: Path, **options: Any) -> tuple[list[list[int]], bool]:
-    """Tokens, and whether weights were streamed."""
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:8]]
-    with LLM(model, **SIZES, **options) as llm:
-        outputs = llm.chat(chats, SamplingParams(max_tokens=16), progress=False)
-        return [output.outputs[0].token_ids for output in outputs], llm.plan.streams
+def batch(model: Path, folder: Path, ram: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """`moedge batch` over eight questions in a process of its own: a budget is that of the whole process."""
+    folder.mkdir()
+    rows = folder / "rows.jsonl"
+    lines = [
+        {"id": str(index), "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 16}
+        for index, question in enumerate(QUESTIONS[:8])
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-m", "moedge", "batch", str(model), str(rows), "-o", str(folder / "answers.jsonl"),
+               "--summary", str(folder / "summary.json"), "--disk-dir", str(folder), "--max-sequences", "4",
+               "--gpu-mem", "0", "--ram", ram, *options]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def smallest(model: Path, **options: Any) -> str:
-    """The budget that the refusal of a small one names."""
-    with pytest.raises(DoesNotFit) as refused:
-        LLM(model, ram="64MiB", **SIZES, **options)
-    found = re.search(r"--ram (\S+MiB)", str(refused.value))
-    assert found is not None, refused.value
-    return found[1]
+def answers(model: Path, folder: Path, ram: str, *options: str) -> tuple[list[Any], int]:
+    """Texts, and bytes that were read from disk while they were generated."""
+    done = batch(model, folder, ram, *options)
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line)["text"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return texts, json.loads((folder / "summary.json").read_text())["bytes"]["disk_to_host"]
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
-def test_the_smallest_budget_gives_the_tokens_of_an_ample_one(quant: str, model: Path, tmp_path: Path) -> None:
-    options = {"quant": quant, "dtype": "fp32", "kv": "fp32"}
-    ample, in_memory = answers(model, ram="6GiB", **options)
-    tight, streamed = answers(model, ram=smallest(model, **options), disk_dir=tmp_path, **options)
-    assert (in_memory, streamed) == (False, True)
+def test_the_smallest_budget_gives_the_answers_of_an_ample_one(quant: str, model: Path, tmp_path: Path) -> None:
+    """The smallest is what the refusal of a smaller one names."""
+    options = ("--quant", quant, "--dtype", "fp32", "--kv", "fp32", "--deterministic")
+    refused = batch(model, tmp_path / "refused", "64MiB", *options).stderr
+    found = re.findall(r"--ram (\d+MiB)", refused)
+    assert found, refused
+    ample, in_memory = answers(model, tmp_path / "ample", "6GiB", *options)
+    tight, streamed = answers(model, tmp_path / "tight", found[-1], *options)
     assert tight == ample
+    assert in_memory == 0 < streamed
