@@ -63,17 +63,19 @@ def print_weights(model: Path, options: argparse.Namespace) -> None:
     """Beside transformers with the file's weights in float32, and beside each format's own definition."""
     stock, (windows, questions) = Stock(model), (options.windows, options.questions)
     exact = stock.define("none", "float", "fp32", "fp32").ask(windows, questions)
-    head("weights", "compute", "perplexity", "against float32", "answers as in float32", "as its definition has them",
-         "which in bf16 reaches", "capital of France")  # fmt: skip
-    line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", "", "", "", exact.texts[FRANCE])
+    more = ("as its definition has them", "which in bf16 reaches") if options.definitions else ()
+    head("weights", "compute", "perplexity", "against float32", "capital of France", "answers as in float32", *more)
+    line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", exact.texts[FRANCE], "", *("" for _ in more))
     for case, found in run(model, list(cases.weights_and_compute()), options):
-        wanted, in_bf16 = (
-            stock.define(case.quant, case.compute, "bf16", dtype).ask(0, questions) for dtype in ("fp32", "bf16")
-        )
-        pairs = (found, exact), (found, wanted), (in_bf16, wanted)
+        pairs = [(found, exact)]
+        if options.definitions:
+            wanted, in_bf16 = (
+                stock.define(case.quant, case.compute, "bf16", dtype).ask(0, questions) for dtype in ("fp32", "bf16")
+            )
+            pairs += [(found, wanted), (in_bf16, wanted)]
         same = [f"{same_answers(a.answers, b.answers)}/{questions}" for a, b in pairs]
         against = loss(found.perplexity, exact.perplexity)
-        line(case.quant, case.compute, f"{found.perplexity:.4f}", against, *same, found.texts[FRANCE])
+        line(case.quant, case.compute, f"{found.perplexity:.4f}", against, found.texts[FRANCE], *same)
 
 
 def print_kv(model: Path, options: argparse.Namespace) -> None:
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="both, if none is named")
     parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of {WINDOW} tokens")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
+    parser.add_argument("--definitions", action="store_true", help="compare answers with each format's own definition")
     parser.add_argument("--rows", type=int, default=200, help="JSON answers")
     parser.add_argument("--llama-bin", type=Path, help="where llama-quantize and llama-perplexity lie")
     options = parser.parse_args()

@@ -51,7 +51,7 @@ def _values(model: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def found(off_grid: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    results = measure(off_grid, weights_and_compute(), tmp_path_factory.mktemp("rotated"), 4, 4)
+    results = measure(off_grid, weights_and_compute(), tmp_path_factory.mktemp("rotated"), 2, 4)
     assert all(isinstance(each, Found) for each in results.values()), results
     return {f"{case.quant} {case.compute}": each for case, each in results.items() if isinstance(each, Found)}
 

@@ -28,9 +28,8 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def ours(model: Path) -> Any:
-    with open_source(str(model)) as source:
-        with Ours.load(source.folder) as tokenizer:
-            yield tokenizer
+    with open_source(str(model)) as source, Ours.load(source.folder) as tokenizer:
+        yield tokenizer
 
 
 @pytest.fixture(scope="module")
