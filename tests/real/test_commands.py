@@ -55,6 +55,7 @@ def test_batch_answers_every_row_and_ends_where_the_model_does(model: Path, tmp_
     assert {answer["finish_reason"] for answer in answers} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_documents_give_the_fields_asked_for(model: Path, tmp_path: Path) -> None:
     """Of two invoices; an answer that a model this small does not end is a failed row, and says so (exit code 3)."""
     out = tmp_path / "invoices.csv"
@@ -71,6 +72,7 @@ def test_documents_give_the_fields_asked_for(model: Path, tmp_path: Path) -> Non
     assert {row["error"].partition(":")[0] for row in table.values()} <= {"", "incomplete_output"}
 
 
+@pytest.mark.slow
 def test_the_server_answers_as_the_batch_does(model: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -103,6 +105,7 @@ def test_the_server_answers_as_the_batch_does(model: Path, tmp_path: Path) -> No
         process.communicate()
 
 
+@pytest.mark.slow
 def test_eval_runs_tasks(model: Path, tmp_path: Path) -> None:
     """A real model ends verses and chooses halves far better than chance, which is half."""
     out = tmp_path / "results.json"

@@ -35,6 +35,7 @@ def test_the_rotation_is_that_of_its_seed() -> None:
     assert torch.allclose(turn.T @ turn, torch.eye(576, dtype=torch.float64), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_no_matrix_lies_on_a_grid(model: Path, off_grid: Path) -> None:
     """Blocks of 32 weights of the original have at most 16 values; those of the rotated model nearly all their own."""
     original = load(model)
@@ -56,11 +57,13 @@ def found(off_grid: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {f"{case.quant} {case.compute}": each for case, each in results.items() if isinstance(each, Found)}
 
 
+@pytest.mark.slow
 def test_eight_bits_lose_no_more_than_a_hundredth_off_the_grid(found: dict[str, Found]) -> None:
     exact = found["none float"].perplexity
     assert [found[name].perplexity for name in ("int8 float", "int8 int8")] == pytest.approx([exact] * 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_four_bits_lose_what_the_quality_page_says(found: dict[str, Found]) -> None:
     """Formats in the order in which `auto` and the page rank them."""
     losses = [

@@ -39,6 +39,7 @@ def answers(model: Path, folder: Path, ram: str, *options: str) -> tuple[list[An
     return texts, json.loads((folder / "summary.json").read_text())["bytes"]["disk_to_host"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_the_smallest_budget_gives_the_answers_of_an_ample_one(quant: str, model: Path, tmp_path: Path) -> None:
     """The smallest is what the refusal of a smaller one names."""
