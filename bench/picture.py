@@ -27,6 +27,8 @@ BEGIN_ALL = "<!-- python -m bench.picture writes these tables -->"
 END_ALL = "<!-- end of the tables -->"
 ENGINES = {"moedge": "#0b6e8f", "llama.cpp": "#b0413e", "accelerate": "#d08a1d", "transformers": "#7a6aa8"}
 Record = dict[str, Any]
+# What models of bench.make_model are; README's text says it of the table.
+FIRST_LINE = "A mixture of 7 GB in bf16 whose weights are random, in a real shape, on two CPU cores"
 
 
 def best(record: Record) -> dict[str, dict[int, float]]:
@@ -136,6 +138,7 @@ def draw(records: list[Record], out: Path) -> None:
         for panel, record in zip(panels[0], records, strict=True):
             draw_panel(panel, record)
         panels[0][0].set_ylabel("generated tokens/s")
+        figure.suptitle(FIRST_LINE, fontsize=9)
         figure.text(0.01, 0.01, footnote(records), fontsize=7, color="#666")
         figure.tight_layout(rect=(0, 0.04, 1, 1))
         figure.savefig(out, format="svg", facecolor="white", metadata={"Date": None})

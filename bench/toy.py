@@ -58,10 +58,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "table --results {out}/planner.jsonl",
         "speed --runs 1 --models gpt-oss-120b",
     ),
+    "real_quality": ("--help",),
+    "real_model": ("--help",),
     "quality": ("weights --tokens 128 --window 128", "kv --tokens 128 --window 128"),
     "recurrent": (
         "--model {recurrent} --ram 2GiB --sequences 3 --passes 2 --prompts 2 --prompt 20 --repeats 1 --transformers",
     ),
+    "rotate": ("--help",),
     "roofline": (
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),

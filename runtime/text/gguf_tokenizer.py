@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Older ones read the fields of a file wrongly: merges fall apart, special tokens get lost.
 SINCE = "5.18"
+# The kind of text splitting in which every digit, of any script, is a word of its own; transformers overlooks it.
+_SINGLE_DIGITS = "smollm"
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
@@ -26,14 +28,15 @@ def write_tokenizer(path: Path, folder: Path) -> None:
         if "tokenizer.ggml.tokens" not in checkpoint.metadata:
             return
         prefixed = checkpoint.metadata.get("tokenizer.ggml.add_space_prefix") is not False
+        digits = checkpoint.metadata.get("tokenizer.ggml.pre") == _SINGLE_DIGITS
     require_transformers(SINCE, f"the tokenizer of {path}")
     # A tokenizer's files beside the GGUF file may be another model's: it is read from a folder of its own.
     with tempfile.TemporaryDirectory(prefix="moedge-") as alone:
         Path(alone, path.name).symlink_to(path.resolve())
-        _convert(Path(alone, path.name), folder, path, prefixed)
+        _convert(Path(alone, path.name), folder, path, prefixed, digits)
 
 
-def _convert(link: Path, folder: Path, path: Path, prefixed: bool) -> None:
+def _convert(link: Path, folder: Path, path: Path, prefixed: bool, digits: bool) -> None:
     # AutoTokenizer would build a configuration first, which fails for some families.
     from transformers import PreTrainedTokenizerFast
 
@@ -44,6 +47,8 @@ def _convert(link: Path, folder: Path, path: Path, prefixed: bool) -> None:
         )
         if not prefixed:
             _without_prefix(tokenizer.backend_tokenizer)
+        if digits:
+            _with_single_digits(tokenizer.backend_tokenizer)
         tokenizer.save_pretrained(folder)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
@@ -61,3 +66,10 @@ def _without_prefix(backend: Backend) -> None:
         backend.pre_tokenizer.prepend_scheme = "never"
         # LlamaTokenizer's decoder, less the step that takes a space from the beginning of a text.
         backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def _with_single_digits(backend: Backend) -> None:
+    from tokenizers import pre_tokenizers
+
+    own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])

@@ -1,0 +1,186 @@
+"""What each format costs on weights that were trained by others; prints the tables of docs/quality.md.
+
+    python -m bench.real_quality weights                 weights and compute: perplexity over 6,128 tokens, 40 answers
+    python -m bench.real_quality kv                      formats of keys and values, weights as they are, and in int4
+    python -m bench.real_quality json --rows 200         JSON answers, free and by a grammar: how many are valid, and
+                                                         which fields are right, and those of unquantized weights
+    python -m bench.real_quality llama --llama-bin DIR   llama.cpp's Q8_0, Q4_K_M and Q4_0 of the same weights; DIR has
+                                                         llama-quantize and llama-perplexity
+
+The model is SmolLM2-135M-Instruct (bench.real_model), as it comes, in Q4_1, and rotated off that grid (bench.rotate):
+`--model original` or `--model rotated` takes one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import real_model, rotate
+from support.real import cases, records
+from support.real.cases import Case
+from support.real.definition import Stock
+from support.real.measure import Found, measure, perplexity
+from support.real.text import FRANCE, QUESTIONS, WINDOW, WINDOWS, prose, same_answers
+
+MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
+    "original": (real_model.TITLE, real_model.smollm2),
+    "rotated": (rotate.TITLE, rotate.rotated),
+}
+# What llama-quantize makes. Rows of 576 have no whole blocks of 256, where it takes Q5_0 and Q8_0 for K-quants.
+KINDS = ("Q8_0", "Q4_K_M", "Q4_0")
+PERPLEXITY = re.compile(r"Final estimate: PPL = ([\d.]+)")
+
+
+def run(model: Path, some: list[Case], options: argparse.Namespace) -> Iterator[tuple[Case, Found]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        for case, found in measure(model, some, Path(scratch), options.windows, options.questions).items():
+            if isinstance(found, str):
+                raise SystemExit(f"{case.title}: {found}")
+            yield case, found
+
+
+def head(*names: str) -> None:
+    line(*names)
+    print("|" + "---|" * len(names))
+
+
+def line(*cells: object) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def loss(found: float, exact: float) -> str:
+    return f"{found / exact - 1:+.2%}"
+
+
+def print_weights(model: Path, options: argparse.Namespace) -> None:
+    """Beside transformers with the file's weights in float32, and beside each format's own definition."""
+    stock, (windows, questions) = Stock(model), (options.windows, options.questions)
+    exact = stock.define("none", "float", "fp32", "fp32").ask(windows, questions)
+    more = ("as its definition has them", "which in bf16 reaches") if options.definitions else ()
+    head("weights", "compute", "perplexity", "against float32", "capital of France", "answers as in float32", *more)
+    line("transformers, fp32", "", f"{exact.perplexity:.4f}", "", exact.texts[FRANCE], "", *("" for _ in more))
+    for case, found in run(model, list(cases.weights_and_compute()), options):
+        pairs = [(found, exact)]
+        if options.definitions:
+            wanted, in_bf16 = (
+                stock.define(case.quant, case.compute, "bf16", dtype).ask(0, questions) for dtype in ("fp32", "bf16")
+            )
+            pairs += [(found, wanted), (in_bf16, wanted)]
+        same = [f"{same_answers(a.answers, b.answers)}/{questions}" for a, b in pairs]
+        against = loss(found.perplexity, exact.perplexity)
+        line(case.quant, case.compute, f"{found.perplexity:.4f}", against, found.texts[FRANCE], *same)
+
+
+def print_kv(model: Path, options: argparse.Namespace) -> None:
+    """In float32, so that only the cache differs, and with weights in int4 as a job has them."""
+    base = next(cases.weights_and_compute())
+    head("weights", "arithmetic", "KV", "perplexity", "against native KV", "answers as with native KV")
+    for quant, dtype in (("none", "fp32"), ("int4", "bf16")):
+        some = [replace(base, quant=quant, dtype=dtype, kv=kv) for kv in cases.FACTORS["kv"]]
+        native: Found | None = None
+        for case, found in run(model, some, options):
+            native = native or found
+            same = f"{same_answers(found.answers, native.answers)}/{options.questions}"
+            line(quant, dtype, case.kv, f"{found.perplexity:.4f}", loss(found.perplexity, native.perplexity), same)
+
+
+def print_json(model: Path, options: argparse.Namespace) -> None:
+    """Records in a sentence, and what is asked of them, answered as text and by a grammar."""
+    from moedge import LLM, SamplingParams
+
+    some = records.make(options.rows)
+    chats = [[{"role": "user", "content": record.question}] for record in some]
+    schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": records.SCHEMA}}
+    head("weights", "compute", "KV", "valid, free", "valid, by grammar", "fields right", "fields as with none")
+    wanted: list[Any] = []
+    every = [*cases.weights_and_compute()]
+    for case in [*every, *(replace(every[0], kv=kv) for kv in cases.FACTORS["kv"][1:])]:
+        with LLM(str(model), ram="6GiB", gpu_mem=0, max_model_len=512, rows=options.rows, **case.options) as llm:
+            free, bound = (
+                [one.outputs[0].text for one in llm.chat(chats, SamplingParams(max_tokens=96, response_format=form))]
+                for form in (None, schema)
+            )
+        given = [records.read(text) for text in bound]
+        wanted = wanted or given
+        right = sum(records.same(a, record.fields) for a, record in zip(given, some, strict=True))
+        as_none = sum(records.same(a, b) for a, b in zip(given, wanted, strict=True))
+        fields = len(records.SCHEMA["required"]) * len(some)
+        valid = [sum(each is not None for each in map(records.read, texts)) for texts in (free, bound)]
+        line(case.quant, case.compute, case.kv, *valid, f"{right / fields:.1%}", f"{as_none / fields:.1%}")
+
+
+def print_llama(model: Path, options: argparse.Namespace) -> None:
+    """Of each window the second half is scored, as llama-perplexity does, by llama.cpp and by moedge."""
+    head("engine", "weights", "perplexity of second halves", "against its own bf16")
+    with tempfile.TemporaryDirectory(dir=real_model.cache()) as folder:
+        text = Path(folder, "prose.txt")
+        text.write_text(prose())
+        if model.is_file():
+            exact = quantized(model, "BF16", Path(folder), options)
+        else:
+            exact = rotate.write_gguf(model, Path(folder, "exact.gguf"))
+        program = options.llama_bin / "llama-perplexity"
+        settings = ["-c", WINDOW, "-b", WINDOW, "--chunks", options.windows, "-t", 2]
+        wanted = 0.0
+        for kind in ("BF16", *KINDS):
+            file = exact if kind == "BF16" else quantized(exact, kind, Path(folder), options)
+            found = float(searched(PERPLEXITY, said([program, "-m", file, "-f", text, *settings])))
+            wanted = wanted or found
+            line("llama.cpp", kind, f"{found:.4f}", loss(found, wanted))
+    native = 0.0
+    for case, each in run(model, list(cases.weights_and_compute()), options):
+        halves = perplexity([window[WINDOW // 2 :] for window in each.logprobs])
+        native = native or halves
+        line("moedge", f"{case.quant}, {case.compute}", f"{halves:.4f}", loss(halves, native))
+
+
+def quantized(file: Path, kind: str, folder: Path, options: argparse.Namespace) -> Path:
+    made = folder / f"{kind}.gguf"
+    said([options.llama_bin / "llama-quantize", "--allow-requantize", file, made, kind, "2"])
+    return made
+
+
+def said(command: list[Any]) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} ended with {done.returncode}: {done.stderr[-500:]}")
+    return done.stdout + done.stderr
+
+
+def searched(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    if found is None:
+        raise SystemExit(f"nothing like {pattern.pattern} was printed: {text[-500:]}")
+    return found[1]
+
+
+TABLES = {"weights": print_weights, "kv": print_kv, "json": print_json, "llama": print_llama}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--model", choices=MODELS, action="append", help="both, if none is named")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of {WINDOW} tokens")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS))
+    parser.add_argument("--definitions", action="store_true", help="compare answers with each format's own definition")
+    parser.add_argument("--rows", type=int, default=200, help="JSON answers")
+    parser.add_argument("--llama-bin", type=Path, help="where llama-quantize and llama-perplexity lie")
+    options = parser.parse_args()
+    if options.table == "llama" and options.llama_bin is None:
+        parser.error("llama takes --llama-bin")
+    for name in options.model or MODELS:
+        title, path = MODELS[name]
+        print(f"\n{title}; {options.windows} windows of {WINDOW} tokens\n", flush=True)
+        TABLES[options.table](path(), options)
+
+
+if __name__ == "__main__":
+    main()

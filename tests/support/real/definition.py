@@ -1,0 +1,106 @@
+"""What a case ought to give: transformers' own model with the weights that a format means, and rounded activations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moedge.quant.formats.format import get_format
+from moedge.quant.tensor import pack_into
+from support.real.measure import Found
+from support.real.text import ANSWER, QUESTIONS, windows
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Columns that share a scale where activations are rounded to int8.
+COLUMNS = 32
+
+
+class Stock:
+    """transformers' model of a checkpoint, a folder or a GGUF file, in float32, and its tokenizer."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        where = {"gguf_file": model.name} if model.is_file() else {}
+        folder = model.parent if model.is_file() else model
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, **where)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+        self._linears = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and name != "lm_head"
+        ]
+        self._weights = {name: module.weight.detach().clone() for name, module in self._linears}
+
+    def define(self, quant: str, compute: str, packed_from: str, dtype: str) -> Definition:
+        """The model in `dtype` with weights packed in `quant` from `packed_from`, the dtype that a job has.
+
+        The model is one: a definition counts until the next is made.
+        """
+        self.model.to(torch.float32)
+        for name, module in self._linears:
+            module._forward_pre_hooks.clear()
+            weight = self._weights[name].to(DTYPES[packed_from])
+            module.weight.data = rounded_to(weight, quant).float()
+            if compute == "int8":
+                module.register_forward_pre_hook(lambda _, given: (round_activations(given[0]), *given[1:]))
+        if packed_from == "bf16":
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.bfloat16().float() if parameter.dim() == 1 else parameter.data
+        self.model.to(DTYPES[dtype])
+        return Definition(self.model, self.tokenizer)
+
+
+class Definition:
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def ask(self, num_windows: int, num_questions: int) -> Found:
+        """As `measure.ask`, by transformers."""
+        texts = windows(lambda text: self._tokenizer.encode(text, add_special_tokens=False), num_windows)
+        return Found(list(map(self._score, texts)), *self._answers(num_questions))
+
+    @torch.inference_mode()
+    def _score(self, ids: list[int]) -> list[float]:
+        logits = self._model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        found: list[float] = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return found
+
+    @torch.inference_mode()
+    def _answers(self, count: int) -> tuple[list[list[int]], list[str]]:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
+        rendered = [self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in chats]
+        ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+        stop = self._model.config.eos_token_id
+        stops = stop if isinstance(stop, list) else [stop]
+        longest = max(map(len, ids))
+        padded = torch.tensor([[stops[0]] * (longest - len(each)) + each for each in ids])
+        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in ids])
+        out = self._model.generate(
+            padded, attention_mask=mask, max_new_tokens=ANSWER, do_sample=False, pad_token_id=stops[0],
+            temperature=None, top_p=None, top_k=None,
+        )[:, longest:].tolist()  # fmt: skip
+        answers = []
+        for each in out:
+            end = next((place + 1 for place, token in enumerate(each) if token in stops), len(each))
+            answers.append(each[:end])
+        return answers, [self._tokenizer.decode(each, skip_special_tokens=True) for each in answers]
+
+
+def rounded_to(weight: Tensor, quant: str) -> Tensor:
+    """The weights that a format means, packed by torch from a matrix in its own dtype."""
+    form = get_format(quant)
+    layout = form.layout((weight.shape[0], weight.shape[1]), str(weight.dtype).removeprefix("torch."))
+    return pack_into(weight, layout, torch.zeros(layout.nbytes, dtype=torch.uint8)).dequantize(
+        torch.empty(weight.shape)
+    )
+
+
+def round_activations(given: Tensor) -> Tensor:
+    """int8 with a scale for each 32 columns."""
+    groups = given.float().unflatten(-1, (-1, COLUMNS))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return ((groups / scale).round() * scale).flatten(-2).to(given.dtype)

@@ -1,0 +1,121 @@
+"""What moedge makes of a model in some cases, each asked through `moedge.LLM`.
+
+    MOEDGE_ISA=avx2 python -m support.real.measure MODEL OUT < CASES.json
+
+CASES.json is a list of [options of LLM, windows, questions]; OUT gets a line of JSON for each as it ends. One process
+has one instruction set; `measure` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from support.real.cases import Case
+from support.real.text import ANSWER, QUESTIONS, WINDOW, WINDOWS, windows
+
+ROOT = Path(__file__).parents[3]
+# Of the interpreter of Triton's kernels, which takes a hundred times as long.
+FEW_WINDOWS, FEW_QUESTIONS = 1, 4
+
+
+def perplexity(logprobs: Iterable[list[float]]) -> float:
+    """Of tokens whose natural log probabilities are given, window by window."""
+    every = [each for window in logprobs for each in window]
+    return math.exp(-sum(every) / len(every))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a case gave: log probabilities of the tokens of each window behind its first, ids of answers, and texts."""
+
+    logprobs: list[list[float]]
+    answers: list[list[int]]
+    texts: list[str]
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.logprobs)
+
+    def part(self, other: Found) -> Found:
+        """What there is of it for the windows and questions of another one."""
+        return replace(self, logprobs=self.logprobs[: len(other.logprobs)], answers=self.answers[: len(other.answers)])
+
+
+def ask(llm: Any, num_windows: int, num_questions: int) -> Found:
+    """Perplexity and greedy answers of a loaded `moedge.LLM`."""
+    from moedge import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    texts = windows(tokenizer.encode, num_windows)
+    scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
+    logprobs = [
+        [each[token].logprob for each, token in zip(one.prompt_logprobs[1:], one.prompt_token_ids[1:], strict=True)]
+        for one in scored
+    ]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:num_questions]]
+    answered = [one.outputs[0] for one in llm.chat(chats, SamplingParams(max_tokens=ANSWER), progress=False)]
+    return Found(logprobs, [one.token_ids for one in answered], [one.text for one in answered])
+
+
+def size(case: Case, num_windows: int, num_questions: int) -> tuple[int, int]:
+    """Windows and questions of a case."""
+    return (FEW_WINDOWS, FEW_QUESTIONS) if case.attention == "triton" else (num_windows, num_questions)
+
+
+def measure(
+    model: Path, cases: Iterable[Case], out: Path, num_windows: int = WINDOWS, num_questions: int = len(QUESTIONS)
+) -> dict[Case, Found | str]:
+    """What each case gives, or the error it ends with; `out` is an empty folder. One process an instruction set."""
+    by_isa: dict[str, list[Case]] = {}
+    for case in cases:
+        by_isa.setdefault(case.isa, []).append(case)
+    found: dict[Case, Found | str] = {}
+    for isa, some in by_isa.items():
+        asked = [[case.options, *size(case, num_windows, num_questions)] for case in some]
+        file = out / f"{isa}.jsonl"
+        environment = os.environ | {
+            "MOEDGE_ISA": isa,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "support.real.measure", str(model), str(file)],
+            input=json.dumps(asked), text=True, capture_output=True, env=environment, cwd=ROOT, check=False,
+        )  # fmt: skip
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        for case, line in zip(some, lines, strict=False):
+            found[case] = line if isinstance(line, str) else Found(*line)
+        for case in some[len(lines) :]:
+            found[case] = f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    return found
+
+
+def main(model: str, out: str, asked: Sequence[Sequence[Any]]) -> None:
+    from moedge import LLM
+    from moedge.offload.errors import MoedgeError
+
+    with Path(out).open("w") as file:
+        for options, num_windows, num_questions in asked:
+            line: Any
+            try:
+                with LLM(
+                    model, ram="6GiB", gpu_mem=0, max_model_len=WINDOW + 8, rows=num_questions, prompt_tokens=48,
+                    output_tokens=ANSWER, **options,
+                ) as llm:  # fmt: skip
+                    found = ask(llm, num_windows, num_questions)
+                    line = [found.logprobs, found.answers, found.texts]
+            except MoedgeError as error:
+                line = f"{type(error).__name__}: {error}"
+            print(json.dumps(line), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.load(sys.stdin))
