@@ -20,6 +20,7 @@ SCRIPTS = {path.stem for path in HERE.glob("*.py")} - {
     "test_scripts",
     "test_picture",
     "test_scale",
+    "test_make_real_mixture",
 }
 
 

@@ -58,6 +58,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "table --results {out}/planner.jsonl",
         "speed --runs 1 --models gpt-oss-120b",
     ),
+    "make_real_mixture": ("--help",),
     "real_model": ("--help",),
     "quality": ("weights --tokens 128 --window 128", "kv --tokens 128 --window 128"),
     "recurrent": (

@@ -20,6 +20,13 @@ import torch
 
 from support.tiny_families import save_tiny
 
+REAL = Path(__file__).parent / "real"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of real weights need a download: only `-m real` runs them (make real)."""
+    return True if collection_path == REAL and "real" not in config.option.markexpr else None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what `sample` leaves out: cases beyond its count, or cases that it does not name."""
