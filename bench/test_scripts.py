@@ -21,6 +21,7 @@ SCRIPTS = {path.stem for path in HERE.glob("*.py")} - {
     "test_picture",
     "test_scale",
     "test_make_real_mixture",
+    "test_routing",
 }
 
 

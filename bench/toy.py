@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "roofline": (
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),
+    "routing": ("--help",),
     "scale": (
         "--only sequences experts --largest 64 --record {out}/scale.json --plot {out}/scale.svg --page {out}/s.html",
         "--draw --record {out}/scale.json",
