@@ -1,14 +1,14 @@
-"""What streaming single experts saves: bytes per token by mode and policy, and speed by the number of sequences.
+"""What streaming single experts saves: bytes per token by mode, and speed by the number of sequences.
 
     python -m bench.make_model --shape s --skew --out models/skew
     python -m bench.experts bytes --model models/skew --stores stores
     python -m bench.experts speed --model models/m --stores stores --ram 3GiB --sequences 1 8 32 128
 
-`bytes` holds half of the experts and decodes 4 sequences in every mode and under every policy, all runs over the same
-tokens; beside them the least that any policy could read which knows the future (Belady), a scan under both policies,
-and passes of 128 sequences against those that read everything. `speed` is a table of whole passes under a budget: how
+`bytes` holds half of the experts and decodes 4 sequences in every mode, all runs over the same tokens; beside them the
+least that any policy could read which knows the future (Belady), and passes of 128 sequences against those that read
+everything. `speed` is a table of whole passes under a budget: how
 fast, what was read, and how busy the disk was; each size in a process of its own, since a peak never falls.
-Sequences are sampled, so that they do not fall into loops.
+Sequences are sampled, so that they do not fall into loops. Prompts are random; `--prose` takes them from Python's help.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
+from transformers import AutoTokenizer
 
-from moedge.moe.policy import Lru
-from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
+from bench.make_real_mixture import prose
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload.memory import host_peak, return_memory
 from moedge.offload.stream.lane import ShardKey
 from moedge.runtime.engine.sequence import Sequence
@@ -45,7 +48,7 @@ from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import Budgets, MemoryBudget
 from moedge.runtime.settings.settings import Settings
 from moedge.runtime.source.model_source import ModelSource, open_source
-from support.experts.replay import belady, replay
+from support.experts.replay import belady
 
 PROMPT, GENERATED = 32, 160
 # Of the flat distributions of random weights every token would be sorted at each draw; no trained model asks for that.
@@ -68,11 +71,22 @@ class Decoded:
         return self.tokens / sum(self.seconds)
 
 
-def decode(loaded: LoadedEngine, sequences: int, warm: int, passes: int) -> Decoded:
+def random_prompts() -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randint(300, 31000, (PROMPT,), generator=generator).tolist()
+
+
+def prose_prompts(source: ModelSource) -> Iterator[list[int]]:
+    """Pieces of Python's help that a mixture was not cut by."""
+    ids = AutoTokenizer.from_pretrained(source.folder).encode(prose()[1], add_special_tokens=False)
+    return (ids[begin : begin + PROMPT] for begin in range(0, len(ids), 2 * PROMPT))
+
+
+def decode(loaded: LoadedEngine, prompts: Iterator[list[int]], sequences: int, warm: int, passes: int) -> Decoded:
     """Passes in which every sequence decodes a token, after `warm` of them."""
-    engine, generator, done = loaded.engine, torch.Generator().manual_seed(1), Decoded()
-    for seed in range(sequences):
-        prompt = torch.randint(300, 31000, (PROMPT,), generator=generator).tolist()
+    engine, done = loaded.engine, Decoded()
+    for seed, prompt in enumerate(islice(prompts, sequences)):
         engine.add(Sequence(prompt, _sampled(seed)))
     engine.step()
     while engine.scheduler.waiting or any(one.num_pending > 1 for one in engine.scheduler.running):
@@ -122,49 +136,45 @@ def shards_of(source: ModelSource, plan: Plan) -> Any:
     return model_shards(source.shape, plan.quant, plan.dtype).layers
 
 
-def run(source: ModelSource, plan: Plan, store: Path, options: ExpertOptions, *sizes: int) -> Decoded:
-    with closing(load_engine(source, plan, store, experts=options)) as loaded:
-        return decode(loaded, *sizes)
+def run(source: ModelSource, plan: Plan, store: Path, mode: Mode | None, prose: bool, *sizes: int) -> Decoded:
+    with closing(load_engine(source, plan, store, experts=ExpertOptions(mode))) as loaded:
+        return decode(loaded, prose_prompts(source) if prose else random_prompts(), *sizes)
 
 
-def bytes_table(source: ModelSource, store: Path, sequences: int, passes: int, quant: str) -> None:
+def bytes_table(source: ModelSource, store: Path, sequences: int, passes: int, quant: str, prose: bool) -> None:
     plan = planned(source, sequences, "auto", quant, 0.5)
     layers = [layer for layer in shards_of(source, plan) if layer.num_experts]
     nbytes, num_slots = layers[0].expert.nbytes, sum(plan.placement.held_experts)
     print(f"{sequences} sequences, {num_slots} of {sum(layer.num_experts for layer in layers)} experts held")
-    print("| mode | hold | MB / token | of all | hits | guesses right / found | tok/s |\n|---|---|---|---|---|---|---|")
-    ways = [(mode, hold) for mode in (*Mode, None) for hold in Hold]
+    print("| mode | MB / token | of all | hits | guesses right / found | tok/s |\n|---|---|---|---|---|---|")
     whole = 0.0
-    for mode, hold in ways:
-        ran = run(source, plan, store, ExpertOptions(mode, hold), sequences, passes // 2, passes)
+    for mode in (*Mode, None):
+        ran = run(source, plan, store, mode, prose, sequences, passes // 2, passes)
         per_token, guesses = ran.read / ran.tokens, ran.experts.forecast
         whole = whole or per_token
         right = "-" if guesses.precision is None else f"{guesses.precision:.0%} / {guesses.recall or 0:.0%}"
         print(
-            f"| {mode or 'auto'} | {hold} | {per_token / 1e6:.2f} | {per_token / whole:.3f} | "
+            f"| {mode or 'auto'} | {per_token / 1e6:.2f} | {per_token / whole:.3f} | "
             f"{ran.experts.hit_rate:.1%} | {right} | {ran.tok_s:.1f} |",
             flush=True,
         )
     wanted = sum(map(len, ran.trace))
-    best = belady(ran.trace, len(layers), num_slots)
-    least = (wanted - best) * nbytes / ran.tokens
-    print(f"| Belady | | {least / 1e6:.2f} | {least / whole:.3f} | {best / wanted:.1%} | | |")
-    scan = [list(range(layer.num_experts)) for layer in layers] * 20
     held = [
         ShardKey(layer, expert) for layer, count in enumerate(plan.placement.held_experts) for expert in range(count)
     ]
-    hits = replay(scan, len(layers), Lru(held, dict.fromkeys(range(len(layers)), nbytes)), held)
-    print(f"\na scan of 20 passes: lru hits {hits / sum(map(len, scan)):.1%}, of which all in the first pass")
+    best = belady(ran.trace, len(layers), held)
+    least = (wanted - best) * nbytes / ran.tokens
+    print(f"| Belady | {least / 1e6:.2f} | {least / whole:.3f} | {best / wanted:.1%} | | |")
 
 
-def whole_table(source: ModelSource, store: Path, sequences: int, passes: int, quant: str) -> None:
+def whole_table(source: ModelSource, store: Path, sequences: int, passes: int, quant: str, prose: bool) -> None:
     """Chosen modes against reading everything, in turns; where every expert is wanted, choosing must cost nothing."""
     plan = planned(source, sequences, "auto", quant, 0.5)
     seconds: dict[Mode | None, list[float]] = {None: [], Mode.ALL: []}
     read = {}
     for _ in range(2):
         for mode, found in seconds.items():
-            ran = run(source, plan, store, ExpertOptions(mode), sequences, 2, passes)
+            ran = run(source, plan, store, mode, prose, sequences, 2, passes)
             found += ran.seconds
             read[mode] = ran.read / ran.tokens
     ratio = statistics.median(seconds[None]) / statistics.median(seconds[Mode.ALL])
@@ -185,7 +195,7 @@ def speed_row(options: argparse.Namespace, store: Path, sequences: int) -> str:
     prepare_process()
     with open_source(options.model) as source:
         plan = planned(source, sequences, options.ram, options.quant)
-        ran = run(source, plan, store, ExpertOptions(), sequences, options.warm, options.passes)
+        ran = run(source, plan, store, None, options.prose, sequences, options.warm, options.passes)
     return (
         f"| {sequences} | {ran.tok_s:.2f} | {statistics.median(ran.seconds):.3f} | "
         f"{ran.read / ran.tokens / 1e6:.0f} | {ran.experts.hit_rate:.1%} | {ran.experts.union:.1%} | "
@@ -208,6 +218,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--passes", type=int, default=40)
     parser.add_argument("--warm", type=int, default=20)
+    parser.add_argument("--prose", action="store_true", help="prompts of real text instead of random ones")
     options = parser.parse_args()
     prepare_process()
     with open_source(options.model) as source:
@@ -217,8 +228,8 @@ def main() -> None:
         if options.table == "speed":
             speed_table(options, store)
             return
-        bytes_table(source, store, 4, options.passes, options.quant)
-        whole_table(source, store, 128, max(4, options.passes // 4), options.quant)
+        bytes_table(source, store, 4, options.passes, options.quant, options.prose)
+        whole_table(source, store, 128, max(4, options.passes // 4), options.quant, options.prose)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ import torch
 
 from moedge.moe.expert import ExpertWeights
 from moedge.moe.expert_cache import ExpertSlots, StreamingExpertCache
-from moedge.moe.forecast import Forecast, LookAhead
+from moedge.moe.forecast import Forecast
 from moedge.moe.groups import ExpertGroups, group_by_expert
+from moedge.moe.policy import Popular
 from moedge.moe.routing_stats import RoutingStats
-from moedge.moe.streaming_mode import ExpertOptions, Mode, ModeChoice, RouterLatency
+from moedge.moe.streaming_mode import Mode, ModeChoice, RouterLatency
 from moedge.moe.streaming_order import ExpertFetchQueue, StreamingOrder
 from moedge.offload.stream.lane import ALIGNMENT, Ring, Shard, ShardKey, Slot, SyncPoint
 from moedge.offload.stream.stream import ShardStream
@@ -109,13 +110,13 @@ class Layers:
         def shard(key: ShardKey) -> Shard:
             return Shard(f"{key}", nbytes, (key.layer * self.experts + key.expert) * nbytes)
 
-        policy = ExpertOptions().policy([], dict.fromkeys(counts, nbytes), probabilities)
+        policy = Popular([], dict.fromkeys(counts, nbytes), probabilities)
         slots = ExpertSlots([], NoSlots(), bind, policy)
         order = StreamingOrder(
             ExpertFetchQueue(ShardStream(NoLane(together), Ring(memory.numel()), memory), shard),
             slots.held,
             ModeChoice(stats, mode),
-            Forecast(stats, LookAhead({})),
+            Forecast(stats, {}),
             RouterLatency(lambda: 1e-3, lambda: nbytes, lambda: 0.0, nbytes),
             most_ahead=arguments.ring + 1,
         )

@@ -20,6 +20,8 @@ SCRIPTS = {path.stem for path in HERE.glob("*.py")} - {
     "test_scripts",
     "test_picture",
     "test_scale",
+    "test_make_real_mixture",
+    "test_routing",
 }
 
 

@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "speed --runs 1 --models gpt-oss-120b",
     ),
     "real_quality": ("--help",),
+    "make_real_mixture": ("--help",),
     "real_model": ("--help",),
     "quality": ("weights --tokens 128 --window 128", "kv --tokens 128 --window 128"),
     "recurrent": (
@@ -68,6 +69,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "roofline": (
         "--model {model} --stores {out} --ram {ram} --sequences 2 --generated 6 --read 16MiB",
     ),
+    "routing": ("--help",),
     "scale": (
         "--only sequences experts --largest 64 --record {out}/scale.json --plot {out}/scale.svg --page {out}/s.html",
         "--draw --record {out}/scale.json",

@@ -65,7 +65,6 @@ def batch(
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     stream: options.STREAM = options.Stream.AUTO,
-    hold: options.HOLD = options.Hold.POPULAR,
     max_tokens: options.MAX_TOKENS = 256,
     temperature: options.TEMPERATURE = None,
     seed: options.SEED = 0,

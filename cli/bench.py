@@ -48,7 +48,6 @@ def bench(
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     stream: options.STREAM = options.Stream.AUTO,
-    hold: options.HOLD = options.Hold.POPULAR,
     seed: options.SEED = 0,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",

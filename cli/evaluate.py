@@ -57,7 +57,6 @@ def evaluate(
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     stream: options.STREAM = options.Stream.AUTO,
-    hold: options.HOLD = options.Hold.POPULAR,
     seed: options.SEED = 0,
     ram: options.RAM = "auto",
     gpu_mem: options.GPU_MEM = "auto",

@@ -50,7 +50,6 @@ def serve(
     deterministic: options.DETERMINISTIC = False,
     attention: options.ATTENTION = options.Attention.AUTO,
     stream: options.STREAM = options.Stream.AUTO,
-    hold: options.HOLD = options.Hold.POPULAR,
     max_tokens: options.MAX_TOKENS = 512,
     seed: options.SEED = 0,
     ram: options.RAM = "auto",

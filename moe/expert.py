@@ -237,5 +237,5 @@ class HeldExperts:
         return len(self.experts)
 
     def fetch(self, groups: ExpertGroups, hidden: torch.Tensor) -> Iterator[list[ResidentExpert]]:
-        self.stats.observe(self.layer, groups)
+        self.stats.popularity.observe(self.layer, len(groups.expert_ids), groups.counts)
         yield [ResidentExpert(expert_id, self.experts[expert_id]) for expert_id in groups.wanted]

@@ -15,7 +15,7 @@ from ..offload.stream.stream import Arrival
 from .expert import ExpertWeights, OneShotEvent, ResidentExpert
 from .forecast import ForecastCounts
 from .groups import ExpertGroups
-from .policy import HoldPolicy
+from .policy import Popular
 from .routing_stats import RoutingStats
 from .streaming_mode import Mode
 from .streaming_order import StreamingOrder
@@ -41,7 +41,7 @@ class ExpertSlots:
     `bind` makes an expert's matrices from its bytes. `held` lists the experts that are held at first.
     """
 
-    def __init__(self, held: Iterable[ShardKey], memory: SlotMemory, bind: Bind, policy: HoldPolicy) -> None:
+    def __init__(self, held: Iterable[ShardKey], memory: SlotMemory, bind: Bind, policy: Popular) -> None:
         self._memory = memory
         self.bind = bind
         self._policy = policy
@@ -141,7 +141,7 @@ class StreamingExpertCache:
         self.order.request_ahead()
         held = self.order.request_missing(layer, wanted)
         self.counts.hits += len(held)
-        self.order.guess_next(groups, hidden)
+        self.order.guess_next(hidden, groups.expert_ids.shape[1])
         self.order.request_ahead()
         yield [ResidentExpert(expert, self._slots.weights(layer, expert)) for expert in sorted(held)]
         while self.order.is_pending:
@@ -156,7 +156,7 @@ class StreamingExpertCache:
             self.order.release(self._computing.popleft().arrival)
         if self.order.begin(layer, groups):
             self._slots.begin_pass()
-        self._stats.observe(layer, groups)
+        self._stats.observe(layer, len(groups.expert_ids), groups.counts)
         self._slots.observe(layer, groups.wanted)
         self.counts.turns[self.order.mode(layer)] += 1
         self.counts.wanted += len(groups.wanted)

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..offload.stream.lane import ShardKey
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-
-class HoldPolicy(Protocol):
-    def begin_pass(self) -> None: ...
-
-    def observe(self, layer: int, wanted: Sequence[int]) -> None:
-        """A layer of the pass wants these experts, held or not. Called before any of them takes a slot."""
-        ...
-
-    def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
-        """The held expert that is evicted for `entering`, which has just arrived and is held from then on.
-
-        Returns None where `entering` gets no slot.
-        """
-        ...
-
-
-class Lru:
-    """Evicts the least recently used expert for every expert that arrives, as most caches do.
-
-    It never hits on a scan that is longer than the number of slots.
-    """
-
-    def __init__(self, held: Iterable[ShardKey], nbytes: Mapping[int, int]) -> None:
-        """`nbytes` is an expert's size by layer."""
-        self._order: OrderedDict[ShardKey, None] = OrderedDict.fromkeys(held)
-        self._nbytes = nbytes
-
-    def begin_pass(self) -> None:
-        """LRU does not distinguish passes."""
-
-    def observe(self, layer: int, wanted: Sequence[int]) -> None:
-        for expert in wanted:
-            if (key := ShardKey(layer, expert)) in self._order:
-                self._order.move_to_end(key)
-
-    def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
-        size = self._nbytes[entering.layer]
-        found = next((key for key in self._order if self._nbytes[key.layer] == size and may_leave(key)), None)
-        if found is not None:
-            del self._order[found]
-            self._order[entering] = None
-        return found
 
 
 # Weight of the newest pass in an expert's probability: the last 35 passes make up half of it.
@@ -91,11 +48,16 @@ class Popular:
             self._leaving[self._nbytes[key.layer]].append(key)
 
     def observe(self, layer: int, wanted: Sequence[int]) -> None:
+        """A layer of the pass wants these experts, held or not. Called before any of them takes a slot."""
         probabilities = self._probabilities[layer]
         probabilities *= 1.0 - _NEWEST
         probabilities[list(wanted)] += _NEWEST
 
     def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None:
+        """The held expert that is evicted for `entering`, which has just arrived and is held from then on.
+
+        Returns None where `entering` gets no slot.
+        """
         leaving = self._leaving.get(self._nbytes[entering.layer], deque())
         found = next((key for key in leaving if may_leave(key)), None)
         if found is None or self._probability(entering) < self._probability(found) + _MARGIN:

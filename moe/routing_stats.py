@@ -1,21 +1,18 @@
-"""Statistics of routing: how often experts are chosen, which ones follow which, how many a pass wants together.
+"""Statistics of routing: how often experts are chosen, and how many a pass wants together.
 
-They only observe; caches, forecasts and summaries read them.
+They only observe; caches and summaries read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import isclose
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .expected_rows import wanted_by
-from .groups import ExpertGroups
 from .running_mean import RunningMean
 
 
@@ -96,54 +93,6 @@ class Popularity:
         return sum(stats.unions for stats in self.layers.values()) / visits if visits else None
 
 
-# A pass adds at most this many tokens to the tables, and all tables together take at most this many bytes: enough to
-# predict with, and too little to slow a pass down.
-MAX_TOKENS = 64
-MAX_NBYTES = 32 << 20
-
-
-class Affinity:
-    """Counts which expert a token chose after which expert of the layer before.
-
-    `follows` maps a layer to a float32 table [experts of the layer before, E]. There are no tables where they would
-    take more than MAX_NBYTES together. `num_experts` lists the layers that have experts, in the model's order.
-    """
-
-    def __init__(self, num_experts: Mapping[int, int], device: torch.device | str = "cpu") -> None:
-        shapes = self.shapes(num_experts)
-        self.follows = {layer: torch.zeros(shape, device=device) for layer, shape in shapes.items()}
-        self._before: torch.Tensor | None = None
-
-    @staticmethod
-    def shapes(num_experts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """The shape of every table, by layer."""
-        shapes = {layer: (num_experts[before], num_experts[layer]) for before, layer in pairwise(num_experts)}
-        fits = sum(4 * before * count for before, count in shapes.values()) <= MAX_NBYTES
-        return shapes if fits else {}
-
-    def observe(self, layer: int, expert_ids: torch.Tensor) -> None:
-        """Adds a layer's choices [T, A]. The layer before it, where there is one, is the one observed last."""
-        step = -(-len(expert_ids) // MAX_TOKENS)
-        chosen, before, self._before = expert_ids[::step], self._before, expert_ids[::step]
-        table = self.follows.get(layer)
-        if table is None or before is None or len(before) != len(chosen):
-            return
-        pairs = (before.unsqueeze(2) * table.shape[1] + chosen.unsqueeze(1)).reshape(-1)
-        table.view(-1).index_add_(0, pairs, torch.ones(len(pairs), device=table.device))
-
-    def expected(self, layer: int, counts: Sequence[int], per_token: int) -> torch.Tensor | None:
-        """The expected number of tokens that choose each expert of `layer` [E], up to a common factor.
-
-        `counts` [E of the layer before] says how many tokens chose each expert there. None without a table.
-        """
-        table = self.follows.get(layer)
-        if table is None:
-            return None
-        table = table.cpu()
-        times = (table.sum(1, keepdim=True) / per_token).clamp_(min=1.0)
-        return torch.tensor(counts, dtype=torch.float32) @ (table / times)
-
-
 # Weight of the newest pass in the running mean of a layer's correlation.
 _NEWEST = 0.1
 
@@ -151,16 +100,9 @@ _NEWEST = 0.1
 class RoutingStats:
     """Everything that is counted of routing, for all layers with experts: one object that a model's layers share."""
 
-    def __init__(
-        self, num_experts: Mapping[int, int], device: torch.device | str = "cpu", *, popularity_only: bool = False
-    ) -> None:
-        """`num_experts` by layer; the tables of `affinity` are on `device`, where routers choose.
-
-        `popularity_only` spares what only forecasts and modes of streaming read; a summary needs no more.
-        """
-        self._popularity_only = popularity_only
+    def __init__(self, num_experts: Mapping[int, int]) -> None:
+        """`num_experts` is by layer."""
         self.popularity = Popularity(num_experts)
-        self.affinity = Affinity(num_experts, device)
         # Tokens of one text choose similar experts: the measured union divided by that of independent tokens.
         self._correlation = {layer: RunningMean(_NEWEST, 1.0) for layer in num_experts}
 
@@ -172,16 +114,11 @@ class RoutingStats:
     def num_experts(self, layer: int) -> int:
         return self.popularity.layers[layer].num_experts
 
-    def observe(self, layer: int, groups: ExpertGroups) -> None:
-        """Counts what the router of `layer` chose in a pass."""
-        tokens = groups.expert_ids.shape[0]
-        if self._popularity_only:
-            self.popularity.observe(layer, tokens, groups.counts)
-            return
+    def observe(self, layer: int, tokens: int, counts: Sequence[int]) -> None:
+        """Adds one layer of a pass, as `Popularity.observe`, and compares its union with what was expected of it."""
         # First, because popularity must not know the pass that its prediction is compared with.
-        self.observe_union(layer, tokens, len(groups.wanted))
-        self.popularity.observe(layer, tokens, groups.counts)
-        self.affinity.observe(layer, groups.expert_ids)
+        self.observe_union(layer, tokens, len(counts) - counts.count(0))
+        self.popularity.observe(layer, tokens, counts)
 
     def observe_union(self, layer: int, tokens: int, num_wanted: int) -> None:
         """Compares the experts that `tokens` tokens wanted with what independent tokens would have wanted."""

@@ -8,20 +8,15 @@ Torch-free.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..offload.stream.lane import ShardKey
-from .policy import HoldPolicy, Lru, Popular
 from .running_mean import RunningMean
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from .routing_stats import RoutingStats
 
 
@@ -148,29 +143,11 @@ class ModeChoice:
         return min(costs, key=lambda mode: costs[mode])
 
 
-class Hold(StrEnum):
-    POPULAR = "popular"
-    LRU = "lru"
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """`stream` is the mode of every layer and pass; where it is None, each layer uses the cheapest one.
-
-    `hold` decides which experts stay in memory between passes.
-    """
+    """`stream` is the mode of every layer and pass; where it is None, each layer uses the cheapest one."""
 
     stream: Mode | None = None
-    hold: Hold = Hold.POPULAR
-
-    def policy(
-        self,
-        held: Iterable[ShardKey],
-        nbytes: Mapping[int, int],
-        probabilities: Mapping[int, npt.NDArray[np.float64]],
-    ) -> HoldPolicy:
-        """The policy for the experts `held` at first; `nbytes` and `probabilities` [E] are by layer (policy.py)."""
-        return Lru(held, nbytes) if self.hold is Hold.LRU else Popular(held, nbytes, probabilities)
 
 
 DEFAULTS = ExpertOptions()

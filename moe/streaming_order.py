@@ -183,17 +183,15 @@ class StreamingOrder:
                 break
             self._ahead += 1
 
-    def guess_next(self, groups: ExpertGroups, hidden: torch.Tensor) -> None:
-        """Guesses what the next layer wants from this layer's groups and hidden states [T, D].
+    def guess_next(self, hidden: torch.Tensor, per_token: int) -> None:
+        """Guesses what the next layer of the pass wants from this layer's hidden states [T, D], `per_token` a token.
 
         In mode `wanted`, too: guesses that are not used show whether they would be good.
         """
         layer = self._layer_of(self._turn + 1)
-        if self._mode[layer] is Mode.ALL:
-            return
-        same_pass = layer != self._layers[0]
-        most = num_guesses(self.latency.mean(self._tokens, not same_pass).idle)
-        self._guess = self.forecast.guess(layer, groups, hidden if same_pass else None, self._held(layer), most)
+        if self._mode[layer] is not Mode.ALL and layer != self._layers[0]:
+            most = num_guesses(self.latency.mean(self._tokens).idle)
+            self._guess = self.forecast.guess(layer, hidden, per_token, self._held(layer), most)
 
     @property
     def is_pending(self) -> bool:

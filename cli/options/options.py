@@ -93,10 +93,6 @@ class Stream(StrEnum):
     AUTO, ALL, WANTED, FORECAST = "auto", "all", "wanted", "wanted+forecast"
 
 
-class Hold(StrEnum):
-    POPULAR, LRU = "popular", "lru"
-
-
 class Effort(StrEnum):
     NONE, MINIMAL, LOW, MEDIUM, HIGH, XHIGH = "none", "minimal", "low", "medium", "high", "xhigh"
 
@@ -182,10 +178,6 @@ STREAM = Annotated[
         rich_help_panel=Panel.TUNING,
         help="Experts to read: all, those routed to, or also a forecast.",
     ),
-]
-HOLD = Annotated[
-    Hold,
-    typer.Option("--hold", rich_help_panel=Panel.TUNING, help="Experts to keep in memory: most often or last used."),
 ]
 TEMPERATURE = Annotated[
     float | None,

@@ -107,7 +107,7 @@ class BatchModel:
         }
 
 
-_NOT_OF_PLANS = ("max_model_len", "seed", "stream", "hold")
+_NOT_OF_PLANS = ("max_model_len", "seed", "stream")
 
 
 def _resolved(model: str | Path) -> str:

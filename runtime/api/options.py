@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from ...moe.streaming_mode import ExpertOptions, Hold, Mode
+from ...moe.streaming_mode import ExpertOptions, Mode
 from ..rows.columns import rows_as
 from ..rows.fields import kwargs_setting
 from ..rows.row import Defaults
@@ -28,7 +28,6 @@ Compute = Literal["auto", "float", "int8"]
 KVCacheFormat = Literal["auto", "bf16", "fp16", "fp32", "int8", "int8/int4", "int4"]
 Attention = Literal["auto", "torch", "native", "triton"]
 Stream = Literal["auto", "all", "wanted", "wanted+forecast"]
-HeldExperts = Literal["popular", "lru"]
 RowFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "txt"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Task = Literal["summarize", "extract", "classify", "translate", "qa"]
@@ -42,7 +41,6 @@ _CHOICES = {
     "kv": get_args(KVCacheFormat),
     "attention": get_args(Attention),
     "stream": get_args(Stream),
-    "hold": get_args(HeldExperts),
     "reasoning_effort": get_args(ReasoningEffort),
     "input_format": get_args(RowFormat),
     "task": get_args(Task),
@@ -91,7 +89,6 @@ class StreamingOptions(TypedDict, total=False):
     """Which experts are read in a pass, and which are held in memory."""
 
     stream: Stream
-    hold: HeldExperts
 
 
 class WorkloadOptions(TypedDict, total=False):
@@ -262,9 +259,9 @@ def budgets_of(options: Mapping[str, Any]) -> Budgets:
 
 
 def experts_of(options: Mapping[str, Any]) -> ExpertOptions:
-    """Those of the options that say how experts are streamed and held."""
+    """Those of the options that say how experts are streamed."""
     stream = options.get("stream", "auto")
-    return ExpertOptions(None if stream == "auto" else Mode(stream), Hold(options.get("hold", "popular")))
+    return ExpertOptions(None if stream == "auto" else Mode(stream))
 
 
 def input_format_of(options: Mapping[str, Any]) -> InputFormat:

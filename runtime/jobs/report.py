@@ -79,9 +79,9 @@ def expert_use(loaded: LoadedEngine) -> list[list[int]] | None:
 def _forecast(forecast: ExpertForecast, latency: RouterLatency) -> Forecast:
     counts = forecast.counts
     if not counts.issued:
-        return Forecast(forecast.best)
+        return Forecast()
     return Forecast(
-        forecast.best,
+        "look-ahead",
         counts.used / counts.issued,
         counts.used / counts.misses if counts.misses else None,
         (counts.issued - counts.used) * latency.nbytes,

@@ -275,7 +275,7 @@ class BatchQueue:
 
 
 _OF_JOBS = ("ram", "gpu_mem", "disk", "disk_dir", "dtype", "quant", "compute", "kv", "attention", "deterministic",
-            "tokens_per_pass", "max_sequences", "stream", "hold")  # fmt: skip
+            "tokens_per_pass", "max_sequences", "stream")  # fmt: skip
 
 
 class _BatchRun:

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from ...moe.routing_stats import Affinity
 from ...offload.atomic_file import TEMPORARY_SUFFIX, write_atomically
 
 FILE = "note-routing.safetensors"
@@ -27,12 +26,12 @@ Profile = dict[str, torch.Tensor]
 
 
 def profile_shapes(num_experts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the counts of each layer with experts: `chosen`, `tokens`, and `follows` after the first."""
-    counts = {layer: count for layer, count in enumerate(num_experts) if count}
+    """Names and shapes of the counts of each layer with experts: `chosen` and `tokens`."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer, count in counts.items():
-        shapes |= {f"layers.{layer}.chosen": (count,), f"layers.{layer}.tokens": (1,)}
-    return shapes | {f"layers.{layer}.follows": shape for layer, shape in Affinity.shapes(counts).items()}
+    for layer, count in enumerate(num_experts):
+        if count:
+            shapes |= {f"layers.{layer}.chosen": (count,), f"layers.{layer}.tokens": (1,)}
+    return shapes
 
 
 def kept(store: Path, wanted: Mapping[str, tuple[int, ...]]) -> Profile:

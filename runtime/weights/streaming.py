@@ -14,7 +14,8 @@ import torch
 
 from ...moe.expert import ExpertWeights, HeldExperts
 from ...moe.expert_cache import ExpertSlots, StreamedExperts, StreamingExpertCache
-from ...moe.forecast import Forecast, LookAhead
+from ...moe.forecast import Forecast
+from ...moe.policy import Popular
 from ...moe.routing_stats import RoutingStats
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions, ModeChoice, RouterLatency
 from ...moe.streaming_order import ExpertFetchQueue, StreamingOrder
@@ -201,11 +202,7 @@ class ModelExperts:
         self._layers = layers
         self._options = options
         counts = {index: layer.shards.num_experts for index, layer in enumerate(layers) if layer.shards.num_experts}
-        self.stats = RoutingStats(
-            counts,
-            "cpu" if memory.device is None else memory.device.torch_device,
-            popularity_only=profile is None and lanes.experts is None,
-        )
+        self.stats = RoutingStats(counts)
         self._profile = profile or {}
         self._start_from_profile()
         self.cache = None if lanes.experts is None else self._make_cache(lanes.experts, live)
@@ -230,7 +227,7 @@ class ModelExperts:
             self.cache.start_counting()
 
     def _counts(self) -> Profile:
-        found = {f"layers.{layer}.follows": table.cpu() for layer, table in self.stats.affinity.follows.items()}
+        found: Profile = {}
         for layer, stats in self.stats.popularity.layers.items():
             found[f"layers.{layer}.chosen"] = torch.from_numpy(stats.chosen.copy())
             found[f"layers.{layer}.tokens"] = torch.tensor([stats.tokens], dtype=torch.float64)
@@ -241,9 +238,6 @@ class ModelExperts:
             chosen = self._profile.get(f"layers.{layer}.chosen")
             stats.chosen[:] = 0.0 if chosen is None else chosen.numpy()
             stats.tokens = 0.0 if chosen is None else float(self._profile[f"layers.{layer}.tokens"])
-        for layer, table in self.stats.affinity.follows.items():
-            before = self._profile.get(f"layers.{layer}.follows")
-            table.zero_() if before is None else table.copy_(before)
 
     def _source(self, index: int, count: int) -> HeldExperts | StreamedExperts:
         if self.cache is not None:
@@ -256,13 +250,13 @@ class ModelExperts:
         popularity = self.stats.popularity.layers
         sizes = {layer: self._memory.nbytes(ShardKey(layer, 0)) for layer in popularity}
         probabilities = {layer: stats.wanted_by(live) for layer, stats in popularity.items()}
-        slots = ExpertSlots(held, self._memory, self._bind, self._options.policy(held, sizes, probabilities))
+        slots = ExpertSlots(held, self._memory, self._bind, Popular(held, sizes, probabilities))
         largest = max(sizes.values())
         order = StreamingOrder(
             ExpertFetchQueue(stream, self._lanes.shard),
             slots.held,
             ModeChoice(self.stats, self._options.stream),
-            Forecast(self.stats, LookAhead(self._routers())),
+            Forecast(self.stats, self._routers()),
             RouterLatency(
                 lambda: stream.seconds_busy, lambda: stream.nbytes_moved, lambda: stream.seconds_waited, largest
             ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moedge.moe.streaming_mode import ExpertOptions, Hold, Mode
+from moedge.moe.streaming_mode import ExpertOptions, Mode
 from moedge.offload import errors as cuda_error
 from moedge.offload import page_locked as slab
 from moedge.offload.host_memory import HostMemory
@@ -36,7 +36,7 @@ def engine(case: Any, fake: Any) -> Any:
 @pytest.mark.sample("pinned in part")
 @pytest.mark.parametrize("limit", [float("inf"), RING_NBYTES + (1 << 19)], ids=["all pinned", "pinned in part"])
 def test_swaps_never_cross_the_border_of_a_registration(
-    limit: float, case: Any, fakes: ModuleType, monkeypatch: pytest.MonkeyPatch
+    limit: float, case: Any, fakes: ModuleType, modes: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registrations of some one and a half experts: every second expert would lie over a border."""
     tiny = case("qwen3_moe")
@@ -45,7 +45,8 @@ def test_swaps_never_cross_the_border_of_a_registration(
     monkeypatch.setattr(slab, "MIN_PIN_NBYTES", nbytes // 4)
     with fakes.FakeDevice(3, pin_limit=limit) as fake:
         plan = tiny.held(fake.device, 0.5, on_disk=False)
-        ran = tiny.run(plan, fake.device, experts=ExpertOptions(Mode.WANTED, Hold.LRU))
+        with modes.restless():
+            ran = tiny.run(plan, fake.device, experts=ExpertOptions(Mode.WANTED))
     assert ran.experts.swaps > 0
     assert ran.tokens == tiny.run(tiny.plan(None)).tokens
 

@@ -254,7 +254,7 @@ def test_mixing_does_not_depend_on_threads_nor_on_other_tokens(tokens: int, per_
     body = ExpertBody(lambda x: ACTIVATIONS["silu"](*x.chunk(2, 1)), gate=Gate("silu"))
 
     def mixed(compute: ParallelMatmul, count: int) -> Tensor:
-        source = HeldExperts(0, experts, RoutingStats({0: 9}, "cpu"))
+        source = HeldExperts(0, experts, RoutingStats({0: 9}))
         return mix_experts(hidden[:count], ids[:count], weights[:count].bfloat16(), source, body, compute)
 
     together = mixed(matmul(3), tokens)

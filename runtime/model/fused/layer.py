@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....moe.expert import HeldExperts
-from ....moe.groups import ExpertGroups
 from ....quant.matmul import steps
 from ....quant.matmul.matmul import ALL_ROWS, ParallelMatmul
 from ....quant.matmul.steps import HeadRows, Routed, Step, Steps
@@ -19,8 +18,6 @@ from ...attention.protocol import AttentionCall
 from .structure import LayerParts
 
 Forward = Any
-# Every how many passes all statistics of routing are kept: those of pairs of layers take longer than a small product.
-_SAMPLED = 8
 
 
 class Buffers:
@@ -217,13 +214,6 @@ class FusedLayer:
         return _Composed(rotary, composed, Steps(composed.before), Steps(composed.behind))
 
     def count(self, rows: int) -> None:
-        """Counts a pass and what was routed in it, as the seam does; what only streaming needs, in some passes."""
-        stats, layer, ids = self._source.stats, self._source.layer, self.routed.ids[:rows]
-        counts, sampled = self.routed.counts.tolist(), self.taken % _SAMPLED == 0
+        """Counts a pass and what was routed in it, as the seam does."""
         self.taken += 1
-        if not sampled:
-            stats.popularity.observe(layer, rows, counts)
-            return
-        of_groups = (self.routed.token_ids, self.routed.assignment_rows)
-        token_ids, assignment_rows = (each.view(-1)[: ids.numel()] for each in of_groups)
-        stats.observe(layer, ExpertGroups(ids.clone(), counts, token_ids, assignment_rows, (0, ids.numel())))
+        self._source.stats.popularity.observe(self._source.layer, rows, self.routed.counts.tolist())

@@ -50,7 +50,7 @@ def test_the_arguments_are_the_options_of_the_commands() -> None:
 
 def test_a_request_has_what_the_arguments_say() -> None:
     request = batch_request(
-        "m", "in", "out", ram=3 << 30, gpu_mem=0, disk="5GiB", disk_dir="/d", quant="int4", hold="lru", stream="all",
+        "m", "in", "out", ram=3 << 30, gpu_mem=0, disk="5GiB", disk_dir="/d", quant="int4", stream="all",
         max_tokens=7, temperature=0.5, seed=3, plan="p", lenient=True, until="07:00", max_rows=9, max_failures=4,
         accept_drift="kv", deterministic=True, reasoning_effort="low", max_thinking_tokens=8,
         chat_template_kwargs={"enable_thinking": False}, overwrite=True, partial=True,

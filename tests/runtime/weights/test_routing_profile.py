@@ -27,16 +27,12 @@ SHAPES = profile_shapes([0, 4, 4])
 
 
 def seen(tokens: float) -> Profile:
-    return {
-        name: torch.full(shape, tokens, dtype=torch.float64 if "follows" not in name else torch.float32)
-        for name, shape in SHAPES.items()
-    }
+    return {name: torch.full(shape, tokens, dtype=torch.float64) for name, shape in SHAPES.items()}
 
 
-def test_layers_without_experts_have_none_and_the_first_follows_nothing() -> None:
+def test_layers_without_experts_have_no_counts() -> None:
     assert SHAPES == {
-        "layers.1.chosen": (4,), "layers.1.tokens": (1,), "layers.2.chosen": (4,), "layers.2.tokens": (1,),
-        "layers.2.follows": (4, 4),
+        "layers.1.chosen": (4,), "layers.1.tokens": (1,), "layers.2.chosen": (4,), "layers.2.tokens": (1,)
     }  # fmt: skip
 
 

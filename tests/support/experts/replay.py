@@ -1,9 +1,20 @@
 """Replays what layers wanted against a policy: the hit counts that tables and tests compare."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from moedge.moe.policy import HoldPolicy
 from moedge.offload.stream.lane import ShardKey
+
+
+class HoldPolicy(Protocol):
+    """What moedge.moe.policy.Popular is."""
+
+    def begin_pass(self) -> None: ...
+
+    def observe(self, layer: int, wanted: Sequence[int]) -> None: ...
+
+    def victim(self, entering: ShardKey, may_leave: Callable[[ShardKey], bool]) -> ShardKey | None: ...
+
 
 Trace = Sequence[Sequence[int]]  # turns: the experts that a layer wanted, layer after layer, pass after pass
 
@@ -26,8 +37,8 @@ def replay(trace: Trace, num_layers: int, policy: HoldPolicy, held: Iterable[Sha
     return hits
 
 
-def belady(trace: Trace, num_layers: int, num_slots: int) -> int:
-    """Hits of the best policy there can be, which knows what comes; it may let what arrives pass by.
+def belady(trace: Trace, num_layers: int, held: Iterable[ShardKey]) -> int:
+    """Hits of the best policy there can be, which knows what comes and may let what arrives pass by.
 
     L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5 (1966).
     """
@@ -37,11 +48,11 @@ def belady(trace: Trace, num_layers: int, num_slots: int) -> int:
             uses.setdefault(ShardKey(turn % num_layers, expert), []).append(turn)
     for turns in uses.values():
         turns.reverse()
-    slots: set[ShardKey] = set()
+    slots = set(held)
     hits, never = 0, len(trace)
 
     def next_use(key: ShardKey) -> int:
-        return uses[key][-1] if uses[key] else never
+        return uses[key][-1] if uses.get(key) else never
 
     for turn, wanted in enumerate(trace):
         keys = [ShardKey(turn % num_layers, expert) for expert in wanted]
@@ -51,10 +62,8 @@ def belady(trace: Trace, num_layers: int, num_slots: int) -> int:
         for key in keys:
             if key in slots or next_use(key) == never:
                 continue
-            if len(slots) >= num_slots:
-                farthest = max(slots, key=next_use)
-                if next_use(farthest) <= next_use(key):
-                    continue
+            farthest = max(slots, key=next_use, default=key)
+            if next_use(farthest) > next_use(key):
                 slots.remove(farthest)
-            slots.add(key)
+                slots.add(key)
     return hits
