@@ -111,8 +111,11 @@ _FAMILIES = {
 
 def _ends(metadata: Mapping[str, Any]) -> list[Any] | None:
     """The tokens that end an answer: of the text, of a turn, of a message."""
-    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(token for token in found if token is not None)) or None
+    found = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    for name, token in found.items():
+        if token is not None and type(token) is not int:
+            raise UnsupportedModel(f"GGUF: tokenizer.ggml.{name}_token_id is {described(token)}, wanted a number")
+    return list(dict.fromkeys(token for token in found.values() if token is not None)) or None
 
 
 def _scaling(file: _File) -> _Values:
