@@ -21,6 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self
 
 from ..settings.errors import PromptError, TemplateError
+from .confinement import clean_environment
 from .control_tokens import ControlTokens, Marks, Piece, Span, check_text, output_limit
 from .messages import TEXT_FIELDS, Message, has_parts, joined_parts, read_messages, texts, with_texts
 
@@ -66,6 +67,7 @@ class Child:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             process_group=0,
+            env=clean_environment(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -97,12 +99,13 @@ class Child:
             body += chunk
         return bytes(body)
 
-    def kill(self) -> None:
-        """Ends the process at once, whatever it is doing, and those that it started."""
+    def kill(self) -> int:
+        """Ends the process at once, whatever it is doing, and those that it started; minus the signal that it died of
+        where it had ended before."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:
-            self._process.wait()
+            return self._process.wait()
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
