@@ -119,7 +119,7 @@ class RequestReader:
         self._longest = loaded.longest
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
-        self._encoder = RowEncoder(tokenizer, shape.vocab, shape.context, loaded.longest)
+        self._encoder = RowEncoder(tokenizer, shape.vocab, shape.context, loaded.longest, most=loaded.longest)
         self._builder = RowBuilder(Defaults(seed=seed, **model_defaults(loaded.source.folder).values))
 
     def open(self, data: bytes, endpoint: Endpoint) -> LiveRequest:

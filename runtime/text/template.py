@@ -283,7 +283,7 @@ class ChatTemplate:
 
     def _refuse_controls(self, value: Any, where: str, special_only: bool = False) -> None:
         """Raises `PromptError` for values that templates write as JSON or compare, so that marks cannot be in them."""
-        text = "\n".join(_strings(value))
+        text = "\n".join(strings(value))
         for span in self._controls.spans(text) if text else ():
             if span.special or not special_only:
                 found = text[span.start : span.stop]
@@ -301,17 +301,17 @@ class ChatTemplate:
         return self._takes_parts
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings(value: Any) -> Iterator[str]:
     """Every string of a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, item in value.items():
             yield str(name)
-            yield from _strings(item)
+            yield from strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            yield from strings(item)
 
 
 def _foreign(spans: Sequence[Span], chat: Sequence[Message]) -> Iterator[Span]:
