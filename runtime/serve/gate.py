@@ -31,6 +31,8 @@ _OPEN_PATHS = ("/health",)
 _UPLOADS = "/v1/files"
 # Of browsers: a page of this server, or an address that a person typed.
 _OWN_SITES = ("", "same-origin", "none")
+# As many bodies of this size as there may be requests are not counted.
+_SMALL_NBYTES = 64 << 10
 # Of a body that is refused: clients that write all of it before they read would see a reset instead of the answer.
 _MOST_DROPPED_NBYTES, _DROPPING_SECONDS = 16 << 20, 2.0
 
@@ -122,18 +124,21 @@ def _refuse_other_hosts(headers: dict[bytes, bytes]) -> None:
 
 
 class _Bodies:
-    """The bodies of all open requests, which are in memory; uploads go to disk as they come."""
+    """The large bodies of all open requests, which are in memory; uploads go to disk as they come."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = limits.bodies_nbytes
         self._nbytes = 0
 
-    def add(self, nbytes: int) -> None:
-        """Raises ApiError where there are too many; negative ones are given back."""
-        self._nbytes += nbytes
-        if nbytes > 0 and self._nbytes > self._most:
-            message = f"open requests have more than {self._most:,} bytes; try again later"
+    def take(self, nbytes: int) -> None:
+        """Raises ApiError where there is no room for so many."""
+        if self._nbytes + nbytes > self._most:
+            message = f"open requests have up to {self._most:,} bytes; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
+        self._nbytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
 
 
 class _Guarded:
@@ -150,14 +155,23 @@ class _Guarded:
         self._idle_seconds = limits.idle_seconds
         seconds = limits.upload_seconds if upload else limits.body_seconds
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self._nbytes = 0
+        self._nbytes = self._held = 0
         self._whole = False
         self._answered = self._dropping = False
 
     def check_length(self) -> None:
         for name, value in self._scope["headers"]:
-            if name == b"content-length" and (not value.isdigit() or int(value[:20]) > self._most_nbytes):
-                raise self._too_large()
+            if name == b"content-length":
+                if not value.isdigit() or int(value[:20]) > self._most_nbytes:
+                    raise self._too_large()
+                # Before the first byte: of many that come at once, those that fit are read whole.
+                self._hold(int(value))
+
+    def _hold(self, nbytes: int) -> None:
+        """Takes room for a body of so many bytes, unless it is small or has it."""
+        if self._bodies is not None and nbytes > max(self._held, _SMALL_NBYTES):
+            self._bodies.take(nbytes - self._held)
+            self._held = nbytes
 
     async def receive(self) -> Message:
         if self._whole:
@@ -168,12 +182,10 @@ class _Guarded:
             message = await asyncio.wait_for(self._receive(), max(0.0, min(self._idle_seconds, left)))
         except TimeoutError:
             raise ApiError(408, "the body came too slowly", code="timeout") from None
-        nbytes = len(message.get("body", b""))
-        self._nbytes += nbytes
-        if self._bodies is not None:
-            self._bodies.add(nbytes)
+        self._nbytes += len(message.get("body", b""))
         if self._nbytes > self._most_nbytes:
             raise self._too_large()
+        self._hold(self._nbytes)
         self._whole = not message.get("more_body", False)
         return message
 
@@ -200,7 +212,7 @@ class _Guarded:
     def end(self) -> None:
         """The request has its answer, or nobody waits for it."""
         if self._bodies is not None:
-            self._bodies.add(-self._nbytes)
+            self._bodies.give_back(self._held)
 
     async def refuse(self, error: ApiError) -> None:
         assert not self._answered

@@ -271,16 +271,22 @@ def test_a_client_that_writes_before_it_reads_sees_why_it_is_refused(framing: st
 
 
 def test_open_bodies_are_counted_together() -> None:
-    with running(None, replace(PATIENT, body_nbytes=1000, bodies_nbytes=1500)) as port:
+    whole = (head(Content_Length=90_000, Connection="close"), b"x" * 90_000)
+    chunked = (head(Transfer_Encoding="chunked", Connection="close"), b"%x\r\n" % 90_000 + whole[1] + b"\r\n0\r\n\r\n")
+    small = (head(Content_Length=60_000, Connection="close"), b"x" * 60_000)
+    with running(None, replace(PATIENT, body_nbytes=100_000, bodies_nbytes=150_000)) as port:
         opened = socket.create_connection(("127.0.0.1", port), timeout=120)
-        opened.sendall(head(Content_Length=1000) + b"x" * 900)
-        while status_of(answer := exchange(port, head(Content_Length=900, Connection="close"), b"x" * 900)) != 429:
+        opened.sendall(head(Content_Length=100_000) + b"x")
+        while status_of(answer := exchange(port, *whole)) != 429:
             assert status_of(answer) == 200
         assert error_of(answer)["code"] == "rate_limit_exceeded"
+        assert status_of(exchange(port, *chunked)) == 429
+        assert status_of(exchange(port, *small)) == 200
         opened.close()
         # What is gone is given back.
-        while status_of(exchange(port, head(Content_Length=900, Connection="close"), b"x" * 900)) == 429:
+        while status_of(exchange(port, *whole)) == 429:
             pass
+        assert status_of(exchange(port, *chunked)) == 200
 
 
 def test_connections_without_a_request_make_room_for_others() -> None:
