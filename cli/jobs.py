@@ -50,8 +50,8 @@ def ls(as_json: JSON = False) -> None:
     for each in listed(jobs()):
         try:
             found.append(JobStatus.read(each) if isinstance(each, JobFolder) else DocumentsJob.read(each))
-        except JobNotFound:
-            # Rounds of a question that another one replaced.
+        except (JobNotFound, FileNotFoundError):
+            # Rounds of a question that another one replaced, or a job that is being removed.
             continue
         except (BadJournal, OtherVersion) as error:
             print(f"unreadable: {each.path if isinstance(each, JobFolder) else each}: {error}", file=sys.stderr)

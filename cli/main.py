@@ -15,6 +15,7 @@ import typer
 
 from ..offload.errors import ExitCode, exit_code_of
 from ..offload.memory import refused_library, return_memory
+from ..runtime.settings.formatting import escape_controls
 from ..runtime.settings.process import settle
 from .batch import batch, demo
 from .bench import bench
@@ -93,10 +94,11 @@ def main() -> None:
             say(f"moedge: {refusal}")
         elif code is ExitCode.BUG:
             say(f"moedge: internal error: {error!r}; please report it, with the traceback in {_save_traceback()}")
+        elif isinstance(error, OSError):
+            named = f": {error.filename}" if error.filename else ""
+            say(escape_controls(f"moedge: {error.strerror or error}{named}; {code.advice}"))
         else:
             # A name in it may be the model's, or a row's.
-            from ..runtime.settings.formatting import escape_controls
-
             say(escape_controls(f"moedge: {error}"))
         sys.exit(code)
 

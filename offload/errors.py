@@ -70,8 +70,8 @@ class MoedgeError(Exception):
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """The exit code of a MoedgeError; GAVE_OUT if memory ran out; BUG for any other error."""
-    if is_out_of_memory(error):
+    """The exit code of a MoedgeError; GAVE_OUT if memory, a disk or descriptors ran out; BUG for any other error."""
+    if is_out_of_memory(error) or is_exhausted(error):
         return ExitCode.GAVE_OUT
     return error.exit_code if isinstance(error, MoedgeError) else ExitCode.BUG
 
@@ -143,6 +143,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     if type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+_EXHAUSTED = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EAGAIN,
+    errno.ENOMEM,
+}
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether the system has no more of something, or a disk fails: the same command may go on later."""
+    return isinstance(error, OSError) and error.errno in _EXHAUSTED
 
 
 _spare: list[torch.Tensor] = []

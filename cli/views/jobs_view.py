@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -115,8 +115,13 @@ def print_documents(job: DocumentsJob) -> None:
         "folder": job.path,
     }
     chosen = {name: value for name, value in job.question.items() if value not in (None, "", [], 0)}
-    for label, text in {**lines, **chosen}.items():
-        print(f"{label:22} {text}")
+    _print_facts({**lines, **chosen})
+
+
+def _print_facts(facts: Mapping[str, object]) -> None:
+    # Names of models and paths are other people's.
+    for label, text in facts.items():
+        print(escape_controls(f"{label:22} {text}"))
 
 
 def print_job(status: JobStatus) -> None:
@@ -137,8 +142,7 @@ def print_job(status: JobStatus) -> None:
     hashes = {f"{name} fingerprint": identity.pop(name) for name in _HASHES if name in identity}
     # Settings that nobody set are left out: a journal keeps them all.
     chosen = {name: value for name, value in identity.items() if value not in (None, "", [])}
-    for label, text in {**lines, **chosen, **hashes}.items():
-        print(f"{label:22} {text}")
+    _print_facts({**lines, **chosen, **hashes})
 
 
 def _by_name(counts: dict[str, int]) -> str:

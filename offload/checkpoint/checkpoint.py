@@ -48,6 +48,12 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
     return data
 
 
+def find_inside(folder: Path, name: str, most: int) -> bytes | None:
+    """The same, or None where there is nothing of that name. Every file of a checkpoint is read in one of these ways:
+    none is skipped that is a link to elsewhere, a pipe or a device."""
+    return read_inside(folder, name, most) if os.path.lexists(folder / name) else None
+
+
 def blob_id(folder: Path, name: str) -> str | None:
     """The hub's hash of a file that is a link into the blobs of a cache; None for any other file."""
     real = (folder / name).resolve()

@@ -133,8 +133,8 @@ class _Reader:
             return self._scalar(key, kind)
         kind, count = self._number("<I"), self._number("<Q")
         self._items += count
-        if self._items > 4 * MAX_ITEMS:
-            raise ValueError(f"{described(key)} has {count} items, at most {4 * MAX_ITEMS} are read in all")
+        if self._items > 2 * MAX_ITEMS:
+            raise ValueError(f"{described(key)} has {count} items, at most {2 * MAX_ITEMS} are read in all")
         if kind == _STRING:
             for _ in range(count):
                 self._string()

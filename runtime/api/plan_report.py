@@ -23,7 +23,7 @@ from ..rows.row import Defaults
 from ..rows.tables import InputFormat
 from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
-from ..settings.formatting import TIE, count, duration, fit, formats_line, kernel_lines
+from ..settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
 from ..settings.settings import Settings
 from ..source.headers import read_headers
 from .options import (
@@ -194,7 +194,7 @@ def _print(found: Mapping[str, Any], explain: bool, console: Console) -> None:
 
     def say(lines: Iterable[str]) -> None:
         for line in lines:
-            console.print(fit(line, width))
+            console.print(fit(escape_controls(line), width))
 
     if not found["fits"]:
         say([f"does not fit: {found['reason']}"])

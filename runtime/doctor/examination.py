@@ -16,6 +16,7 @@ from ..calibration.machine_profile import machine_profile, measure_cache_reads, 
 from ..plan.history import last_runs
 from .finding import Finding, Verdict, fail
 from .host import (
+    check_confinement,
     check_hub_cache,
     check_memory,
     check_open_files,
@@ -92,6 +93,7 @@ def _machine(stores: Path) -> list[Finding]:
     return [
         check_memory(find_host_memory()),
         check_open_files(),
+        check_confinement(),
         check_stores(stores),
         *check_hub_cache(Path(constants.HF_HUB_CACHE), constants.HF_HUB_OFFLINE),
         check_state(saved_path()),

@@ -16,6 +16,7 @@ from ...offload.machine.hardware import nearest_existing
 from ...offload.memory import MemoryGroup, host_available, host_total, memory_groups
 from ...offload.store.stores import stores
 from ..settings.errors import counted
+from ..text.confinement import lacking
 from .finding import Finding, fail, ok, warn
 
 # A process with torch, transformers and bitsandbytes, and a gigabyte for a model.
@@ -64,6 +65,16 @@ def check_open_files(limit: int | None = None) -> Finding:
     if most < _LEAST_FILES:
         return warn("open files", f"at most {most:,}; prepared weights have one file per layer", "ulimit -n 4096")
     return ok("open files", f"at most {most:,}")
+
+
+def check_confinement() -> Finding:
+    """Whether native code that is taken over by a file is held by the kernel."""
+    if missing := lacking():
+        found = f"this kernel has no {missing}: native code that a document takes over is bound by limits alone"
+        return warn(
+            "confinement", found, "a Linux kernel from 5.13 on, with both built in, or documents of people you trust"
+        )
+    return ok("confinement", "readers of documents and chat templates are shut in by Landlock and seccomp")
 
 
 def _binding(memory: HostMemoryFacts) -> MemoryGroup | None:

@@ -403,7 +403,7 @@ class DocumentJob:
             if table:
                 lines.flush()
                 fields = schema_fields(self._question.schema)
-                write_table(self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out)
+                write_table(self._paths.outputs.out.suffix, lambda: _lines(lines.hidden), fields, out, formulas=False)
         finally:
             if table:
                 lines.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any, BinaryIO
 
 from ..settings.errors import SettingError
 from ..text.template import Child, pack, unpack
-from .readers.content import Content, ReadCode, ReadFailure
+from .readers.content import WAITING, Content, ReadCode, ReadFailure
 
 # Files that one process reads: whatever a parser leaks goes with the process.
 FILES_PER_PROCESS = 200
@@ -26,8 +27,8 @@ _COMMAND = (sys.executable, "-P", "-m", "moedge.runtime.documents.readers.worker
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What one file may take: its own bytes, the memory of its reader, seconds (for each page that Tesseract reads),
-    and bytes of text."""
+    """What one file may take: its own bytes, the memory of its reader, seconds of a processor (and four times as many
+    by the clock, for each page that Tesseract reads), and bytes of text."""
 
     file_nbytes: int = 256 << 20
     memory_nbytes: int = 2 << 30
@@ -61,15 +62,16 @@ class ReaderProcess:
         child, self._child = self._child or self._started(), None
         self._busy = child
         seconds = self._options.limits.seconds
+        too_long = f"reading it took more than {seconds:g} s; read it with --reader, or leave it out with --exclude"
         try:
             self._send(child, file, nbytes, name, digest)
             answer = self._receive(child)
         except TimeoutError:
             child.kill()
-            message = f"reading it took more than {seconds:g} s; read it with --reader, or leave it out with --exclude"
-            raise ReadFailure(ReadCode.TIME_LIMIT, message) from None
+            raise ReadFailure(ReadCode.TIME_LIMIT, too_long) from None
         except (EOFError, OSError, OverflowError, ValueError):
-            child.kill()
+            if child.kill() in (-signal.SIGPROF, -signal.SIGALRM):
+                raise ReadFailure(ReadCode.TIME_LIMIT, too_long) from None
             message = "its reader crashed, as it does for damaged files and where memory ends; open and save it again"
             raise ReadFailure(ReadCode.CRASHED, message) from None
         except BaseException:
@@ -101,7 +103,7 @@ class ReaderProcess:
         raise ReadFailure(code, message)
 
     def _send(self, child: Child, file: BinaryIO, nbytes: int, name: str, digest: str) -> None:
-        deadline = time.monotonic() + self._options.limits.seconds
+        deadline = time.monotonic() + WAITING * self._options.limits.seconds
         child.send(pack({"name": name, "nbytes": nbytes}), deadline)
         sent, hashed = 0, sha256()
         while data := file.read(min(_PIECE_NBYTES, nbytes - sent)):
@@ -116,7 +118,7 @@ class ReaderProcess:
         # JSON may write one character in six bytes.
         most = 6 * limits.text_nbytes + (1 << 20)
         for _ in range(_MOST_PROGRESS):
-            answer = unpack(child.receive(time.monotonic() + limits.seconds, most))
+            answer = unpack(child.receive(time.monotonic() + WAITING * limits.seconds, most))
             if not isinstance(answer, dict):
                 raise ValueError("the answer is not an object")
             if "page" not in answer:
@@ -139,7 +141,7 @@ class ReaderProcess:
         limits, options = self._options.limits, self._options
         hello = {
             "reader": options.reader, "folder": os.getcwd(), "languages": options.languages,
-            "memory_nbytes": limits.memory_nbytes, "output_nbytes": limits.text_nbytes, "alarm_s": limits.seconds + 1,
+            "memory_nbytes": limits.memory_nbytes, "output_nbytes": limits.text_nbytes, "seconds": limits.seconds,
         }  # fmt: skip
         child = Child(_COMMAND)
         deadline = time.monotonic() + _START_LIMIT_S

@@ -13,7 +13,7 @@ import os
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,19 +32,28 @@ from ..sampling.params import SamplingParams
 from ..settings.errors import InputRefused, PromptError, counted
 from ..text.chat_stream import ChatStream, StreamOptions
 from ..text.stream import TextStream
+from ..text.template import strings
 from ..text.tokenizer import Tokenizer
 
 # Token ids and settings of each of a row's choices, in the order of its answer.
 Choices = Sequence[tuple[list[int], SamplingParams]]
 
 
-def context_error(row: Row, num_prompt_tokens: int, context_tokens: int) -> RowFailure | None:
+def prompt_texts(prompt: Prompt) -> Iterator[str]:
+    """Every text of a prompt that people wrote; nothing of one that is token ids."""
+    if isinstance(prompt, TextPrompt):
+        yield prompt.text
+    elif isinstance(prompt, ChatPrompt):
+        yield from strings([each.content for each in prompt.messages])
+
+
+def context_error(row: Row, num_prompt_tokens: int, context_tokens: int, least: str = "") -> RowFailure | None:
     """The failure of a row whose longest prompt and its answer together exceed the context."""
     max_tokens = row.params.max_tokens
     if num_prompt_tokens + max_tokens <= context_tokens:
         return None
     message = (
-        f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate are {num_prompt_tokens + max_tokens},"
+        f"{least}{num_prompt_tokens} prompt tokens and {max_tokens} to generate are {num_prompt_tokens + max_tokens},"
         f" the context has {context_tokens}; shorten the prompt or lower max_tokens"
     )
     return row.failure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
@@ -117,9 +126,11 @@ class RowEncoder:
 
     def __init__(
         self, tokenizer: Tokenizer, vocab: int, context: int, cache_tokens: int | None = None, *,
-        spool: KnownIds | None = None,
+        spool: KnownIds | None = None, most: int | None = None,
     ) -> None:  # fmt: skip
-        """`spool` keeps token ids that were computed, and gives those that it has."""
+        """`spool` keeps token ids that were computed, and gives those that it has. Far longer prompts than of `most`
+        tokens, of `context` by default, are not tokenized to their end."""
+        self._most = most or context
         self.tokenizer = tokenizer
         self._vocab = vocab
         self._context = context
@@ -139,6 +150,8 @@ class RowEncoder:
         """The generations of a row, or the failure that prevents them."""
         try:
             self.grammar(row)
+            if failure := self._far_too_long(row):
+                return failure
             ids_of_prompts = self._ids_of_prompts(row)
         except PromptError as error:
             return row.failure(ErrorCode.INVALID_VALUE, str(error), "prompt")
@@ -196,13 +209,19 @@ class RowEncoder:
             self._spool.add(row.index, ids_of_prompts)
         return ids_of_prompts
 
-    def _too_long(self, row: Row, longest: int) -> RowFailure | None:
-        if failure := context_error(row, longest, self._context):
+    def _far_too_long(self, row: Row) -> RowFailure | None:
+        """The failure of a row that need not be tokenized to the end: it would take far more memory than it runs in."""
+        counts = [self.tokenizer.at_least(prompt_texts(prompt), self._most) for prompt in row.prompts]
+        return self._too_long(row, max(counts), "at least ") if max(counts) > self._most else None
+
+    def _too_long(self, row: Row, longest: int, least: str = "") -> RowFailure | None:
+        """`least` is in front of a number that was not counted to the end."""
+        if failure := context_error(row, longest, self._context, least):
             return failure
         if self._cache_tokens is None or longest + row.params.max_tokens <= self._cache_tokens:
             return None
         message = (
-            f"{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
+            f"{least}{longest} prompt tokens and {row.params.max_tokens} to generate are more than the KV cache holds "
             f"({self._cache_tokens}); give the job more memory (an LLM: a larger max_model_len), or lower max_tokens"
         )
         return row.failure(ErrorCode.KV_CACHE_EXCEEDED, message)

@@ -345,7 +345,7 @@ class RowRunner:
         row = opened.row
         broken = next((each for each in opened.sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:
-            return self._failed(_failure(broken, row))
+            return self._failed(failure_of(broken, row))
         completions = [
             completion_of(row, each, text) for each, text in zip(opened.sequences, opened.texts, strict=True)
         ]
@@ -376,7 +376,8 @@ def failed_row(failure: RowFailure, answers: Answers, digest: str) -> Done:
     return Done(failure.index, True, 0, 0, digest, answers.failure(failure), {str(failure.code): 1})
 
 
-def _failure(broken: Sequence, row: Row) -> RowFailure:
+def failure_of(broken: Sequence, row: Row) -> RowFailure:
+    """Why a sequence of a row has ended with an error."""
     if broken.grammar is not None and broken.grammar.error and row.schema is not None:
         found = invalid_schema(row.schema, broken.error).failure
         return row.failure(found.code, broken.error, found.param)

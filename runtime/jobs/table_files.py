@@ -138,19 +138,24 @@ def _kind(value: Any) -> type:
     return str if type(value) is int and not -(1 << 63) <= value < 1 << 63 else type(value)
 
 
-def write_table(suffix: str, lines: Lines, fields: tuple[str, ...] | None, sink: Sink) -> None:
-    """Writes a table in the format of `suffix`. Raises MissingExtra."""
+def write_table(
+    suffix: str, lines: Lines, fields: tuple[str, ...] | None, sink: Sink, *, formulas: bool = True
+) -> None:
+    """Writes a table in the format of `suffix`; without `formulas` no cell of a CSV is one. Raises MissingExtra."""
     table = Table(lines, fields)
-    (_write_csv if suffix.lower() == ".csv" else _write_parquet)(table, sink)
+    if suffix.lower() == ".csv":
+        _write_csv(table, sink, _cell if formulas else _no_formula)
+    else:
+        _write_parquet(table, sink)
 
 
-def _write_csv(table: Table, sink: Sink) -> None:
+def _write_csv(table: Table, sink: Sink, cell: Callable[[Any], str]) -> None:
     """UTF-8; null is empty, text is in quotation marks where it needs them, and lists and objects are JSON."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(table.kinds)
+    writer.writerow(map(cell, table.kinds))
     for record in table.records():
-        writer.writerow([_cell(record.get(name)) for name in table.kinds])
+        writer.writerow([cell(record.get(name)) for name in table.kinds])
         if buffer.tell() > 1 << 16:
             sink.write(_taken(buffer))
     sink.write(_taken(buffer))
@@ -167,6 +172,22 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# How formulas begin in spreadsheets, in East Asian ones too; OWASP's "CSV injection".
+_FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+
+
+def _no_formula(value: Any) -> str:
+    """The cell as text for a spreadsheet where it would be a formula; numbers stay."""
+    cell = _cell(value)
+    if not cell.startswith(_FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def _write_parquet(table: Table, sink: Sink) -> None:

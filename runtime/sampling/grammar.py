@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import groupby
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from ...offload.errors import ExitCode, MoedgeError
@@ -36,6 +38,9 @@ _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": "[ ]", "coerce_on
 # A regex or a grammar is written by a person. Rules that double each other would grow to seconds of work within the
 # limits for schemas.
 MAX_GRAMMAR_LENGTH = 32 << 10
+# A choice is written by a program: labels of a classification, thousands of them.
+MAX_CHOICES_LENGTH = 512 << 10
+_MAX_NESTING = 64
 _LARK_FUEL = 50_000
 
 _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
@@ -52,9 +57,10 @@ class SchemaError(MoedgeError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Lark:
-    """A grammar in llguidance's form of Lark's syntax, whose rule `start` is the whole answer."""
+    """A grammar in llguidance's form of Lark's syntax, whose rule `start` is the whole answer; `most` characters."""
 
     text: str
+    most: int = MAX_GRAMMAR_LENGTH
 
     @classmethod
     def of_regex(cls, regex: str) -> Lark:
@@ -65,7 +71,25 @@ class Lark:
     @classmethod
     def of_choice(cls, texts: Sequence[str]) -> Lark:
         """An answer that is one of `texts`."""
-        return cls("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        # One regex: of strings beside each other, llguidance follows 2,000 at most.
+        return cls(cls.of_regex(_one_of(sorted(set(texts)))).text, MAX_CHOICES_LENGTH)
+
+
+def _one_of(texts: Sequence[str], depth: int = 0) -> str:
+    """A regex of sorted texts in which common beginnings stand once."""
+    if depth == _MAX_NESTING:
+        return "|".join(map(_escaped, texts))
+    parts = []
+    for _, group in groupby(texts, key=lambda text: text[:1]):
+        found = list(group)
+        begin = commonprefix([found[0], found[-1]])  # noqa: RUF071
+        rest = _one_of([text[len(begin) :] for text in found], depth + 1) if len(found) > 1 else ""
+        parts.append(_escaped(begin) + (f"({rest})" if rest else ""))
+    return "|".join(parts)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[^\w ]|_", lambda found: f"\\u{{{ord(found[0]):x}}}", text)
 
 
 # The text of a JSON schema, or another grammar.
@@ -81,7 +105,7 @@ def compile_schema(schema: AnswerForm) -> str:
         raise MissingExtra("response_format and structured_outputs need llguidance", "json")
     from llguidance import LLMatcher
 
-    text, most = (schema.text, MAX_GRAMMAR_LENGTH) if isinstance(schema, Lark) else (schema, MAX_SCHEMA_NBYTES)
+    text, most = (schema.text, schema.most) if isinstance(schema, Lark) else (schema, MAX_SCHEMA_NBYTES)
     if len(text) > most:
         unit = "characters" if isinstance(schema, Lark) else "bytes as ASCII"
         raise SchemaError(f"it has {len(text)} {unit}, at most {most} are accepted")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...offload.checkpoint.checkpoint import find_inside
 from ..settings.errors import shown
 from .params import LIMITS
 
@@ -42,12 +43,12 @@ def model_defaults(folder: Path) -> ModelDefaults:
     Sampling is off where `do_sample` is false; where it is true and there is no temperature, that is 1, as in
     transformers.
     """
-    path = folder / FILE
-    if not path.is_file() or path.stat().st_size > _MAX_NBYTES:
-        # A broken file is refused where its end tokens are read.
+    data = find_inside(folder, FILE, _MAX_NBYTES)
+    if data is None:
         return ModelDefaults()
     try:
-        content = json.loads(path.read_bytes())
+        # A broken file is refused where its end tokens are read.
+        content = json.loads(data)
     except (ValueError, RecursionError):
         return ModelDefaults()
     return _read(content) if isinstance(content, dict) else ModelDefaults()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ...offload.errors import is_exhausted
 from ..loading.engine_loader import LoadedModel
 from ..rows.failure import InvalidRow
 from ..rows.row import Endpoint
@@ -44,6 +45,7 @@ class Service:
     files: FileStore
     batches: BatchQueue
     limits: Limits
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
 
 def make_app(service: Service) -> FastAPI:
@@ -51,6 +53,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(OSError, _exhausted)
     app.add_exception_handler(Exception, _failed)
     _add_models(app, service)
     _add_files(app, service)
@@ -74,6 +77,13 @@ async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
+async def _exhausted(request: Request, error: Exception) -> Response:
+    if not is_exhausted(error):
+        raise error
+    message = f"the server's disk or memory gives out ({error}); try again when there is room"
+    return await _refuse(request, ApiError(507, message, code="insufficient_storage"))
+
+
 async def _failed(request: Request, error: Exception) -> Response:
     """uvicorn prints the traceback."""
     return await _refuse(request, ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
@@ -82,14 +92,15 @@ async def _failed(request: Request, error: Exception) -> Response:
 def _add_models(app: FastAPI, service: Service) -> None:
     shown = {"id": service.model, "object": "model", "created": service.created, "owned_by": "moedge"}
 
+    # On the loop: no request that works in a thread may keep them waiting.
     @app.get("/health")
-    def health() -> Response:
+    async def health() -> Response:
         if service.engine.died.done():
             raise ApiError(503, "the engine has ended", code="stopping")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
-    def metrics() -> Response:
+    async def metrics() -> Response:
         num_files = len(service.files.list(None))
         text = metrics_text(service.loaded, service.engine, service.batches.counts(), num_files)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
@@ -151,7 +162,7 @@ async def _upload(request: Request, files: FileStore) -> StoredFile:
                 raise refused(f'purpose must be "{BATCH}"', "purpose")
             return await run_in_threadpool(files.keep, file_id, upload, checked_name(form.filename))
     finally:
-        files.end_upload()
+        files.end_upload(upload)
 
 
 def _listed(request: Request, objects: list[dict[str, Any]]) -> Response:
@@ -208,7 +219,10 @@ async def _answer(request: Request, service: Service, endpoint: Endpoint) -> Res
     if service.engine.num_live >= service.limits.chats:
         message = "too many requests wait for an answer; try again later"
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
-    live = await run_in_threadpool(service.reader.open, await request.body(), endpoint)
+    body = await request.body()
+    # One at a time, and in a thread of its own: the pool's threads are for what is short.
+    async with service.reading:
+        live = await run_in_threadpool(service.reader.open, body, endpoint)
     events = _Events(live)
     service.engine.submit(live)
     if live.wanted.stream:

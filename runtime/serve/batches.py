@@ -12,12 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...offload.atomic_file import write_atomically
-from ...offload.errors import MoedgeError
+from ...offload.errors import MoedgeError, is_exhausted
 from ..api.batch import batch_request
 from ..jobs.folder import JobFolder
 from ..jobs.job import Measured, Running
@@ -31,7 +31,7 @@ from ..rows.row import Endpoint
 from ..settings.errors import ExportFailed, InputRefused, JournalFailed, MemoryGaveOut, Stalled, counted
 from .engine_thread import EngineThread
 from .errors import ApiError, not_found, refused
-from .files import BATCH, FileStore, new_id
+from .files import BATCH, FileStore, new_id, read_records
 from .limits import Limits
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
@@ -121,8 +121,9 @@ class BatchQueue:
         self._batches: dict[str, Batch] = {}
         self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-        records = [Batch(**json.loads(path.read_bytes())) for path in self._folder.glob("batch_*.json")]
-        for batch in sorted(records, key=lambda each: (each.created_at, each.id)):
+        for batch in sorted(
+            read_records(self._folder, "batch_*.json", Batch), key=lambda each: (each.created_at, each.id)
+        ):
             self._batches[batch.id] = batch
             if not batch.ended:
                 self._waiting.put(batch)
@@ -159,8 +160,8 @@ class BatchQueue:
             unfinished = sum(not each.ended for each in self._batches.values())
             if unfinished >= self._limits.queued or len(self._batches) >= self._limits.batches:
                 raise ApiError(429, f"{unfinished:,} batches are unfinished; wait for some", code="too_many_batches")
-            self._batches[batch.id] = batch
             self._save(batch)
+            self._batches[batch.id] = batch
             self._waiting.put(batch)
             return batch.as_json()
 
@@ -181,8 +182,11 @@ class BatchQueue:
             if batch.ended:
                 raise ApiError(409, f"{batch_id} is {batch.status} and cannot be cancelled", code="batch_ended")
             if batch.status != "cancelling":
+                # On disk first: what is answered is what the next server does.
+                wanted = replace(batch)
+                wanted.enter("cancelling")
+                self._save(wanted)
                 batch.enter("cancelling")
-                self._save(batch)
             return batch.as_json()
 
     def uses(self, file_id: str) -> bool:
@@ -239,7 +243,7 @@ class BatchQueue:
         except MoedgeError as error:
             self._fail(batch, "invalid_input", str(error))
         except Exception as error:
-            if self._engine.broken:
+            if self._engine.broken or is_exhausted(error):
                 raise
             traceback.print_exc()
             self._fail(batch, "server_error", f"{type(error).__name__}: {error}")

@@ -9,18 +9,20 @@ import json
 import os
 import re
 import secrets
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from ...offload.atomic_file import write_atomically
 from .errors import ApiError, not_found, refused
 from .limits import Limits
 
+_BAD = ".json.bad"
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 MAX_NAME_CHARS = 255
 BATCH = "batch"
@@ -29,6 +31,15 @@ BATCH_OUTPUT = "batch_output"
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
+
+
+class Identified(Protocol):
+    """What every record has."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def created_at(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +62,10 @@ class StoredFile:
 class Upload:
     """A file that is being written; it exists for others when it is kept."""
 
-    def __init__(self, path: Path, most_nbytes: int) -> None:
+    def __init__(self, path: Path, most_nbytes: int, check_room: Callable[[], None]) -> None:
+        """`check_room` raises ApiError where all files together have become too large."""
         self.nbytes = 0
+        self._check_room = check_room
         self._path = path
         self._most_nbytes = most_nbytes
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
@@ -63,6 +76,7 @@ class Upload:
         if self.nbytes > self._most_nbytes:
             limit = f"{self._most_nbytes:,} bytes"
             raise ApiError(413, f"the file is larger than {limit}; split it", param="file", code="file_too_large")
+        self._check_room()
         self._file.write(data)
 
     def sync(self) -> None:
@@ -79,6 +93,28 @@ class Upload:
             self._path.unlink(missing_ok=True)
 
 
+_Record = TypeVar("_Record", bound=Identified)
+
+
+def read_records(folder: Path, pattern: str, kind: type[_Record]) -> Iterator[_Record]:
+    """The records in a folder; of those that a newer server wrote, the fields that this one knows.
+
+    One that cannot be read is set aside and named: the others must not wait for it.
+    """
+    wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    for path in sorted(folder.glob(pattern)):
+        try:
+            content = json.loads(path.read_bytes())
+            record = kind(**{name: value for name, value in content.items() if name in wanted})
+            if record.id != path.stem or type(record.created_at) is not int:
+                raise ValueError("it is another's, or has no time")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            aside = path.rename(path.with_suffix(_BAD))
+            print(f"{path.name} cannot be read ({error}) and is left out; it is {aside} now", file=sys.stderr)
+        else:
+            yield record
+
+
 class FileStore:
     """The files of one server; every method may be called from any thread."""
 
@@ -89,33 +125,35 @@ class FileStore:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._limits = limits
         self._lock = threading.Lock()
-        self._files: dict[str, StoredFile] = {}
-        self._num_uploads = 0
-        for path in self._folder.glob("file-*.json"):
-            found = StoredFile(**json.loads(path.read_bytes()))
-            self._files[found.id] = found
+        self._uploads: list[Upload] = []
+        self._files = {found.id: found for found in read_records(self._folder, "file-*.json", StoredFile)}
         for path in self._folder.glob("file-*.jsonl"):
-            if path.stem not in self._files:
+            if path.stem not in self._files and not path.with_suffix(_BAD).exists():
                 path.unlink()
 
     def upload(self) -> tuple[str, Upload]:
         """The id of a file to come, and where to write it. Raises ApiError where there are too many."""
         with self._lock:
-            if len(self._files) + self._num_uploads >= self._limits.files:
+            if len(self._files) + len(self._uploads) >= self._limits.files:
                 message = f"{len(self._files):,} files are kept, and no more are allowed; delete some"
                 raise ApiError(429, message, code="too_many_files")
-            self._num_uploads += 1
-        file_id = new_id("file-")
-        try:
-            return file_id, Upload(self._folder / f"{file_id}.jsonl", self._limits.upload_nbytes)
-        except BaseException:
-            self.end_upload()
-            raise
+            file_id = new_id("file-")
+            upload = Upload(self._folder / f"{file_id}.jsonl", self._limits.upload_nbytes, self._check_room)
+            self._uploads.append(upload)
+            return file_id, upload
 
-    def end_upload(self) -> None:
+    def end_upload(self, upload: Upload) -> None:
         """Call it once for every `upload`, whatever became of it."""
         with self._lock:
-            self._num_uploads -= 1
+            self._uploads.remove(upload)
+
+    def _check_room(self) -> None:
+        with self._lock:
+            kept = sum(file.bytes for file in self._files.values() if file.purpose == BATCH)
+            nbytes = kept + sum(upload.nbytes for upload in self._uploads)
+        if nbytes > self._limits.stored_nbytes:
+            message = f"files would have {nbytes:,} bytes, and {self._limits.stored_nbytes:,} are allowed; delete some"
+            raise ApiError(507, message, param="file", code="insufficient_storage")
 
     def keep(self, file_id: str, upload: Upload, filename: str) -> StoredFile:
         upload.sync()

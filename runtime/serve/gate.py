@@ -10,6 +10,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -28,6 +29,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Says nothing but that the server answers.
 _OPEN_PATHS = ("/health",)
 _UPLOADS = "/v1/files"
+# Of browsers: a page of this server, or an address that a person typed.
+_OWN_SITES = ("", "same-origin", "none")
+# As many bodies of this size as there may be requests are not counted.
+_SMALL_NBYTES = 64 << 10
+# Of a body that is refused: clients that write all of it before they read would see a reset instead of the answer.
+_MOST_DROPPED_NBYTES, _DROPPING_SECONDS = 16 << 20, 2.0
 
 
 class Gate:
@@ -39,6 +46,7 @@ class Gate:
         self._key = None if key is None else key.encode()
         self._limits = limits
         self._num_open = 0
+        self._bodies = _Bodies(limits)
         self._rates = RequestRates(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +54,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         self._num_open += 1
-        guarded = _Guarded(scope, receive, send, self._limits)
+        guarded = _Guarded(scope, receive, send, self._limits, self._bodies)
         try:
             self._check(scope)
             guarded.check_length()
@@ -54,6 +62,7 @@ class Gate:
         except ApiError as error:
             await guarded.refuse(error)
         finally:
+            guarded.end()
             self._num_open -= 1
 
     def _check(self, scope: Scope) -> None:
@@ -101,19 +110,42 @@ class RequestRates:
 
 def _refuse_other_hosts(headers: dict[bytes, bytes]) -> None:
     """A page of another site that a browser on this machine shows may send requests here, also under its own name."""
-    hosts = [headers.get(b"host", b"").decode("latin-1")]
-    if origin := headers.get(b"origin", b"").decode("latin-1"):
-        hosts.append(origin.partition("://")[2])
-    for host in hosts:
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-        if name.strip("[]") not in LOOPBACK:
-            raise ApiError(403, f"without an API key only this machine may ask; found {host[:64]!a}", code="forbidden")
+    host, origin, site = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin", b"sec-fetch-site"))
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    # Another port of this machine is another site: whoever serves there would act for the user.
+    found = host if name.strip("[]") not in LOOPBACK else origin if origin not in ("", f"http://{host}") else ""
+    if not found and site not in _OWN_SITES:
+        found = f"sec-fetch-site: {site}"
+    if found:
+        message = (
+            f"without an API key only this machine's programs and this server's own pages may ask; found {found[:64]!a}"
+        )
+        raise ApiError(403, message, code="forbidden")
+
+
+class _Bodies:
+    """The large bodies of all open requests, which are in memory; uploads go to disk as they come."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = limits.bodies_nbytes
+        self._nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Raises ApiError where there is no room for so many."""
+        if self._nbytes + nbytes > self._most:
+            message = f"open requests have up to {self._most:,} bytes; try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=1)
+        self._nbytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
 
 
 class _Guarded:
     """One request: its body within bytes and seconds, and its answer taken in time."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, bodies: _Bodies) -> None:
+        self._bodies = None if scope["path"] == _UPLOADS else bodies
         upload = scope["path"] == _UPLOADS and scope["method"] == "POST"
         # A form has its boundaries beside the file.
         self._most_nbytes = limits.upload_nbytes + (1 << 16) if upload else limits.body_nbytes
@@ -123,14 +155,23 @@ class _Guarded:
         self._idle_seconds = limits.idle_seconds
         seconds = limits.upload_seconds if upload else limits.body_seconds
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self._nbytes = 0
+        self._nbytes = self._held = 0
         self._whole = False
-        self._answered = False
+        self._answered = self._dropping = False
 
     def check_length(self) -> None:
         for name, value in self._scope["headers"]:
-            if name == b"content-length" and (not value.isdigit() or int(value[:20]) > self._most_nbytes):
-                raise self._too_large()
+            if name == b"content-length":
+                if not value.isdigit() or int(value[:20]) > self._most_nbytes:
+                    raise self._too_large()
+                # Before the first byte: of many that come at once, those that fit are read whole.
+                self._hold(int(value))
+
+    def _hold(self, nbytes: int) -> None:
+        """Takes room for a body of so many bytes, unless it is small or has it."""
+        if self._bodies is not None and nbytes > max(self._held, _SMALL_NBYTES):
+            self._bodies.take(nbytes - self._held)
+            self._held = nbytes
 
     async def receive(self) -> Message:
         if self._whole:
@@ -144,15 +185,34 @@ class _Guarded:
         self._nbytes += len(message.get("body", b""))
         if self._nbytes > self._most_nbytes:
             raise self._too_large()
+        self._hold(self._nbytes)
         self._whole = not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
         self._answered = True
         if message["type"] == "http.response.start" and not self._whole and message["status"] >= 400:
-            # What is left of the body is not read.
+            self._dropping = True
             message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        if self._dropping and message["type"] == "http.response.body" and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._drop()
+            message = {"type": "http.response.body"}
         await self._send(message)
+
+    async def _drop(self) -> None:
+        """Reads what is left of the body, within bounds; the connection ends then."""
+        nbytes = 0
+        with suppress(TimeoutError):
+            while not self._whole and nbytes < _MOST_DROPPED_NBYTES:
+                message = await asyncio.wait_for(self._receive(), _DROPPING_SECONDS)
+                nbytes += len(message.get("body", b""))
+                self._whole = not message.get("more_body", False)
+
+    def end(self) -> None:
+        """The request has its answer, or nobody waits for it."""
+        if self._bodies is not None:
+            self._bodies.give_back(self._held)
 
     async def refuse(self, error: ApiError) -> None:
         assert not self._answered
@@ -167,7 +227,10 @@ class _Guarded:
 
 
 def bounded_protocol(limits: Limits) -> type[H11Protocol]:
-    """uvicorn's protocol; a connection ends where headers are not complete in time, or nobody reads its answer."""
+    """uvicorn's protocol; a connection ends where headers are not complete in time, where nobody reads its answer, and
+    without a request where there are too many."""
+
+    held: dict[H11Protocol, None] = {}
 
     class BoundedProtocol(H11Protocol):
         _headers: asyncio.TimerHandle | None = None
@@ -175,6 +238,10 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            held[self] = None
+            if len(held) > limits.connections:
+                # The oldest without a request, if need be this one: who holds connections keeps nobody out.
+                next((each for each in held if _idle(each)), self).transport.abort()
             self._expect()
 
         def data_received(self, data: bytes) -> None:
@@ -191,6 +258,7 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._headers, self._reader = _forget(self._headers), _forget(self._reader)
+            held.pop(self, None)
             super().connection_lost(exc)
 
         def _expect(self) -> None:
@@ -200,6 +268,12 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
                 self._headers = self.loop.call_later(limits.header_seconds, self.transport.close)
 
     return BoundedProtocol
+
+
+def _idle(protocol: H11Protocol) -> bool:
+    """Whether a connection has no request that is read or answered."""
+    answered = protocol.cycle is None or protocol.cycle.response_complete
+    return answered and not protocol.transport.is_closing()
 
 
 def _forget(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

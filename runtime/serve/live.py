@@ -11,15 +11,16 @@ from typing import Any
 
 from ..engine.sequence import Sequence
 from ..jobs.encode import Choices, RowEncoder
-from ..jobs.run import AnswerText, OpenRow, completion_of
+from ..jobs.run import AnswerText, OpenRow, completion_of, failure_of
 from ..loading.engine_loader import LoadedModel
 from ..rows.answer_formats import openai_answer
-from ..rows.failure import ErrorCode, InvalidRow, RowFailure
+from ..rows.failure import InvalidRow, RowFailure
 from ..rows.row import Defaults, Endpoint, Row
 from ..rows.row_formats import RowBuilder, RowPosition
 from ..rows.strict_json import parse_object
 from ..sampling.model_defaults import model_defaults
 from ..sampling.params import FinishReason
+from ..settings.errors import TokenizerError
 from ..text.stream import TextStream
 from .errors import ApiError, of_failure, refused
 from .files import new_id
@@ -99,7 +100,7 @@ class LiveRequest:
         sequences, row = self.opened.sequences, self.row
         broken = next((each for each in sequences if each.finish_reason is FinishReason.ERROR), None)
         if broken is not None:
-            return ApiError(500, broken.error, code=str(ErrorCode.NUMERICAL_ERROR))
+            return of_failure(failure_of(broken, row))
         completions = [completion_of(row, each, text) for each, text in zip(sequences, self.opened.texts, strict=True)]
         answer = openai_answer(row, completions, self.model, self.created, self._token_text)
         body = answer["response"]["body"]
@@ -118,7 +119,7 @@ class RequestReader:
         self._longest = loaded.longest
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
-        self._encoder = RowEncoder(tokenizer, shape.vocab, shape.context, loaded.longest)
+        self._encoder = RowEncoder(tokenizer, shape.vocab, shape.context, loaded.longest, most=loaded.longest)
         self._builder = RowBuilder(Defaults(seed=seed, **model_defaults(loaded.source.folder).values))
 
     def open(self, data: bytes, endpoint: Endpoint) -> LiveRequest:
@@ -130,7 +131,11 @@ class RequestReader:
         except InvalidRow as error:
             raise of_failure(error.failure) from None
         with self._lock:
-            choices = self._encoder.encode(row)
+            try:
+                choices = self._encoder.encode(row)
+            except TokenizerError as error:
+                # Of a text on which the tokenizer works too long; the model has answered others.
+                raise refused(str(error), "prompt") from None
             if isinstance(choices, RowFailure):
                 raise of_failure(choices)
             if not _says_how_long(body):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,9 @@ from .live import RequestReader
 
 _LEAST_KEY_CHARS = 16
 _ANSWERS_END_SECONDS = 10
+_WANTED_FILES = 4096
+# Connections that are taken at once, before any of them is counted.
+_BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ def open_server(settings: ServerSettings) -> Iterator[RunningServer]:
     that another server uses, and in the end what has ended the engine.
     """
     settings.check()
+    settings = replace(settings, limits=replace(settings.limits, connections=_most_connections(settings.limits)))
     folder, limits, failed = settings.open_folder(), settings.limits, list[BaseException]()
     with ExitStack() as resources:
         listener = resources.enter_context(listen(settings.host, settings.port))
@@ -139,6 +144,15 @@ def serve(settings: ServerSettings, say: Callable[[str], None]) -> None:
         server.run()
 
 
+def _most_connections(limits: Limits) -> int:
+    """Half of the files that this process may open: the other half is for batches."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < _WANTED_FILES:
+        most = _WANTED_FILES if hard == resource.RLIM_INFINITY else max(most, min(hard, _WANTED_FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return min(limits.connections, most // 2)
+
+
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -154,6 +168,7 @@ def _config(settings: ServerSettings, service: Service) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        backlog=_BACKLOG,
         # The gate answers in the API's shape before this one is reached.
         limit_concurrency=2 * settings.limits.requests,
         timeout_graceful_shutdown=_ANSWERS_END_SECONDS,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload.checkpoint.checkpoint import INDEX, has_weights, read_inside
+from ...offload.checkpoint.checkpoint import INDEX, MAX_INDEX_NBYTES, find_inside, has_weights, read_inside
 from ...offload.checkpoint.gguf_file import is_gguf
 from ...offload.checkpoint.header import TensorEntry
 from ...offload.checkpoint.json_object import load_object
@@ -84,8 +84,8 @@ def _of_config(folder: Path) -> ModelShape:
     config = ModelConfig.read(folder)
     content = load_object(read_inside(folder, CONFIG, MAX_CONFIG_NBYTES))
     shape = shape_of_config(config, str(content.get("dtype") or content.get("torch_dtype") or ""))
-    index = folder / INDEX
-    total = load_object(index.read_bytes()).get("metadata", {}).get("total_size") if index.is_file() else None
+    index, data = folder / INDEX, find_inside(folder, INDEX, MAX_INDEX_NBYTES)
+    total = None if data is None else load_object(data).get("metadata", {}).get("total_size")
     if isinstance(total, int) and abs(checkpoint_nbytes(shape) - total) > MOST_DIFFERENT * total:
         raise BadCheckpoint(
             f"{index}: {total:,} bytes of weights, and config.json describes {checkpoint_nbytes(shape):,}; one of the "

@@ -6,6 +6,7 @@ A prepared store opens without its checkpoint. Knows what is in it; where stores
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...offload.checkpoint.checkpoint import read_inside
 from ...offload.store.linked import LinkedShard, LinkedTensor
 from ...offload.store.manifest import RESIDENT_FILE
 from ...offload.store.shard_file import TensorSpec
@@ -20,12 +22,8 @@ from ...offload.store.store import Store
 from ...offload.store.writer import StoreWriter
 from ...quant.tensor import SAFETENSORS_DTYPES
 from ..settings.errors import UnsupportedModel
+from ..text.folder import SMALL_FILES
 
-# Small files of a checkpoint that travel with its weights, as resident tensors of bytes.
-SMALL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 FILE_PREFIX = "file:"
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -36,7 +34,7 @@ FindLinked = Callable[[str, memoryview], LinkedShard | None]
 
 def carried_files(folder: Path) -> dict[str, Path]:
     """The small files of a checkpoint that travel with its weights, by the names that they have as resident tensors."""
-    return {FILE_PREFIX + name: folder / name for name in SMALL_FILES if (folder / name).is_file()}
+    return {FILE_PREFIX + name: folder / name for name in SMALL_FILES if os.path.lexists(folder / name)}
 
 
 def write_resident(
@@ -47,7 +45,8 @@ def write_resident(
         return
     tensors = {name: parameter.detach().contiguous() for name, parameter in _resident_tensors(model)}
     for name, path in carried_files(folder).items():
-        tensors[name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        data = read_inside(folder, path.name, SMALL_FILES[path.name])
+        tensors[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     specs = {name: TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     found = {name: find(name, _view(tensor)) for name, tensor in tensors.items()}
     linked = {

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...offload.checkpoint.checkpoint import find_inside
 from ..settings.errors import TokenizerError
+from .tokenizer_trial import MAX_NBYTES, try_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,6 +26,12 @@ _READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
 # Tokens with their ranks, for tiktoken and for mistral-common.
 _RANKS = re.compile(r"tiktoken|tekken.*\.json$")
 _MAX_JSON_NBYTES = 4 << 20
+# The files that a tokenizer is made of, and the most bytes of each.
+SMALL_FILES = {
+    **dict.fromkeys(("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"), MAX_NBYTES),
+    **dict.fromkeys(("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+                     "chat_template.jinja", "chat_template.json"), _MAX_JSON_NBYTES),
+}  # fmt: skip
 _MAX_TEMPLATE_LENGTH = 1 << 20
 
 
@@ -37,11 +47,23 @@ class TokenizerFolder:
 
 
 def read_folder(folder: Path) -> TokenizerFolder:
-    """Raises `TokenizerError` when `folder` has no tokenizer, or one that only its own code or no fast one can read."""
-    _check_files(folder)
+    """Raises `TokenizerError` when `folder` has no tokenizer, or one that only its own code or no fast one can read;
+    `BadCheckpoint` for files that are links to elsewhere, pipes or devices."""
+    # transformers follows links, and reads what it finds: it gets copies of the files that it may read.
+    with tempfile.TemporaryDirectory(prefix="moedge-") as copied:
+        for name, most in SMALL_FILES.items():
+            if (data := find_inside(folder, name, most)) is not None:
+                if name == "tokenizer.json":
+                    try_tokenizer(data)
+                Path(copied, name).write_bytes(data)
+        return _read(Path(copied), folder)
+
+
+def _read(copied: Path, folder: Path) -> TokenizerFolder:
+    _check_files(copied, folder)
     from tokenizers import Tokenizer
 
-    tokenizer = _load(folder)
+    tokenizer = _load(copied, folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
@@ -57,14 +79,14 @@ def read_folder(folder: Path) -> TokenizerFolder:
         template=_template(tokenizer, folder),
         special_tokens=dict(tokenizer.special_tokens_map),
         unknown_id=tokenizer.unk_token_id,
-        eos_token_ids=tuple(sorted({*_eos_ids(folder), *_as_ids(tokenizer.eos_token_id, folder)})),
+        eos_token_ids=tuple(sorted({*_eos_ids(copied), *_as_ids(tokenizer.eos_token_id, folder)})),
     )
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(copied: Path, folder: Path) -> None:
     """Raises `TokenizerError` for what transformers cannot read, or would read otherwise than the model was trained."""
-    present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if present[:1] == [_SENTENCEPIECE] and _is_sentencepiece(folder / _SENTENCEPIECE):
+    present = [name for name in _TOKENIZER_FILES if (copied / name).is_file()]
+    if present[:1] == [_SENTENCEPIECE] and _is_sentencepiece(copied / _SENTENCEPIECE):
         missing = [library for library, module in _READERS.items() if not _is_installed(module)]
         if missing:
             raise TokenizerError(
@@ -102,18 +124,19 @@ def _is_installed(module: str) -> bool:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether the model was made for conversations, by its small files alone."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+    if any(os.path.lexists(folder / name) for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    path = folder / "tokenizer_config.json"
-    return path.is_file() and bool(_json(path).get("chat_template"))
+    name = "tokenizer_config.json"
+    data = find_inside(folder, name, SMALL_FILES[name])
+    return data is not None and bool(_json(folder / name, data).get("chat_template"))
 
 
-def _load(folder: Path) -> Any:
+def _load(copied: Path, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     # The parser of tokenizer.json raises bare exceptions.
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(copied), trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise TokenizerError(
             f"transformers cannot read the tokenizer in {folder} ({type(error).__name__}: {str(error)[:300]}); "
@@ -138,7 +161,7 @@ def _eos_ids(folder: Path) -> Iterator[int]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            content = _json(path)
+            content = _json(path, path.read_bytes())
             inner = content.get("text_config")
             # A model that also sees or hears has the configuration of its text model inside its own.
             given = content.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
@@ -155,12 +178,9 @@ def _as_ids(value: Any, source: Path) -> list[int]:
     return ids
 
 
-def _json(path: Path) -> dict[str, Any]:
-    nbytes = path.stat().st_size
-    if nbytes > _MAX_JSON_NBYTES:
-        raise TokenizerError(f"{path} has {nbytes} bytes, at most {_MAX_JSON_NBYTES} are accepted; check the file.")
+def _json(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):

@@ -21,6 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self
 
 from ..settings.errors import PromptError, TemplateError
+from .confinement import clean_environment
 from .control_tokens import ControlTokens, Marks, Piece, Span, check_text, output_limit
 from .messages import TEXT_FIELDS, Message, has_parts, joined_parts, read_messages, texts, with_texts
 
@@ -66,6 +67,7 @@ class Child:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             process_group=0,
+            env=clean_environment(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -97,12 +99,13 @@ class Child:
             body += chunk
         return bytes(body)
 
-    def kill(self) -> None:
-        """Ends the process at once, whatever it is doing, and those that it started."""
+    def kill(self) -> int:
+        """Ends the process at once, whatever it is doing, and those that it started; minus the signal that it died of
+        where it had ended before."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:
-            self._process.wait()
+            return self._process.wait()
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
@@ -280,7 +283,7 @@ class ChatTemplate:
 
     def _refuse_controls(self, value: Any, where: str, special_only: bool = False) -> None:
         """Raises `PromptError` for values that templates write as JSON or compare, so that marks cannot be in them."""
-        text = "\n".join(_strings(value))
+        text = "\n".join(strings(value))
         for span in self._controls.spans(text) if text else ():
             if span.special or not special_only:
                 found = text[span.start : span.stop]
@@ -298,17 +301,17 @@ class ChatTemplate:
         return self._takes_parts
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings(value: Any) -> Iterator[str]:
     """Every string of a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, item in value.items():
             yield str(name)
-            yield from _strings(item)
+            yield from strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            yield from strings(item)
 
 
 def _foreign(spans: Sequence[Span], chat: Sequence[Message]) -> Iterator[Span]:

@@ -5,12 +5,10 @@ Reads frames from stdin, answers on stdout, ends with its parent. Once ready it 
 
 import importlib
 import json
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, nodes
@@ -20,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from .confinement import shut_in
 from .control_tokens import output_limit
 from .template import pack, read_body, unpack
 
@@ -115,18 +114,10 @@ _LATE_IMPORTS = (
 
 
 def confine() -> None:
-    """Gives up for good: more than 1 GiB beyond the memory in use, files, sockets, core dumps."""
+    """Gives up for good: more than 1 GiB beyond the memory in use, files, sockets, other processes."""
     for name in _LATE_IMPORTS:
         importlib.import_module(name)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    address_space = pages * resource.getpagesize() + _EXTRA_ADDRESS_SPACE_NBYTES
-    for limit, value in (
-        (resource.RLIMIT_AS, address_space),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 3),
-    ):
-        resource.setrlimit(limit, (value, value))
+    shut_in(_EXTRA_ADDRESS_SPACE_NBYTES, 3, modules=False)
 
 
 class Program:
@@ -146,20 +137,20 @@ class Program:
             message = f"{type(error).__name__}: {error}"[:_ERROR_LENGTH]
             return {"error": message.encode(errors="replace").decode()}
 
-    def _render(self, request: dict[str, Any], limit: int) -> str:
+    def _render(self, request: dict[str, Any], most_nbytes: int) -> str:
         # Compiling folds constants, so it can run as wild as rendering: it happens inside the first timed request.
         if self._template is None:
             self._template = self._environment.from_string(self._source)
         values = {**request["variables"], **self._values, "tools": request["tools"], "messages": request["messages"]}
-        return bounded_text(self._template.generate(values), limit)
+        return bounded_text(self._template.generate(values), most_nbytes)
 
 
-def bounded_text(chunks: Iterable[str], limit: int) -> str:
-    """The joined chunks; raises OverflowError as soon as they exceed `limit` bytes of UTF-8."""
+def bounded_text(chunks: Iterable[str], most_nbytes: int) -> str:
+    """The joined chunks; raises OverflowError as soon as they exceed `most_nbytes` bytes of UTF-8."""
     kept = []
     for chunk in chunks:
-        limit -= len(chunk.encode())
-        if limit < 0:
+        most_nbytes -= len(chunk.encode())
+        if most_nbytes < 0:
             raise OverflowError("the rendered prompt is far larger than its messages")
         kept.append(chunk)
     return "".join(kept)

@@ -347,3 +347,22 @@ def test_overwrite_and_rm_remove_only_what_a_job_wrote(
     assert cli("jobs", "rm", tmp_path / "old.job") != 0
     assert cli("jobs", "rm", tmp_path / "old.job", "--force") == 0
     assert not (tmp_path / "old.job").exists()
+
+
+def test_names_of_a_job_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from moedge.cli.views.jobs_view import _print_facts
+
+    _print_facts({"model": "a\x1b]0;owned\x07\x1b[2Jb", "output": Path("c\x9b31md\u202e")})
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07\\x1b[2Jb" in printed
+    assert "c\\x9b31md\\u202e" in printed
+
+
+def test_a_job_that_goes_away_while_jobs_are_listed_is_left_out(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from moedge.runtime.jobs import status
+
+    monkeypatch.setattr(status, "jobs", lambda: [JobFolder(tmp_path / "gone.job")])
+    monkeypatch.setattr("moedge.runtime.reports.documents_job.listed", lambda found: found)
+    assert cli("jobs", "ls") == 0

@@ -11,7 +11,16 @@ import pytest
 
 from moedge.offload.errors import BadCheckpoint
 from moedge.runtime.shape.checkpoint_shape import read_shape
-from support.hostile.gguf import NUMBERS, header_nbytes, is_refused, spoil, write_sound
+from support.hostile.gguf import (
+    NUMBERS,
+    VALUES,
+    header_nbytes,
+    is_refused,
+    names_of_values,
+    retyped,
+    spoil,
+    write_sound,
+)
 
 MUTATIONS = 200
 MOST_NBYTES = 16 << 20
@@ -33,6 +42,17 @@ def test_spoiled_headers_are_refused_or_load(seed: int, sound: bytes, tmp_path: 
         path.write_bytes(spoil(sound, end, rng)[1])
         refused += is_refused(path)
     assert refused > MUTATIONS // 8
+
+
+@pytest.mark.sample("7")
+@pytest.mark.parametrize("value", VALUES, ids=map(str, range(len(VALUES))))
+def test_a_value_of_another_kind_is_refused_or_changes_nothing(value: bytes, sound: bytes, tmp_path: Path) -> None:
+    path, refused = tmp_path / "model.gguf", set()
+    names = names_of_values(sound, path)
+    for name in names:
+        path.write_bytes(retyped(sound, path, name, value))
+        refused |= {name} if is_refused(path) else set()
+    assert "general.architecture" in refused
 
 
 @pytest.mark.parametrize("at", [8, 16, 24])

@@ -165,3 +165,17 @@ def test_a_page_outside_the_index_and_a_broken_link_are_noticed(tmp_path: Path) 
         (tmp_path / name).write_text(text)
     assert not_indexed(tmp_path) == {"b.md"}
     assert broken([tmp_path / "README.md"]) == ["README.md -> missing.md"]
+
+
+def test_every_test_that_stands_for_a_promise_is_there() -> None:
+    """In SECURITY.md, with paths from `tests/`, and in the list of faults, where the second of a file may be short."""
+    root = Path(__file__).parents[2]
+    text = (root / "SECURITY.md").read_text() + (root / "docs" / "faults.md").read_text()
+    named = re.findall(r"`(?:tests/)?((?:\w+/)+test_\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 30
+    missing = []
+    for file, test in named:
+        path = root / "tests" / file
+        if not path.is_file() or (test and f"def {test}(" not in path.read_text()):
+            missing.append(f"{file}::{test}")
+    assert not missing

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+# Seconds by the clock that a reader has for each of the processor: a busy machine, or Tesseract, takes them.
+WAITING = 4
+
 
 class ReadCode(StrEnum):
     """Why a file has no text; docs/documents.md lists them."""

@@ -20,10 +20,11 @@ _BINARY = (
     (b"\x7fELF", "a program"), (b"MZ\x90", "a program"), (b"{\\rtf", "an RTF document"),
     (b"SQLite format 3", "a database"), (b"PAR1", "a Parquet file"), (b"ID3", "audio"), (b"OggS", "audio"),
 )  # fmt: skip
-_HTML = re.compile(
-    rb"\s*(<!--.*?-->\s*)*(<\?xml[^>]*>\s*)?(<!doctype\s+html|<html|<head|<body)", re.IGNORECASE | re.DOTALL
-)
-_HEADER = re.compile(rb"^([A-Za-z][A-Za-z0-9-]*):[ \t].*\r?\n(?:[ \t].*\r?\n)*", re.MULTILINE)
+_HTML = re.compile(rb"<!doctype\s+html|<html|<head|<body", re.IGNORECASE)
+# Each is matched at one place at a time: a pattern for any number of them would try every way to divide them.
+_BEFORE_HTML = re.compile(rb"\s+|<!--.*?-->|<\?xml[^>]*>", re.DOTALL)
+_HEADER = re.compile(rb"([A-Za-z][A-Za-z0-9-]*):[ \t].*\n")
+_CONTINUED = re.compile(rb"[ \t].*\n")
 _MAIL_HEADERS = {b"from", b"to", b"subject", b"date", b"received", b"message-id", b"mime-version", b"return-path"}
 _BY_SUFFIX = {
     **dict.fromkeys((".md", ".markdown", ".mdx"), "markdown"),
@@ -58,9 +59,16 @@ def detect(data: bytes, name: str) -> str:
     for magic, what in _BINARY:
         if data.startswith(magic):
             raise ReadFailure(ReadCode.UNSUPPORTED, f"it is {what}, which no reader takes; give one with --reader")
-    if _HTML.match(data[:4096].removeprefix(b"\xef\xbb\xbf")) or _BY_SUFFIX.get(_suffix(name)) == "html":
+    if _is_html(data[:4096].removeprefix(b"\xef\xbb\xbf")) or _BY_SUFFIX.get(_suffix(name)) == "html":
         return "html"
     return "email" if is_mail(data, name) else "text"
+
+
+def _is_html(head: bytes) -> bool:
+    at = 0
+    while (found := _BEFORE_HTML.match(head, at)) is not None:
+        at = found.end()
+    return _HTML.match(head, at) is not None
 
 
 def text_type(text: str, name: str) -> str:
@@ -91,6 +99,8 @@ def is_mail(data: bytes, name: str) -> bool:
     while (header := _HEADER.match(head, end)) is not None:
         found.add(header[1].lower())
         end = header.end()
+        while (continued := _CONTINUED.match(head, end)) is not None:
+            end = continued.end()
     return len(found & _MAIL_HEADERS) >= (1 if _suffix(name) == ".eml" else 3)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .content import Content, ReadCode, ReadFailure, clean
@@ -39,6 +41,17 @@ def read_pdf(data: bytes, languages: str | None, progress: Progress) -> Content:
     if content.blank:
         raise ReadFailure(ReadCode.NO_TEXT, _scan(len(pages), binary))
     return content
+
+
+def tesseract() -> list[Path]:
+    """What is started to read scans: the program, and that which runs it where it is a script; empty without one."""
+    found = shutil.which("tesseract")
+    if found is None:
+        return []
+    with Path(found).open("rb") as file:
+        first = file.readline(4096)
+    runs = first[2:].split()[:1] if first.startswith(b"#!") else []
+    return [Path(found), *(Path(os.fsdecode(each)) for each in runs)]
 
 
 def _open(pypdfium2: Any, data: bytes) -> Any:

@@ -1,43 +1,35 @@
 """The process in which files are read: `python -m moedge.runtime.documents.readers.worker`.
 
 It gets the bytes of one file after the other on stdin and answers on stdout; it opens no document, writes no file, and
-can open no socket. It ends with its parent.
+can open no socket, native code included (`shut_in`). It ends with its parent.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...text.confinement import shut_in
 from ...text.template import pack, read_body, unpack
-from .content import ReadCode, ReadFailure
+from .content import WAITING, ReadCode, ReadFailure
+from .pdf import tesseract
 from .read import OwnReader, load_own, read
 
 _MOST_FILES = 64
 
 
-def confine(memory_nbytes: int) -> None:
-    """Gives up for good: memory beyond `memory_nbytes` more than now, writing of files, core dumps, sockets."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    address_space = pages * resource.getpagesize() + memory_nbytes
-    for limit, value in (
-        (resource.RLIMIT_AS, address_space),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, _MOST_FILES),
-    ):
-        resource.setrlimit(limit, (value, value))
-    sys.addaudithook(_refuse_sockets)
+def confine(memory_nbytes: int, languages: str | None, own: OwnReader | None) -> None:
+    """Gives up for good: memory beyond `memory_nbytes` more than now, writing, sockets, other processes.
 
-
-def _refuse_sockets(event: str, arguments: tuple[Any, ...]) -> None:
-    if event.startswith("socket."):
-        raise PermissionError("readers of documents open no sockets")
+    Modules stay readable, the folder of the user's own reader among them, and Tesseract can be started for scans.
+    """
+    module = getattr(sys.modules.get(getattr(own, "__module__", "")), "__file__", None)
+    readable = [Path(module).parent] if own is not None and module else []
+    shut_in(memory_nbytes, _MOST_FILES, readable, tesseract() if languages else ())
 
 
 class Answers:
@@ -47,21 +39,25 @@ class Answers:
         """Raises ValueError for a reader of the user's own that is not there."""
         if hello["reader"] is not None:
             sys.path.append(hello["folder"])
-        self._own: OwnReader | None = load_own(hello["reader"]) if hello["reader"] else None
-        self._languages = hello["languages"]
+        self.own: OwnReader | None = load_own(hello["reader"]) if hello["reader"] else None
+        self.languages = hello["languages"]
         self._max_nbytes = hello["output_nbytes"]
-        self._alarm_s = hello["alarm_s"]
+        self._seconds = hello["seconds"]
         self._sink = sink
 
     def send(self, answer: dict[str, Any]) -> None:
-        # The parent keeps the limit; the alarm ends an endless reader whose parent is gone.
-        signal.setitimer(signal.ITIMER_REAL, self._alarm_s)
+        self.limit_seconds()
         self._sink.write(pack(answer))
         self._sink.flush()
 
+    def limit_seconds(self) -> None:
+        """Of the processor; those of the clock end a reader that waits and whose parent is gone."""
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+        signal.setitimer(signal.ITIMER_REAL, WAITING * self._seconds + 1)
+
     def answer(self, data: bytes, name: str) -> dict[str, Any]:
         try:
-            content = read(data, name, self._own, self._languages, lambda page: self.send({"page": page}))
+            content = read(data, name, self.own, self.languages, lambda page: self.send({"page": page}))
             nbytes = sum(len(page.encode()) for page in content.pages)
         except ReadFailure as failure:
             return {"code": failure.code, "message": failure.message}
@@ -91,13 +87,14 @@ def main() -> None:
         return
     # Readers of tables import numpy, whose threads, one for each core, take buffers beyond the limit.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    confine(given["memory_nbytes"])
+    confine(given["memory_nbytes"], answers.languages, answers.own)
     answers.send({"ready": True})
     while (body := read_body(source)) is not None:
         request = unpack(body)
-        signal.setitimer(signal.ITIMER_REAL, given["alarm_s"])
+        answers.limit_seconds()
         answers.send(answers.answer(source.read(request["nbytes"]), request["name"]))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(kind, 0)
 
 
 if __name__ == "__main__":

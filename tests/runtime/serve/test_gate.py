@@ -238,3 +238,82 @@ def test_a_server_that_others_reach_needs_a_key(host: str, key: str | None) -> N
     with pytest.raises(BadArgument, match="key"):
         ServerSettings("model", host=host, key=key).check()
     ServerSettings("model", host=host, key=KEY).check()
+
+
+@pytest.mark.parametrize("headers", [
+    {"Origin": "http://localhost:3000"}, {"Origin": "https://localhost:8000"}, {"Origin": "http://localhost"},
+    {"Origin": "chrome-extension://localhost"}, {"Origin": "http://127.0.0.1:8000"},
+    {"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"},
+], ids=str)  # fmt: skip
+def test_pages_of_other_ports_and_schemes_are_other_sites(headers: dict[str, str], port: int) -> None:
+    answer = exchange(port, head(host="localhost:8000", Content_Length=0, **headers))
+    assert status_of(answer) == 403
+    assert error_of(answer)["code"] == "forbidden"
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://localhost:8000"}, {"Sec_Fetch_Site": "same-origin"}, {"Sec_Fetch_Site": "none"}]
+)
+def test_pages_of_this_server_are_let_in(headers: dict[str, str], port: int) -> None:
+    whole = head(host="localhost:8000", Content_Length=0, Connection="close", **headers)
+    assert status_of(exchange(port, whole)) == 200
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_a_client_that_writes_before_it_reads_sees_why_it_is_refused(framing: str, port: int) -> None:
+    body = b"x" * (4 << 20)
+    begin = head(Content_Length=len(body)) if framing == "length" else head(Transfer_Encoding="chunked")
+    end = b"" if framing == "length" else b"\r\n0\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as opened:
+        opened.sendall(begin + (b"" if framing == "length" else b"%x\r\n" % len(body)) + body + end)
+        answer = opened.recv(65536)
+    assert status_of(answer) == 413
+
+
+def test_open_bodies_are_counted_together() -> None:
+    whole = (head(Content_Length=90_000, Connection="close"), b"x" * 90_000)
+    chunked = (head(Transfer_Encoding="chunked", Connection="close"), b"%x\r\n" % 90_000 + whole[1] + b"\r\n0\r\n\r\n")
+    small = (head(Content_Length=60_000, Connection="close"), b"x" * 60_000)
+    with running(None, replace(PATIENT, body_nbytes=100_000, bodies_nbytes=150_000)) as port:
+        opened = socket.create_connection(("127.0.0.1", port), timeout=120)
+        opened.sendall(head(Content_Length=100_000) + b"x")
+        while status_of(answer := exchange(port, *whole)) != 429:
+            assert status_of(answer) == 200
+        assert error_of(answer)["code"] == "rate_limit_exceeded"
+        assert status_of(exchange(port, *chunked)) == 429
+        assert status_of(exchange(port, *small)) == 200
+        opened.close()
+        # What is gone is given back.
+        while status_of(exchange(port, *whole)) == 429:
+            pass
+        assert status_of(exchange(port, *chunked)) == 200
+
+
+def test_connections_without_a_request_make_room_for_others() -> None:
+    """Half-open ones of one client, far more than are held: no other client waits, and no descriptor is lost."""
+    with running(None, replace(PATIENT, connections=8)) as port:
+        held = []
+        for _ in range(100):
+            held.append(socket.create_connection(("127.0.0.1", port), timeout=120))
+            held[-1].sendall(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
+        for _ in range(20):
+            assert status_of(exchange(port, head(Content_Length=0, Connection="close"))) == 200
+        for each in held:
+            each.close()
+
+
+def test_a_connection_with_a_request_is_kept_when_there_are_too_many() -> None:
+    options = {"Content_Length": 0, "Connection": "close"}
+    with (
+        running(None, replace(PATIENT, connections=4)) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=120) as asking,
+    ):
+        asking.sendall(head(Content_Length=5, Connection="close") + b"12")
+        # Once this is answered, the other has been read.
+        assert status_of(exchange(port, head(**options))) == 200
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(30)]
+        assert status_of(exchange(port, head(**options))) == 200
+        asking.sendall(b"345")
+        assert status_of(asking.recv(65536)) == 200
+        for each in idle:
+            each.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moedge.runtime.engine.engine import Engine, MaskThread
 from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.sampling.grammar import ANY_OBJECT, Grammars, GrammarState
+from moedge.runtime.sampling.grammar import ANY_OBJECT, Grammars, GrammarState, Lark
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.text.tokenizer import Tokenizer
 
@@ -216,3 +216,49 @@ def test_copies_of_one_schema_go_their_own_ways(grammars: Grammars) -> None:
     assert second.matcher.compute_bitmask() == before
     assert isinstance(first, GrammarState)
     assert 32 * first.mask_words >= VOCAB
+
+
+@pytest.mark.parametrize("count", [3000, 10_000])
+def test_thousands_of_labels_are_a_choice(count: int, tokenizer: Tokenizer) -> None:
+    labels = [
+        f"Category {index:05} / {('red', 'green')[index % 2]} (sub-{index * 7919 % 1000})" for index in range(count)
+    ]
+    grammars = Grammars(tokenizer, tokenizer.num_tokens)
+    for label in (labels[0], labels[count // 2], labels[-1]):
+        state = grammars.start(Lark.of_choice(labels))
+        for token_id in tokenizer.encode_verbatim(label, add_special_tokens=False):
+            state.matcher.compute_bitmask()
+            state.append(token_id)
+            assert not state.error
+        assert state.complete
+
+
+ODD = [
+    "/",
+    "a/b",
+    "\\",
+    "\n",
+    '"',
+    "日本",
+    "é_x",
+    "a|b",
+    "(",
+    "[x]",
+    "$5",
+    "{n}",
+    "\U0001f600",
+    "%json",
+    "a",
+    "ab",
+    "abc",
+]
+
+
+@pytest.mark.parametrize("label", ODD)
+def test_a_choice_is_its_text_and_no_pattern(label: str, tokenizer: Tokenizer) -> None:
+    state = Grammars(tokenizer, tokenizer.num_tokens).start(Lark.of_choice([*ODD, *("a" * n for n in range(1, 200))]))
+    for token_id in tokenizer.encode_verbatim(label, add_special_tokens=False):
+        state.matcher.compute_bitmask()
+        state.append(token_id)
+        assert not state.error
+    assert state.complete or label in ("a", "ab", "/") or state.matcher.is_accepting()

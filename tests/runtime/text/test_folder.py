@@ -120,7 +120,7 @@ def test_an_end_that_is_no_token_id_is_refused(copy: Path, value: Any) -> None:
         Tokenizer.load(copy)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, " " * (5 << 20)])
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000])
 def test_a_broken_generation_config_is_refused(copy: Path, content: str) -> None:
     (copy / "generation_config.json").write_text(content)
     with pytest.raises(TokenizerError, match="generation_config"):

@@ -56,3 +56,34 @@ def is_refused(path: Path) -> bool:
     assert len(message) < 2500
     assert message.isprintable()
     return True
+
+
+# Values of every kind that GGUF has, packed with their types.
+VALUES = (
+    struct.pack("<IB", 0, 7), struct.pack("<Ii", 5, -1), struct.pack("<If", 6, float("nan")), struct.pack("<IB", 7, 1),
+    struct.pack("<IQ3s", 8, 3, b"abc"), struct.pack("<IQ", 10, 1 << 63), struct.pack("<Id", 12, 1e300),
+    struct.pack("<IIQ2i", 9, 5, 2, 1, 2), struct.pack("<IIQ", 9, 4, 0), struct.pack("<IIQQ1s", 9, 8, 1, 1, b"x"),
+)  # fmt: skip
+
+
+def names_of_values(data: bytes, path: Path) -> list[str]:
+    """The keys of a file's metadata, and those that it may have of tokens."""
+    path.write_bytes(data)
+    # Fields of this beginning are the file's own counts.
+    found = [name for name in gguf.GGUFReader(path).fields if not name.startswith("GGUF.")]
+    return [*found, *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding"))]
+
+
+def retyped(data: bytes, path: Path, name: str, value: bytes) -> bytes:
+    """A file in which one key of the metadata has a value of some other kind.
+
+    One that it does not have takes the place of its last one.
+    """
+    path.write_bytes(data)
+    reader = gguf.GGUFReader(path)
+    field, last = reader.fields.get(name, list(reader.fields.values())[-1]), reader.tensors[-1].field
+    stop = field.offset + sum(part.nbytes for part in field.parts)
+    end = last.offset + sum(part.nbytes for part in last.parts)
+    key = struct.pack("<Q", len(name)) + name.encode()
+    header = data[: field.offset] + key + value + data[stop:end]
+    return header + bytes(-len(header) % reader.alignment) + data[int(reader.data_offset) :]
