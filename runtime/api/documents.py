@@ -27,11 +27,12 @@ from ..jobs.stop import StopRule
 from ..plan.placement import Workload
 from ..rows.tables import InputFormat
 from ..settings.errors import BadArgument
+from ..settings.option import check, with_options
+from ..settings.options import DocumentOptions
 from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
 from .batch import BatchProgress, JobObserver, cluster_of, refuse_unreachable, request_of, run_loaded
-from .options import DocumentOptions, check
 
 if TYPE_CHECKING:
     # What is refused is refused before torch is imported.
@@ -393,6 +394,7 @@ class _Progress(BatchProgress, DocumentsObserver):
     """A bar for every round."""
 
 
+@with_options(DocumentOptions)
 def run_documents(
     model: str | Path,
     folder: str | Path,
@@ -433,7 +435,7 @@ def documents_request(
     question = make_question({**options, "long": Long.SPLIT if each == "chunk" else long})
     # Prompts and schemas are the question's; nothing is sampled unless it is asked for.
     rest = {name: value for name, value in options.items() if name not in ("prompt", "system", "schema")}
-    batch = replace(request_of(model, folder, output, rest), unset=frozenset())
+    batch = replace(request_of(model, folder, output, rest), unset=frozenset(), follow=False)
     cache = options.get("cache")
     return DocumentsRequest(
         batch=batch,

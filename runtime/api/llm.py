@@ -22,20 +22,13 @@ from ..rows.row_formats import RowBuilder, RowPosition, line_id
 from ..sampling.model_defaults import model_defaults
 from ..sampling.params import FinishReason
 from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
+from ..settings.option import check, with_options
+from ..settings.options import BatchOptions, JobOptions, LLMOptions
 from ..text.tokenizer import Tokenizer
 from .batch import BatchProgress, batch_request, run_job
 from .generation import Generation, Request, progress_bar
 from .model import OpenModel, refuse_over_budget
-from .options import (
-    EQUAL_ROWS,
-    BatchOptions,
-    JobOptions,
-    LLMOptions,
-    budgets_of,
-    check,
-    experts_of,
-    settings_of,
-)
+from .options import EQUAL_ROWS, budgets_of, experts_of, settings_of
 from .outputs import CompletionOutput, RequestOutput, logprobs_by_id
 from .sampling_params import SamplingParams
 
@@ -64,6 +57,7 @@ class LLM:
     MemoryGaveOut as a job does; all of them are MoedgeErrors.
     """
 
+    @with_options(LLMOptions)
     def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
         check(options, LLMOptions)
         self._options = options
@@ -177,6 +171,7 @@ class LLM:
         (request,) = self._requests([body], endpoint, [params], "prompt")
         return self._stream(engine, request)
 
+    @with_options(JobOptions)
     def run_batch(
         self, input_file: str | Path, output: str | Path, *, progress: bool = True, **options: Unpack[JobOptions]
     ) -> RunSummary:

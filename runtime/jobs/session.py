@@ -328,7 +328,7 @@ class JobSession:
             yield f"attention is computed by {plan.attention}, and was by {attention} when the job began: {differ}"
         if plan.compute != compute:
             why = "its kernels are not usable here"
-            yield f"--compute is {plan.compute}, and was {compute} when the job began, but {why}: {differ}"
+            yield f"compute is {plan.compute}, and was {compute} when the job began, but {why}: {differ}"
 
     @property
     def finished(self) -> bool:

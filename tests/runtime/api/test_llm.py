@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from moedge import LLM, MoedgeError, RequestOutput, SamplingParams, run_batch
-from moedge.runtime.api.options import LLMOptions
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.settings.errors import BadArgument, DoesNotFit, EngineUnavailable, PromptError, SettingError
+from moedge.runtime.settings.options import LLMOptions
 
 # Whatever else the machine is doing: "auto" is what is free.
 EXACT: LLMOptions = {

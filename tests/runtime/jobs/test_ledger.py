@@ -158,7 +158,7 @@ def test_j10_a_job_whose_activations_were_rounded_goes_on_where_that_is_not_poss
     ended = job()
     assert ended.finished
     (note,) = ended.session.notes
-    assert note.startswith("--compute is float, and was int8 when the job began")
+    assert note.startswith("compute is float, and was int8 when the job began")
 
 
 def test_j10_a_resumed_job_keeps_its_arithmetic_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
