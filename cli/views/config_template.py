@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from ...runtime.settings.option import options_of
+from ...runtime.settings.option import Option
 from ...runtime.shape.shards import FORMATS, KEPT
-from ..batch import BatchCommand
 
 _MIB = 1 << 20
 _BUDGETS = {"host": ("ram", "RAM"), "device": ("gpu-mem", "GPU memory")}
@@ -32,17 +31,17 @@ _TABLES = """
 """
 
 
-def config_template(plan: Mapping[str, Any] | None, host: str | None) -> str:
-    """Every setting of `moedge batch` as a comment; with the document of a `plan`, its budgets and formats, in the
+def config_template(options: Iterable[Option], plan: Mapping[str, Any] | None, host: str | None) -> str:
+    """The keys of `options` as comments; with the document of a `plan`, its budgets and formats, in the
     table of machine `host` where one is given."""
-    lines = _declared() if plan is None else _planned(plan, host)
+    lines = _declared(options) if plan is None else _planned(plan, host)
     return "".join(f"{line}\n" for line in lines)
 
 
-def _declared() -> Iterator[str]:
+def _declared(options: Iterable[Option]) -> Iterator[str]:
     """The keys with what they mean, and values that they may have."""
     yield from _HEAD.splitlines()
-    for option in options_of(BatchCommand).values():
+    for option in options:
         if option.file_key:
             yield from ("", *wrap(option.help, 118, initial_indent="# ", subsequent_indent="# "))
             yield f"# {option.file_key} = {option.example or json.dumps(option.default)}"

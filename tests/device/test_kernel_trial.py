@@ -175,13 +175,15 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
 
 
 def test_kernels_that_are_asked_for_and_broken_are_refused_with_the_reason(
-    batch: Batch, fakes: ModuleType, capsys: pytest.CaptureFixture[str]
+    batch: Batch, fakes: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fakes.FakeDevice(capability=AMPERE) as fake, broken({"merge_splits"}, "is wrong"):
-        assert batch(fake, "--attention", "triton")[0] == 4
+        monkeypatch.setenv("MOEDGE_ATTENTION", "triton")
+        assert batch(fake)[0] == 4
         told = " ".join(capsys.readouterr().err.split())
         assert "wrong numbers here: split over fp32" in told
-        code, _, summary = batch(fake, "--attention", "torch")
+        monkeypatch.setenv("MOEDGE_ATTENTION", "torch")
+        code, _, summary = batch(fake)
     assert (code, summary["plan"]["lacks"], summary["plan"]["stores_by_kernel"]) == (0, {}, False)
 
 
