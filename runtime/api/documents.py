@@ -286,11 +286,8 @@ class _RoundRunner:
         # Rows of later rounds may be as long as the cache allows.
         longest = replace(planned.workload, longest=plan.kv_tokens)
         from ..jobs.job_plan import with_workload
-        from ..loading.engine_loader import LoadedModel
 
-        chosen = with_workload(planned.chosen, plan, longest)
-        source, tokenizer = planned.measured.checked.source, planned.measured.tokenizer
-        self._model = LoadedModel(source, tokenizer, planned.memory, chosen, loaded.policy, loaded.engine)
+        self._model = replace(loaded.model, chosen=with_workload(planned.chosen, plan, longest))
 
     def _open(self, current: Round, reading: Reading | None) -> Checked:
         self._expected = None

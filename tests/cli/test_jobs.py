@@ -204,6 +204,7 @@ from dataclasses import replace
 from moedge.cli.main import main
 from moedge.offload.stream.reader_lane import DirectFile
 from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import lifecycle
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.jobs.stop import StallGuard
 from moedge.runtime.plan.placement import minimum
@@ -225,13 +226,13 @@ def three_passes_and_more(run):
             dying.append(True)
         yield
 
-def streaming(source, *arguments, plan_job=states.plan_job):
+def streaming(source, *arguments, plan_job=lifecycle.plan_job):
     planned = plan_job(source, *arguments)
     shards = model_shards(source.shape, planned.plan.quant, planned.plan.dtype)
     plan = replace(planned.plan, placement=minimum(shards))
     return replace(planned, plan=plan)
 
-states.plan_job = streaming
+lifecycle.plan_job = streaming
 DirectFile.read, Running.passes = dying_read, three_passes_and_more
 StallGuard.__init__.__defaults__ = (0.5, *StallGuard.__init__.__defaults__[1:])
 main()

@@ -22,7 +22,7 @@ from moedge.quant.kernels.launch import Launch
 from moedge.runtime.attention import trial as attention
 from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
-from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import lifecycle
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import machine_memory as tiers
 from moedge.runtime.loading.isolated_trial import KernelNeeds
@@ -75,7 +75,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(tiers, "find_device", lambda: fake and fake.device)
-        patch.setattr(states, "rehearse", rehearse)
+        patch.setattr(lifecycle, "rehearse", rehearse)
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()
