@@ -56,7 +56,7 @@ def bench(model: options.MODEL, sequences: SEQUENCES = "1,8,32", **given: Unpack
     if given["as_json"] is not None:
         given["as_json"].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     if given["page"] is not None:
-        from ..runtime.reports.speed_page import speed_page
+        from ..apps.reports.speed_page import speed_page
 
         given["page"].write_text(speed_page(document))
 

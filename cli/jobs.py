@@ -28,8 +28,8 @@ JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.
 
 def _batch_job(name: str) -> JobFolder:
     """The folder of a batch job. Raises JobNotFound, and JobMismatch for a job over documents."""
+    from ..runtime.documents.status import find_documents
     from ..runtime.jobs.status import find_job
-    from ..runtime.reports.documents_job import find_documents
     from ..runtime.settings.errors import JobMismatch
 
     documents = find_documents(name)
@@ -44,9 +44,9 @@ def _batch_job(name: str) -> JobFolder:
 @app.command()
 def ls(as_json: JSON = False) -> None:
     """List your jobs and those in this folder, with their progress."""
+    from ..runtime.documents.status import DocumentsJob, listed
     from ..runtime.jobs.folder import JobFolder
     from ..runtime.jobs.status import JobStatus, jobs
-    from ..runtime.reports.documents_job import DocumentsJob, listed
     from ..runtime.settings.errors import BadJournal, JobNotFound, OtherVersion
     from .views.jobs_view import print_jobs
 
@@ -69,8 +69,8 @@ def ls(as_json: JSON = False) -> None:
 @app.command()
 def show(job: JOB, as_json: JSON = False) -> None:
     """Show the state of a job and the settings it was started with."""
+    from ..runtime.documents.status import find_documents
     from ..runtime.jobs.status import JobStatus, find_job
-    from ..runtime.reports.documents_job import find_documents
     from .views.jobs_view import print_documents, print_job
 
     documents = find_documents(job)

@@ -39,7 +39,7 @@ from .journal.state import Counts
 from .lifecycle import load_model, plan_model, profile_model
 from .report import expert_use, summarise
 from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
-from .session import Checked, Ended, JobClaim, JobSession
+from .session import Checked, Ended, JobClaim, JobSession, disk_errors
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
 
@@ -317,7 +317,8 @@ class Running:
             self._log.begin(**self._beginning())
             for _ in passes:
                 if partial is not None:
-                    partial.upto(self.session.folder.journal, self.session.committed.end)
+                    with disk_errors(self._checked.paths.partial):
+                        partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
                 self._log.sample(self._sample)
                 yield
@@ -344,7 +345,8 @@ class Running:
         """The file that grows with the answers, where it is asked for; closed with the job."""
         if not self._checked.request.follow:
             return None
-        file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
+        with disk_errors(self._checked.paths.partial):
+            file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
         self._checked.resources.callback(file.close)
         return file
 
