@@ -79,8 +79,9 @@ def test_an_application_can_be_left_out(name: str, tmp_path: Path) -> None:
         line = [sys.executable, "-c", HIDDEN, name, *map(str, arguments)]
         return subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
 
+    budget = ("--ram", "1GiB", "--gpu-mem", "0")
     assert run("--help").returncode == 0
-    assert run("plan", model, rows).returncode == 0
-    assert run("batch", model, rows, "-o", out, "-q").returncode == 0
+    assert run("plan", model, rows, *budget).returncode == 0
+    assert run("batch", model, rows, "-o", out, "-q", *budget).returncode == 0
     assert len(out.read_text().splitlines()) == 1
     assert all(hasattr(moedge, public) for public in moedge.__all__ if public != "MoedgeLM")
