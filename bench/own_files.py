@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--stream", choices=[*Mode], type=Mode, help="as --stream of moedge batch, by default auto")
+    parser.add_argument("--stream", choices=[*Mode], type=Mode, help="as `stream` in moedge.toml, by default auto")
     parser.add_argument("--reads", action="store_true", help="compare the readers alone")
     options = parser.parse_args()
     measure: Callable[[LoadedEngine, int, int], tuple[float, int]] = reads if options.reads else passes

@@ -32,6 +32,8 @@ import torch
 
 from bench.kv_waste import GROUP, NoMemory
 from bench.picture import pyplot
+from moedge.apps.reports.charts import Line, by_count
+from moedge.apps.reports.page import Figure, figures_page
 from moedge.moe.groups import group_by_expert
 from moedge.moe.policy import Popular
 from moedge.offload.machine.hardware import find_hardware
@@ -42,8 +44,6 @@ from moedge.runtime.kv.cache import KVCache
 from moedge.runtime.kv.pool import KVPool
 from moedge.runtime.kv.spec import KVSpec
 from moedge.runtime.plan.placement import Workload
-from moedge.runtime.reports.charts import Line, by_count
-from moedge.runtime.reports.page import Figure, figures_page
 from moedge.runtime.sampling.draw import Sampled
 from moedge.runtime.sampling.params import SamplingParams
 from moedge.runtime.settings.budgets import MemoryBudget

@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from ..offload.errors import ExitCode
+from ..runtime.settings.option import Option, Takes, options_of
+from ..runtime.settings.options import HostBudgets, PrecisionOptions
 from .options import options
-from .options.paths import own_file
 
 if TYPE_CHECKING:
     from ..runtime.evaluation.check import CheckReport
-    from ..runtime.settings.budgets import Budgets
-
-PROMPT = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="A prompt to compute, as it is; may be repeated. Some are built in."),
-]
-AGAINST = Annotated[
-    str | None,
-    typer.Option("--against", metavar="CHECKPOINT", help="Where MODEL is prepared weights: what they were made from."),
-]
-JSON = Annotated[Path | None, typer.Option("--json", callback=own_file, help="Write all numbers to this file.")]
 
 
-def check(
-    model: options.MODEL,
-    prompt: PROMPT = None,
-    against: AGAINST = None,
-    dtype: options.DTYPE = options.DType.AUTO,
-    quant: options.QUANT = options.Quant.AUTO,
-    compute: options.COMPUTE = options.Arithmetic.AUTO,
-    kv: options.KV_FORMAT = options.KV.AUTO,
-    deterministic: options.DETERMINISTIC = False,
-    ram: options.RAM = "auto",
-    disk: options.DISK = "auto",
-    disk_dir: options.DISK_DIR = None,
-    as_json: JSON = None,
-) -> None:
+class CheckCommand(HostBudgets, PrecisionOptions, total=False):
+    """The options of `moedge check`."""
+
+    prompt: Annotated[
+        list[str] | None,
+        Option("A prompt to compute, as it is; may be repeated. Some are built in.", metavar="TEXT", common=True),
+    ]
+    against: Annotated[
+        str | None,
+        Option("Where MODEL is prepared weights: what they were made from.", metavar="CHECKPOINT", common=True),
+    ]
+    as_json: Annotated[
+        Path | None,
+        Option("Write all numbers to this file.", flags=("--json",), takes=Takes.OWN_FILE, common=True),
+    ]
+
+
+@options.command(
+    CheckCommand,
+    dtype={"common": True},
+    compute={"file_only": False, "key": True, "common": True},
+    deterministic={"common": True},
+)
+def check(model: options.MODEL, **given: Unpack[CheckCommand]) -> None:
     """Compare the logits of a model with those of transformers, in float32.
 
     moedge computes a few prompts on the CPU, by default in the files' own precision, and transformers computes them
@@ -48,32 +48,32 @@ def check(
     time. Products and attention of every layer are compared with the definition of their format, too. Exits with 3 if
     anything differs by more than rounding, and names what is first.
     """
-    settings = {"quant": quant, "dtype": dtype, "compute": compute, "kv": kv, "deterministic": deterministic}
-    found = _check(model, prompt or [], against, settings, options.budgets(ram, "0", disk, disk_dir))
+    found = _check(model, given)
     from .views.check_view import print_check
 
     print_check(found)
-    if as_json is not None:
-        as_json.write_text(json.dumps(found.as_dict(), indent=1, allow_nan=False) + "\n")
+    if given["as_json"] is not None:
+        given["as_json"].write_text(json.dumps(found.as_dict(), indent=1, allow_nan=False) + "\n")
     if not found.within:
         raise typer.Exit(ExitCode.SOME_ROWS_FAILED)
 
 
-def _check(
-    model: str, prompts: list[str], against: str | None, settings: dict[str, Any], budgets: Budgets
-) -> CheckReport:
+def _check(model: str, given: CheckCommand) -> CheckReport:
     from rich.console import Console
 
+    from ..runtime.api.options import budgets_of
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
     from .views.progress import stages_on
 
     with watching(stages_on(Console(stderr=True, highlight=False))):
-        for each in (model, against):
+        for each in (model, given["against"]):
             if each is not None:
                 with open_source(each, tokenizer=False):
                     # A model that is refused is refused before torch is imported.
                     pass
         with stage("importing torch"):
             from ..runtime.evaluation.check import check as compare
-        return compare(model, prompts, against=against, budgets=budgets, **settings)
+        precision = {name: given[name] for name in options_of(PrecisionOptions)}
+        budgets = budgets_of({**given, "gpu_mem": "0"})
+        return compare(model, given["prompt"] or [], against=given["against"], **precision, budgets=budgets)

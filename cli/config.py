@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..runtime.settings.option import options_of
+from .batch import BatchCommand
 from .options.configured_command import (
     DEFAULT,
     PROJECT_FILE,
@@ -72,7 +74,7 @@ def init(
     from .views.config_template import config_template
 
     found = None if from_plan is None else _plan_document(from_plan)
-    text = config_template(found, socket.gethostname() if for_machine else None)
+    text = config_template(options_of(BatchCommand).values(), found, socket.gethostname() if for_machine else None)
     try:
         with output.open("x") as file:
             file.write(text)

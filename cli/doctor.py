@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from ..offload.errors import ExitCode
 from ..runtime.settings.errors import counted
+from ..runtime.settings.option import Option
+from ..runtime.settings.options import StoreFolder
 from .options import options
 
 if TYPE_CHECKING:
@@ -19,13 +22,23 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Only look; measure and try nothing.")] = False,
+class DoctorCommand(StoreFolder, total=False):
+    """The options of `moedge doctor`."""
+
+    quick: Annotated[bool, Option("Only look; measure and try nothing.", False, common=True)]
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the machine profile and the findings as JSON: docs/doctor.md.")
-    ] = False,
-    disk_dir: options.DISK_DIR = None,
-) -> None:
+        bool,
+        Option(
+            "Print the machine profile and the findings as JSON: docs/doctor.md.",
+            False,
+            flags=("--json",),
+            common=True,
+        ),
+    ]
+
+
+@options.command(DoctorCommand, disk_dir={"common": True})
+def doctor(**given: Unpack[DoctorCommand]) -> None:
     """Check and measure this machine, so that plans fit it.
 
     Every finding is ok, warn (it costs speed or memory) or fail (it prevents a run), with a fix. The measurements are
@@ -43,8 +56,8 @@ def doctor(
     watched: AbstractContextManager[object] = waiting if console.is_terminal else nullcontext()
     with watched:
         say = waiting.update if console.is_terminal else console.print
-        examination = examine(disk_dir or default_root(), quick, say)
-    if as_json:
+        examination = examine(Path(given["disk_dir"] or default_root()), given["quick"], say)
+    if given["as_json"]:
         print(json.dumps(examination.as_json(), indent=1))
     else:
         _print(examination)

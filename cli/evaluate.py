@@ -7,19 +7,19 @@ import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack, cast
 
 import typer
 
+from ..runtime.settings.option import Option, Takes
+from ..runtime.settings.options import EngineOptions, LLMOptions, SeedOptions, StreamingOptions
 from .options import options
-from .options.paths import own_file
 
 # The layout of what `--json` writes (docs/schemas).
 SCHEMA = "moedge.eval/1"
 # Requests that a document of a multiple choice task usually makes: what is planned for.
 _CHOICES = 4
 
-TASKS = Annotated[str, typer.Option("--tasks", metavar="NAME,NAME", help="Tasks or groups of lm-eval; * matches any.")]
 INCLUDE = Annotated[
     Path | None,
     typer.Option(
@@ -29,41 +29,28 @@ INCLUDE = Annotated[
         help="A folder with further tasks (YAML); the code that they name is run.",
     ),
 ]
-LIMIT = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first documents of each task.")]
-FEWSHOT = Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Examples before each question.")]
-TEMPLATE = Annotated[
-    bool, typer.Option("--apply-chat-template", help="Prompts go through the model's chat template, as messages.")
-]
-LENGTH = Annotated[
-    int | None, typer.Option("--max-model-len", min=3, help="Most tokens of a sequence; 4096 if the context allows.")
-]
-JSON = Annotated[Path | None, typer.Option("--json", callback=own_file, help="Write lm-eval's results to this file.")]
 
 
-def evaluate(
-    model: options.MODEL,
-    tasks: TASKS,
-    include_path: INCLUDE = None,
-    limit: LIMIT = None,
-    num_fewshot: FEWSHOT = None,
-    apply_chat_template: TEMPLATE = False,
-    max_model_len: LENGTH = None,
-    dtype: options.DTYPE = options.DType.AUTO,
-    quant: options.QUANT = options.Quant.AUTO,
-    compute: options.COMPUTE = options.Arithmetic.AUTO,
-    kv: options.KV_FORMAT = options.KV.AUTO,
-    tokens_per_pass: options.TOKENS_PER_PASS = None,
-    max_sequences: options.MAX_SEQUENCES = None,
-    deterministic: options.DETERMINISTIC = False,
-    attention: options.ATTENTION = options.Attention.AUTO,
-    stream: options.STREAM = options.Stream.AUTO,
-    seed: options.SEED = 0,
-    ram: options.RAM = "auto",
-    gpu_mem: options.GPU_MEM = "auto",
-    disk: options.DISK = "auto",
-    disk_dir: options.DISK_DIR = None,
-    as_json: JSON = None,
-) -> None:
+class EvalCommand(EngineOptions, StreamingOptions, SeedOptions, total=False):
+    """The options of `moedge eval`."""
+
+    tasks: Annotated[str, Option("Tasks or groups of lm-eval; * matches any.", ..., metavar="NAME,NAME", common=True)]
+    limit: Annotated[int | None, Option("Only the first documents of each task.", low=1, common=True)]
+    num_fewshot: Annotated[int | None, Option("Examples before each question.", low=0, common=True)]
+    apply_chat_template: Annotated[
+        bool, Option("Prompts go through the model's chat template, as messages.", False, common=True)
+    ]
+    max_model_len: Annotated[
+        int | None, Option("Most tokens of a sequence; 4096 if the context allows.", low=3, common=True)
+    ]
+    as_json: Annotated[
+        Path | None,
+        Option("Write lm-eval's results to this file.", flags=("--json",), takes=Takes.OWN_FILE, common=True),
+    ]
+
+
+@options.command(EvalCommand)
+def evaluate(model: options.MODEL, include_path: INCLUDE = None, **given: Unpack[EvalCommand]) -> None:
     """Evaluate a model on tasks of lm-eval (extra `eval`).
 
     Every request of a task runs in one batch, within the budgets. lm-eval downloads data that is not here.
@@ -72,12 +59,11 @@ def evaluate(
 
     if find_spec("lm_eval") is None:
         raise MissingExtra("evaluation needs lm-eval", "eval")
-    options.say_device(gpu_mem)
-    _evaluate(locals())
+    options.say_device(given["gpu_mem"])
+    _evaluate(model, include_path, given)
 
 
-def _evaluate(given: Mapping[str, Any]) -> None:
-    """`given` are the arguments of the command, by name."""
+def _evaluate(model: str, include_path: Path | None, given: EvalCommand) -> None:
     from rich.console import Console
 
     from ..runtime.evaluation.task_names import refuse_unknown_tasks
@@ -87,25 +73,30 @@ def _evaluate(given: Mapping[str, Any]) -> None:
 
     tasks = [each.strip() for each in given["tasks"].split(",") if each.strip()]
     with watching(stages_on(Console(stderr=True, highlight=False))):
-        with open_source(given["model"]):
+        with open_source(model):
             # A model that is refused is refused before torch is imported.
             pass
         with stage("looking for the tasks"):
-            refuse_unknown_tasks(tasks, given["include_path"])
+            refuse_unknown_tasks(tasks, include_path)
         with stage("importing torch and lm-eval"):
             from lm_eval.utils import make_table
 
             from ..runtime.api.llm import LLM
-            from ..runtime.api.options import LLMOptions
             from ..runtime.evaluation.harness import MoedgeLM, evaluate, task_manager
 
-            manager = task_manager(tasks, given["include_path"])
-        loading = {name: given[name] for name in LLMOptions.__annotations__ if name in given}
+            manager = task_manager(tasks, include_path)
+        loading = cast(LLMOptions, {name: value for name, value in given.items() if name in LLMOptions.__annotations__})
         if given["limit"] is not None:
             loading["rows"] = _CHOICES * given["limit"] * len(tasks)
-        with LLM(given["model"], **loading) as llm:
-            asked = {name: given[name] for name in ("limit", "num_fewshot", "apply_chat_template")}
-            found = evaluate(MoedgeLM(llm), tasks, manager, **asked)
+        with LLM(model, **loading) as llm:
+            found = evaluate(
+                MoedgeLM(llm),
+                tasks,
+                manager,
+                limit=given["limit"],
+                num_fewshot=given["num_fewshot"],
+                apply_chat_template=given["apply_chat_template"],
+            )
     print(make_table(found))
     if found.get("groups"):
         print(make_table(found, "groups"))

@@ -6,12 +6,16 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
+from ..runtime.settings.option import Option
+from ..runtime.settings.options import BudgetOptions, ClusterOptions, StoppingOptions
+from .batch import job_view
 from .options import options
 from .options.configured_command import ConfiguredCommand
+from .options.options import ViewOptions
 from .options.paths import new_file
 
 if TYPE_CHECKING:
@@ -24,8 +28,8 @@ JSON = Annotated[bool, typer.Option("--json", help="Print OpenAI's batch object.
 
 def _batch_job(name: str) -> JobFolder:
     """The folder of a batch job. Raises JobNotFound, and JobMismatch for a job over documents."""
+    from ..runtime.documents.status import find_documents
     from ..runtime.jobs.status import find_job
-    from ..runtime.reports.documents_job import find_documents
     from ..runtime.settings.errors import JobMismatch
 
     documents = find_documents(name)
@@ -40,9 +44,9 @@ def _batch_job(name: str) -> JobFolder:
 @app.command()
 def ls(as_json: JSON = False) -> None:
     """List your jobs and those in this folder, with their progress."""
+    from ..runtime.documents.status import DocumentsJob, listed
     from ..runtime.jobs.folder import JobFolder
     from ..runtime.jobs.status import JobStatus, jobs
-    from ..runtime.reports.documents_job import DocumentsJob, listed
     from ..runtime.settings.errors import BadJournal, JobNotFound, OtherVersion
     from .views.jobs_view import print_jobs
 
@@ -65,8 +69,8 @@ def ls(as_json: JSON = False) -> None:
 @app.command()
 def show(job: JOB, as_json: JSON = False) -> None:
     """Show the state of a job and the settings it was started with."""
+    from ..runtime.documents.status import find_documents
     from ..runtime.jobs.status import JobStatus, find_job
-    from ..runtime.reports.documents_job import find_documents
     from .views.jobs_view import print_documents, print_job
 
     documents = find_documents(job)
@@ -79,56 +83,33 @@ def show(job: JOB, as_json: JSON = False) -> None:
         print_documents(status)
 
 
+class ResumeCommand(BudgetOptions, ClusterOptions, StoppingOptions, ViewOptions, total=False):
+    """The options of `moedge jobs resume`."""
+
+    failed: Annotated[bool, Option("Run failed rows again.", False, common=True)]
+    cut: Annotated[bool, Option("Continue rows that were cut at max_tokens; needs --max-tokens.", False, common=True)]
+    max_tokens: Annotated[int | None, Option("New max_tokens of the rows that --cut continues.", low=1, common=True)]
+
+
 @app.command(cls=ConfiguredCommand)
-def resume(
-    job: JOB,
-    failed: Annotated[bool, typer.Option("--failed", help="Run failed rows again.")] = False,
-    cut: Annotated[
-        bool, typer.Option("--cut", help="Continue rows that were cut at max_tokens; needs --max-tokens.")
-    ] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="New max_tokens of the rows that --cut continues.")
-    ] = None,
-    ram: options.RAM = "auto",
-    gpu_mem: options.GPU_MEM = "auto",
-    disk: options.DISK = "auto",
-    disk_dir: options.DISK_DIR = None,
-    ray: options.RAY = None,
-    ray_workers: options.RAY_WORKERS = None,
-    until: options.UNTIL = None,
-    max_rows: options.MAX_ROWS = None,
-    max_failures: options.MAX_FAILURES = None,
-    accept_drift: options.ACCEPT_DRIFT = None,
-    summary: options.SUMMARY = None,
-    partial: options.PARTIAL = False,
-    progress: options.PROGRESS = options.Progress.AUTO,
-    output_format: options.FORMAT = options.Format.HUMAN,
-    verbose: options.VERBOSE = False,
-    quiet: options.QUIET = False,
-) -> None:
+@options.command(ResumeCommand)
+def resume(job: JOB, **given: Unpack[ResumeCommand]) -> None:
     """Resume a job with its original settings, under the budgets given here, on this machine or on a cluster."""
-    options.say_device(gpu_mem, output_format is options.Format.HUMAN and not quiet)
+    options.say_device(given["gpu_mem"], given["output_format"] == "human" and not given["quiet"])
+    from ..runtime.api.options import budgets_of, limits_of
     from ..runtime.jobs.journal.state import read_state
     from ..runtime.jobs.request import ResumeOptions, cluster_request, resumed
-    from ..runtime.jobs.stop import Limits
-    from .views.job_view import JobView
 
-    if cut != (max_tokens is not None):
+    if given["cut"] != (given["max_tokens"] is not None):
         raise typer.BadParameter("--cut and --max-tokens go together: --cut --max-tokens 1024")
-    cluster = cluster_request(ray, ray_workers)
+    cluster = cluster_request(given["ray"], given["ray_workers"])
     folder = _batch_job(job)
-    request = replace(
-        resumed(
-            read_state(folder.journal).opened,
-            folder.input,
-            options.budgets(ram, gpu_mem, disk, disk_dir),
-            Limits(until, max_rows, max_failures),
-            ResumeOptions(failed=failed, drift=tuple(accept_drift or ()), cut_to=max_tokens),
-        ),
-        follow=partial,
-        cluster=cluster,
-    )
-    raise typer.Exit(JobView(progress, quiet, output_format, verbose=verbose).run(request, summary))
+    drift = tuple(given["accept_drift"] or ())
+    resume = ResumeOptions(failed=given["failed"], drift=drift, cut_to=given["max_tokens"])
+    opened = read_state(folder.journal).opened
+    request = resumed(opened, folder.input, budgets_of(given), limits_of(given), resume)
+    code = job_view(given).run(replace(request, cluster=cluster), given["summary"])
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -7,6 +7,8 @@ import gc
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +56,10 @@ app.command(cls=ConfiguredCommand)(bench)
 app.command(cls=ConfiguredCommand)(check)
 app.command("eval", cls=ConfiguredCommand)(evaluate)
 app.command()(demo)
-app.command()(report)
+with suppress(ModuleNotFoundError):
+    # Applications can be left out.
+    import_module("..apps.reports", __package__)
+    app.command()(report)
 app.add_typer(config, name="config")
 app.add_typer(jobs, name="jobs")
 app.add_typer(models, name="models")

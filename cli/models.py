@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from ..offload.budget import gib
 from ..runtime.settings.formatting import count
+from ..runtime.settings.option import Option
+from ..runtime.settings.options import StoreFolder
 from .options import options
 from .options.configured_command import ConfiguredCommand
 
@@ -19,7 +21,8 @@ app = typer.Typer(help="List and inspect models; remove prepared weights.", no_a
 
 
 @app.command(cls=ConfiguredCommand)
-def ls(disk_dir: options.DISK_DIR = None) -> None:
+@options.command(StoreFolder, disk_dir={"common": True})
+def ls(**given: Unpack[StoreFolder]) -> None:
     """List prepared weights, and the checkpoints in the hub's cache that this version can or cannot run."""
     from rich.console import Console
 
@@ -29,7 +32,7 @@ def ls(disk_dir: options.DISK_DIR = None) -> None:
     from .views.progress import stages_on
 
     # Lines, not a table: a folder that is cut to fit the terminal cannot be copied into the next command.
-    prepared = list(stores(root := disk_dir or default_root()))
+    prepared = list(stores(root := Path(given["disk_dir"] or default_root())))
     for store in prepared:
         print(f"{gib(store.nbytes):>12}  {'store' if store.complete else 'store, unfinished'}  {store.folder}")
     with watching(stages_on(Console(stderr=True))), stage("looking through the cache of the hub"):
@@ -48,17 +51,21 @@ def rm(store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of pr
     remove(store)
 
 
+class PruneCommand(StoreFolder, total=False):
+    """The options of `moedge models prune`."""
+
+    keep: Annotated[str, Option("Most disk space for all prepared weights.", ..., metavar="SIZE", common=True)]
+
+
 @app.command(cls=ConfiguredCommand)
-def prune(
-    keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="Most disk space for all prepared weights.")],
-    disk_dir: options.DISK_DIR = None,
-) -> None:
+@options.command(PruneCommand, disk_dir={"common": True})
+def prune(**given: Unpack[PruneCommand]) -> None:
     """Delete the least recently used prepared weights until the rest fits a size."""
     from ..offload.budget import parse_size
     from ..offload.store.stores import default_root
     from ..offload.store.stores import prune as prune_stores
 
-    for removed in prune_stores(disk_dir or default_root(), parse_size(keep, 0, 0)):
+    for removed in prune_stores(Path(given["disk_dir"] or default_root()), parse_size(given["keep"], 0, 0)):
         print(f"removed {removed.folder}, {gib(removed.nbytes)}")
 
 

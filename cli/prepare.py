@@ -5,42 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from ..offload.budget import gib
 from ..offload.errors import ExitCode
 from ..runtime.settings.formatting import duration, loss_line
+from ..runtime.settings.option import Option, Takes
+from ..runtime.settings.options import HostBudgets, WeightOptions
 from .options import options
-from .options.paths import new_folder
 
 if TYPE_CHECKING:
     from ..runtime.settings.budgets import Budgets
 
 
-def prepare(
-    model: options.MODEL,
+class PrepareCommand(HostBudgets, WeightOptions, total=False):
+    """The options of `moedge prepare`."""
+
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", callback=new_folder, help="Folder to write; by default one in the user's cache."
+        Option(
+            "Folder to write; by default one in the user's cache.",
+            flags=("--output", "-o"),
+            takes=Takes.FOLDER,
+            common=True,
         ),
-    ] = None,
-    quant: Annotated[
-        options.Quant | None,
-        typer.Option(
-            "--quant",
-            envvar="MOEDGE_QUANT",
-            show_envvar=False,
-            help="Quantize weights to this format; by default nf4, or what a quantized checkpoint has.",
-        ),
-    ] = None,
-    dtype: options.DTYPE = options.DType.AUTO,
-    ram: options.RAM = "auto",
-    disk: options.DISK = "auto",
-    disk_dir: options.DISK_DIR = None,
-) -> None:
+    ]
+
+
+_QUANT = "Quantize weights to this format; by default nf4, or what a quantized checkpoint has."
+
+
+@options.command(
+    PrepareCommand, quant={"default": None, "help": _QUANT}, dtype={"common": True}, disk_dir={"common": True}
+)
+def prepare(model: options.MODEL, **given: Unpack[PrepareCommand]) -> None:
     """Quantize a checkpoint and save the prepared weights.
 
     After a kill at any point, the same command resumes the work. On finished prepared weights, it writes damaged files
@@ -48,23 +48,22 @@ def prepare(
     """
     from rich.console import Console
 
+    from ..runtime.api.options import budgets_of
     from ..runtime.settings.stages import watching
     from .options.signals import Stopped, StopSignals
     from .views.progress import say, stages_on
 
     console = Console(stderr=True, highlight=False)
-    budgets = options.budgets(ram, "0", disk, disk_dir)
+    budgets = budgets_of({**given, "gpu_mem": "0"})
     try:
         with StopSignals(), watching(stages_on(console)):
-            _prepare(model, output, quant, dtype, budgets, partial(say, console))
+            _prepare(model, given, budgets, partial(say, console))
     except Stopped as stopped:
         say(console, "Interrupted: finished layers are kept; run the same command again to continue.")
         raise typer.Exit(stopped.code) from None
 
 
-def _prepare(
-    model: str, output: Path | None, quant: str | None, dtype: str, budgets: Budgets, say: Callable[[str], None]
-) -> None:
+def _prepare(model: str, given: PrepareCommand, budgets: Budgets, say: Callable[[str], None]) -> None:
     import time
 
     say(f"preparing {model}")
@@ -78,8 +77,8 @@ def _prepare(
             from ..runtime.loading.prepare import precision, store_path
             from ..runtime.loading.prepare import prepare as write_store
             from ..runtime.shape.shards import bits_lost, default_format
-        formats = precision(source, quant or default_format(source.shape), dtype)
-        target = output or store_path(source, *formats, budgets.disk_dir)
+        formats = precision(source, given["quant"] or default_format(source.shape), given["dtype"])
+        target = given["output"] or store_path(source, *formats, budgets.disk_dir)
         say(f"{model} in {formats[0]}, dtype {formats[1]}: {gib(source.packed_nbytes(*formats))} in {target}")
         written = write_store(source, target, *formats, budgets, repair=True)
     if line := loss_line(written.loss, bits_lost(source.shape, formats[0])):

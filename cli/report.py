@@ -23,11 +23,9 @@ OUTPUT = Annotated[
 
 def report(job: JOB, output: OUTPUT = None) -> None:
     """Write a page about a job of `moedge batch` or `moedge docs`: charts, failures, settings. It loads nothing."""
-    from ..offload.atomic_file import own_name, write_atomically
-    from ..runtime.jobs.status import find_job
-    from ..runtime.reports.documents_job import find_documents
-    from ..runtime.reports.job_report import JobReport
-    from ..runtime.reports.page import page
+    from ..apps.reports.job_report import JobReport
+    from ..apps.reports.page import page
+    from ..runtime.api.face import find_documents, find_job, own_name, write_atomically
 
     documents = find_documents(job)
     found = JobReport.of_batch(find_job(job)) if documents is None else JobReport.of_documents(documents)

@@ -5,53 +5,32 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import typer
 
+from ..runtime.settings.option import Option
+from ..runtime.settings.options import AnswerLength, BudgetOptions, ComputeOptions, SamplingOptions
 from .options import options
 
-if TYPE_CHECKING:
-    from ..runtime.settings.budgets import Budgets
-    from ..runtime.settings.settings import Settings
+
+class RunCommand(BudgetOptions, ComputeOptions, AnswerLength, SamplingOptions, total=False):
+    """The options of `moedge run`."""
+
+    raw: Annotated[bool, Option("Continue the text as it is, without the chat template.", False, common=True)]
 
 
-def run(
-    model: options.MODEL,
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; read from stdin if absent.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    dtype: options.DTYPE = options.DType.AUTO,
-    quant: options.QUANT = options.Quant.AUTO,
-    kv: options.KV_FORMAT = options.KV.AUTO,
-    deterministic: options.DETERMINISTIC = False,
-    attention: options.ATTENTION = options.Attention.AUTO,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            envvar="MOEDGE_MAX_TOKENS",
-            show_envvar=False,
-            min=1,
-            help="Most tokens to generate; 512 by default if the context allows.",
-        ),
-    ] = None,
-    temperature: options.TEMPERATURE = None,
-    seed: options.SEED = 0,
-    reasoning_effort: options.REASONING_EFFORT = None,
-    max_thinking_tokens: options.MAX_THINKING_TOKENS = None,
-    chat_template_kwargs: options.CHAT_TEMPLATE_KWARGS = None,
-    ram: options.RAM = "auto",
-    gpu_mem: options.GPU_MEM = "auto",
-    disk: options.DISK = "auto",
-    disk_dir: options.DISK_DIR = None,
-) -> None:
+PROMPT = Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; read from stdin if absent.")]
+_MAX_TOKENS = "Most tokens to generate; 512 by default if the context allows."
+
+
+@options.command(RunCommand, max_tokens={"default": None, "help": _MAX_TOKENS})
+def run(model: options.MODEL, prompt: PROMPT = None, **given: Unpack[RunCommand]) -> None:
     """Answer one prompt on the terminal.
 
     The answer goes to stdout as it is generated. A model without a chat template continues the text.
     """
     from ..runtime.settings.errors import PromptError
-    from ..runtime.settings.settings import Settings
 
     if prompt is None:
         if sys.stdin.isatty():
@@ -59,28 +38,18 @@ def run(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise PromptError("the prompt is empty; give some text as an argument or on stdin")
-    settings = Settings(
-        dtype=dtype, quant=quant, kv=kv, max_sequences=1, deterministic=deterministic, attention=attention
-    )
-    variables = json.loads(chat_template_kwargs or "{}")
-    if reasoning_effort is not None:
-        variables["reasoning_effort"] = str(reasoning_effort)
-    asked = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "raw": raw,
-        "max_thinking_tokens": max_thinking_tokens,
-        "variables": variables,
-    }
-    _print_answer(model, prompt, settings, options.budgets(ram, gpu_mem, disk, disk_dir), asked)
+    variables = json.loads(str(given["chat_template_kwargs"] or "{}"))
+    if given["reasoning_effort"] is not None:
+        variables["reasoning_effort"] = given["reasoning_effort"]
+    _print_answer(model, prompt, given, variables)
 
 
-def _print_answer(model: str, prompt: str, settings: Settings, budgets: Budgets, asked: Mapping[str, Any]) -> None:
-    """`asked` are the fields of PromptOptions."""
-    options.say_device(budgets.gpu_mem)
+def _print_answer(model: str, prompt: str, given: RunCommand, variables: Mapping[str, Any]) -> None:
+    """`variables` are for the chat template."""
+    options.say_device(given["gpu_mem"])
     from rich.console import Console
 
+    from ..runtime.api.options import budgets_of, settings_of
     from ..runtime.settings.formatting import escape_controls
     from ..runtime.settings.stages import stage, watching
     from ..runtime.source.model_source import open_source
@@ -92,6 +61,15 @@ def _print_answer(model: str, prompt: str, settings: Settings, budgets: Budgets,
             pass
         with stage("importing torch"):
             from ..runtime.api.single_prompt import PromptOptions, answer
-        for piece in answer(model, prompt, settings, budgets, PromptOptions(**asked)):
+        asked = PromptOptions(
+            max_tokens=given["max_tokens"],
+            temperature=given["temperature"],
+            seed=given["seed"],
+            raw=given["raw"],
+            max_thinking_tokens=given["max_thinking_tokens"],
+            variables=variables,
+        )
+        settings = settings_of({**given, "max_sequences": 1})
+        for piece in answer(model, prompt, settings, budgets_of(given), asked):
             print(escape_controls(piece), end="", flush=True)
     print()

@@ -57,7 +57,8 @@ def _job(models: Path, shape: str, options: str, known: Path, rows: int) -> dict
         prompts = (f"{number} {'What is known of it? ' * (1 + number % 9)}" for number in range(rows))
         (home / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         ends = {name: str(home / name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-        given = ["--max-tokens", NEW_TOKENS, "--temperature", 0, "--progress", "plain", *options.split()]
+        ends["MOEDGE_PROGRESS"] = "plain"
+        given = ["--max-tokens", NEW_TOKENS, "--temperature", 0, *options.split()]
         files = [model, home / "rows.jsonl", "-o", home / "out.jsonl", "--summary", home / "summary.json"]
         command = [sys.executable, "-m", "moedge", "batch", *map(str, [*files, *given])]
         begun = time.perf_counter()

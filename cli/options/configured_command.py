@@ -1,8 +1,8 @@
 """Settings for many runs: flag before environment before ./moedge.toml before the user's file before
 default.
 
-An option takes part by having an environment variable `MOEDGE_...`; its key in files is that name in small letters
-with dashes. docs/configuration.md is the page for people.
+An option takes part by being declared with a key, which is its flag without dashes. docs/configuration.md is the page
+for people.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...offload.errors import ExitCode, MoedgeError
+from ...runtime.settings.option import Option
 
 PROJECT_FILE = "moedge.toml"
 # A page of settings is a few kilobytes; anything large was not written for this.
@@ -129,18 +131,19 @@ EXAMPLES = {"profile": "night", "machine": "workstation"}
 DEFAULT = "default"
 # `jobs resume` resumes what `batch` started; commands that take a single option need no table.
 _TABLE = {"resume": "batch", "ls": "", "prune": "", "doctor": ""}
-_HELP = {"-h", "--help"}
+_HELP = {"-h", "--help", "--help-all"}
+_ALL, _FOUND = "moedge.help-all", "moedge.settings"
 _SECRET = {"api-key"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`origin` is a variable's name, `FILE:LINE` or "default"; `arguments` are what a person would have typed."""
+    """`origin` is a variable's name, `FILE:LINE` or "default"; `parameter` is the option's name in the command."""
 
     key: str
     value: Any
     origin: str
-    arguments: tuple[str, ...] = ()
+    parameter: str
 
     @property
     def shown(self) -> Any:
@@ -152,12 +155,16 @@ class Setting:
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command whose options may be set by files and variables; it prints those that were."""
+    """A command whose options may be set by files and variables; it prints those that were.
+
+    `--help` lists the options that are declared as common, `--help-all` every one.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Adds --profile to its options."""
-        kwargs["params"] = [*(kwargs.get("params") or []), *_profile_option()]
+        """Adds --profile and --help-all to its options."""
         super().__init__(*args, **kwargs)
+        self.declared: dict[str, Option] = getattr(self.callback, "options", {})
+        self.params = [*self.params, *_own_options()]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -171,26 +178,39 @@ class ConfiguredCommand(TyperCommand):
         name = self.name or ""
         return _TABLE.get(name, name)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        parameters: list[Any] = [] if _ALL in ctx.meta else self.params
+        rare = [each for each in parameters if not each.hidden and self._is_rare(each.name)]
+        for each in rare:
+            each.hidden = True
+        super().format_help(ctx, formatter)
+        for each in rare:
+            each.hidden = False
+
+    def _is_rare(self, name: str) -> bool:
+        return name == "profile" or (name in self.declared and not self.declared[name].common)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing or _HELP & set(args):
             return super().parse_args(ctx, args)
-        given = self.make_parser(ctx).parse_args(args=list(args))[0]
-        settings = [
-            setting
-            for setting in self.settings(ctx, given.get("profile"))
-            if self.options[setting.key].name not in given and setting.origin != DEFAULT
-        ]
-        rest = self._parsed(ctx, [*(text for setting in settings for text in setting.arguments), *args])
-        if settings and not ctx.params.get("quiet") and ctx.params.get("output_format") != "json":
-            print(f"settings: {', '.join(map(str, settings))}", file=sys.stderr)
-        return rest
-
-    def _parsed(self, ctx: Any, args: list[str]) -> list[str]:
+        self._refuse_keys(args)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
             error.message = _plain(error.message)
             raise
+        used = [each for each in ctx.meta[_FOUND] if ctx.get_parameter_source(each.parameter).name != "COMMANDLINE"]
+        if used and not ctx.params.get("quiet") and ctx.params.get("output_format") != "json":
+            print(f"settings: {', '.join(map(str, used))}", file=sys.stderr)
+        return rest
+
+    def _refuse_keys(self, args: list[str]) -> None:
+        """Raises ConfigError for what only files and variables set."""
+        keys = {each.flag: each for each in self.declared.values() if each.file_only}
+        for flag in (arg.partition("=")[0] for arg in takewhile(lambda arg: arg != "--", args)):
+            if flag in keys:
+                key, variable = keys[flag].file_key, keys[flag].variable
+                raise ConfigError(f"{flag} is no option but a key of moedge.toml: {key} = ...; or set {variable}")
 
     def settings(self, ctx: Any, profile: str | None = None) -> Iterator[Setting]:
         """Yields every option with its value and origin, without flags, in a profile. Raises ConfigError."""
@@ -205,11 +225,11 @@ class ConfiguredCommand(TyperCommand):
             variable = option.resolve_envvar_value(ctx)
             if variable is not None:
                 _meaning(option, variable, ctx, f"environment: {option.envvar}={variable}")
-                yield Setting(key, variable, option.envvar)
+                yield Setting(key, variable, option.envvar, option.name)
             elif key in entries:
                 yield _from_file(entries[key], option)
             else:
-                yield Setting(key, option.get_default(ctx), DEFAULT)
+                yield Setting(key, option.get_default(ctx), DEFAULT, option.name)
 
     def _takes(self, entry: Entry, profile: str | None) -> bool:
         """Whether an entry of a file counts for this command, on this machine, in a profile."""
@@ -219,8 +239,8 @@ class ConfiguredCommand(TyperCommand):
         return entry.key in self.options and entry.command in ("", self.table)
 
 
-def _profile_option() -> list[Any]:
-    """The option --profile, of a command made for it: it is read before others are known."""
+def _own_options() -> list[Any]:
+    """--profile and --help-all, of a command made for them."""
     app = typer.Typer(add_completion=False)
 
     @app.command()
@@ -228,13 +248,43 @@ def _profile_option() -> list[Any]:
         profile: Annotated[
             str | None,
             typer.Option(
-                "--profile", metavar="NAME", expose_value=False, help="Use the [profile.NAME] settings of moedge.toml."
+                "--profile",
+                metavar="NAME",
+                is_eager=True,
+                expose_value=False,
+                callback=_read_settings,
+                help="Use the [profile.NAME] settings of moedge.toml.",
             ),
         ] = None,
+        help_all: Annotated[
+            bool,
+            typer.Option(
+                "--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option and exit."
+            ),
+        ] = False,
     ) -> None:
         raise AssertionError("never run")
 
-    return [each for each in typer.main.get_command(app).params if each.name == "profile"]
+    return [each for each in typer.main.get_command(app).params if each.name in ("profile", "help_all")]
+
+
+def _read_settings(ctx: typer.Context, profile: str | None) -> None:
+    """What files and variables set becomes the defaults of the other parameters, which are read after this one."""
+    if not ctx.resilient_parsing:
+        assert isinstance(ctx.command, ConfiguredCommand)
+        found = [each for each in ctx.command.settings(ctx, profile) if each.origin != DEFAULT]
+        ctx.default_map = {each.parameter: each.value for each in found}
+        ctx.meta[_FOUND] = found
+
+
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_ALL] = True
+        assert isinstance(ctx.command, ConfiguredCommand)
+        if keys := sorted(each.file_key for each in ctx.command.declared.values() if each.file_only):
+            ctx.command.epilog = f"Keys of moedge.toml without an option: {', '.join(keys)} (docs/options.md)."
+        typer.echo(ctx.get_help(), color=ctx.color)
+        raise typer.Exit
 
 
 def configured_commands(root: Any) -> dict[str, ConfiguredCommand]:
@@ -303,9 +353,7 @@ def _from_file(entry: Entry, option: Any) -> Setting:
     value = entry.value
     if _is_path(option):
         value = str(entry.folder / Path(value).expanduser())
-    flag = max(option.opts, key=len)
-    arguments = ((flag,) if value else ()) if option.is_flag else (flag, str(value))
-    return Setting(entry.key, value, entry.origin, arguments)
+    return Setting(entry.key, value, entry.origin, option.name)
 
 
 _warned: set[str] = set()

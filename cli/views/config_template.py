@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
+from ...runtime.settings.option import Option
 from ...runtime.shape.shards import FORMATS, KEPT
 
 _MIB = 1 << 20
 _BUDGETS = {"host": ("ram", "RAM"), "device": ("gpu-mem", "GPU memory")}
-_EMPTY = """# Settings of moedge: docs/configuration.md. A key is an option without its dashes; remove the # to set it.
+_HEAD = """# Settings of moedge: docs/configuration.md. A key is an option without its dashes; remove the # to set it.
 # `moedge config show` prints what counts, and `moedge plan MODEL --save plan.json` with
 # `moedge config init --from-plan plan.json` writes this file for a machine and a model.
-
-# Budgets, never exceeded: 20GiB, 80%, auto, auto-1GiB.
-# ram = "20GiB"
-# gpu-mem = "7GiB"
-# disk = "60GiB"
-# disk-dir = "/fast/prepared"
-
-# Weight and KV cache formats; auto is the most precise one that is nearly as fast as the fastest.
-# quant = "auto"
-# kv = "auto"
-
+"""
+_TABLES = """
 # Only for one command.
 # [batch]
 # max-tokens = 1024
@@ -38,10 +31,21 @@ _EMPTY = """# Settings of moedge: docs/configuration.md. A key is an option with
 """
 
 
-def config_template(plan: Mapping[str, Any] | None, host: str | None) -> str:
-    """Every setting as a comment; with the document of a `plan`, its budgets and formats, in the table of machine
-    `host` where one is given."""
-    return _EMPTY if plan is None else "".join(f"{line}\n" for line in _planned(plan, host))
+def config_template(options: Iterable[Option], plan: Mapping[str, Any] | None, host: str | None) -> str:
+    """The keys of `options` as comments; with the document of a `plan`, its budgets and formats, in the
+    table of machine `host` where one is given."""
+    lines = _declared(options) if plan is None else _planned(plan, host)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _declared(options: Iterable[Option]) -> Iterator[str]:
+    """The keys with what they mean, and values that they may have."""
+    yield from _HEAD.splitlines()
+    for option in options:
+        if option.file_key:
+            yield from ("", *wrap(option.help, 118, initial_indent="# ", subsequent_indent="# "))
+            yield f"# {option.file_key} = {option.example or json.dumps(option.default)}"
+    yield from _TABLES.splitlines()
 
 
 def _planned(plan: Mapping[str, Any], host: str | None) -> Iterator[str]:

@@ -21,7 +21,6 @@ from ...runtime.jobs.session import Checked
 from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import clock, duration, escape_controls
 from ...runtime.settings.stages import watching
-from ..options.options import Format, Progress
 from ..options.signals import Stopped
 from .job_view import JobView, prefix_cache, summary_table
 
@@ -39,9 +38,7 @@ _AGAIN = "Start the same command again to continue."
 class DocumentsView(JobView, DocumentsObserver):
     """Runs a job over documents and reports it."""
 
-    def __init__(
-        self, progress: Progress, quiet: bool, output_format: Format = Format.HUMAN, *, verbose: bool = False
-    ) -> None:
+    def __init__(self, progress: str, quiet: bool, output_format: str = "human", *, verbose: bool = False) -> None:
         super().__init__(progress, quiet, output_format, verbose=verbose)
         self._next_line = time.monotonic() + _EVERY_SECONDS
         self._nbytes = self._round = 0

@@ -23,7 +23,6 @@ from ...runtime.settings.errors import counted
 from ...runtime.settings.formatting import duration, kernel_lines, loss_line
 from ...runtime.settings.stages import watching
 from ...runtime.shape.shards import bits_lost
-from ..options.options import Format, Progress
 from ..options.signals import Stopped, StopSignals
 from .progress import (
     BarProgress,
@@ -142,9 +141,9 @@ class JobView(JobObserver):
 
     def __init__(
         self,
-        progress: Progress,
+        progress: str,
         quiet: bool,
-        output_format: Format = Format.HUMAN,
+        output_format: str = "human",
         *,
         verbose: bool = False,
         answers: AnswerStream | None = None,
@@ -157,10 +156,10 @@ class JobView(JobObserver):
         self._answers = answers
         self._kept = kept
         self._verbose = verbose
-        as_json = output_format is Format.JSON
+        as_json = output_format == "json"
         stderr = cast(Any, SafeStream(sys.stderr))
         self._console = Console(file=stderr, quiet=quiet or as_json, highlight=False)
-        self._style = Progress.NONE if quiet or as_json else progress
+        self._style = "none" if quiet or as_json else progress
         self._events = Events(as_json)
         self._signals = StopSignals()
         self._bar: ProgressView = NoProgress()
@@ -299,24 +298,24 @@ class JobView(JobObserver):
 
     def _stages(self) -> BarStages | PlainStages | NoStages:
         style = self._shown
-        if style is Progress.BAR:
+        if style == "bar":
             return BarStages(self._console)
-        return PlainStages(self._console) if style is Progress.PLAIN else NoStages()
+        return PlainStages(self._console) if style == "plain" else NoStages()
 
     @property
-    def _shown(self) -> Progress:
+    def _shown(self) -> str:
         """The style, with "auto" resolved by where it is shown."""
-        if self._style is not Progress.AUTO:
+        if self._style != "auto":
             return self._style
-        return Progress.BAR if self._console.is_terminal else Progress.PLAIN
+        return "bar" if self._console.is_terminal else "plain"
 
     def _progress(self, total: int) -> ProgressView:
         style = self._shown
         if self._events.wanted:
             return EventProgress(self._events)
-        if style is Progress.BAR:
+        if style == "bar":
             return BarProgress(self._console, total, self._ram_nbytes)
-        return PlainProgress(self._console, self._ram_nbytes) if style is Progress.PLAIN else NoProgress()
+        return PlainProgress(self._console, self._ram_nbytes) if style == "plain" else NoProgress()
 
     def _conclude(self, ended: Ended) -> ExitCode:
         rows, paths = ended.summary.rows, ended.paths

@@ -11,9 +11,9 @@ from typing import Protocol
 from rich.console import Console
 from rich.table import Table
 
+from ...runtime.documents.status import DocumentsJob
 from ...runtime.jobs.journal.state import Counts
 from ...runtime.jobs.status import JobPhase, JobStatus
-from ...runtime.reports.documents_job import DocumentsJob
 from ...runtime.settings.formatting import escape_controls
 
 # For scripts that read the table, which has as many lines as there are jobs.

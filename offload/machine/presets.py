@@ -17,8 +17,6 @@ GIB = 1 << 30
 LINK_SHARE, PEAK_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.8
 # Bytes per second of PCIe, one direction, by generation and lanes.
 _PCIE = {(3, 16): 15.75e9, (4, 8): 15.75e9, (4, 16): 31.5e9, (5, 16): 63.0e9}
-# Bytes of a weight by format, with its scales.
-_WEIGHT_NBYTES = {"none": 2.0, "int8": 1.06, "int4": 0.56, "nf4": 0.56, "mxfp4": 0.53}
 _MOST_ROWS = 1024
 # As measured on desktop processors: what launches and Python cost.
 _OVERHEADS = Overheads(1e-3, 5e-5, 2e-6, 2e-10, 3e-4, 5e-5)
@@ -72,14 +70,17 @@ def find_preset(text: str) -> str:
     raise ValueError(f"no preset for the GPU {text!r}; {hint} are {', '.join(PRESETS)}")
 
 
-def with_preset(name: str, hardware: Hardware, profile: Machine | None) -> Machine:
-    """This machine, with the GPU of a preset in place of its own; what was measured of its disk stays."""
+def with_preset(name: str, hardware: Hardware, profile: Machine | None, weight_nbytes: Mapping[str, float]) -> Machine:
+    """This machine, with the GPU of a preset in place of its own; what was measured of its disk stays.
+
+    `weight_nbytes` are the bytes of a weight by format, with its scales.
+    """
     preset = PRESETS[name]
     gpu = GpuInfo(name, preset.gib * GIB, preset.capability, preset.processors)
     link = LINK_SHARE * _PCIE[preset.pcie]
     memory, peak = MEMORY_SHARE * preset.bandwidth * 1e9, PEAK_SHARE * preset.tflops * 1e12
     # One row multiplies as fast as its weights are read.
-    rates = {fmt: {1: min(peak, 2 * memory / nbytes), _MOST_ROWS: peak} for fmt, nbytes in _WEIGHT_NBYTES.items()}
+    rates = {fmt: {1: min(peak, 2 * memory / nbytes), _MOST_ROWS: peak} for fmt, nbytes in weight_nbytes.items()}
     base = profile or Machine(hardware, _RAM_BYTES_S, overheads=_OVERHEADS)
     return replace(
         base,

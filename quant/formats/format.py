@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product, repeat
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 from .dtypes import DTYPES, WEIGHT_DTYPES
 
@@ -99,6 +100,15 @@ CODE_BITS: Mapping[str, int] = MappingProxyType({"none": 0, "int8": 8, "int4": 4
 INTEGER_CODES = ("int4", "e2m1", "int8")
 
 
+class Assumed(NamedTuple):
+    """What plans assume of a format of `--quant` on a machine that nobody measured: the bytes of a weight that a GPU
+    reads, and the bytes per second that are packed by torch, and by two cores with the library of CPU kernels."""
+
+    weight_nbytes: float
+    pack_bytes_s: float
+    native_pack_bytes_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """A weight format: the type of its codes, and the scales and zeros of its groups of weights.
@@ -112,7 +122,8 @@ class WeightFormat:
         code * scale * d - zero * dmin       with `block`: scales and zeros are 8-bit integers, and `block` weights
                                              share the factors d and dmin, float16, as in GGUF's Q4_K
 
-    `order` is the order of codes. `rates` names another format that computes about as fast.
+    `order` is the order of codes. `rates` names another format that computes about as fast. `auto`: `--quant auto`
+    considers it. `assumed` have the formats of `--quant`.
     """
 
     name: str
@@ -123,6 +134,8 @@ class WeightFormat:
     block: int | None = None
     order: str = ROWS
     rates: str = ""
+    auto: bool = False
+    assumed: Assumed | None = None
 
     def layout(self, shape: tuple[int, int], dtype: str) -> Layout:
         """The layout of a matrix of this shape and dtype. Raises FormatError if the format cannot hold it."""
@@ -250,18 +263,25 @@ def _formats_of_checkpoints() -> Iterator[WeightFormat]:
 
 # The formats that `--quant` offers: checkpoints are quantized to these. nf4's scales (absmax) are bfloat16: for a
 # bfloat16 checkpoint that is exact (a block's maximum is one of its weights), and unlike float16 it neither overflows
-# nor underflows. int8's scales stay float32: one per row costs less than 0.1 bit a weight.
+# nor underflows. int8's scales stay float32: one per row costs less than 0.1 bit a weight. From exact to smallest;
+# mxfp4 is as large as nf4 and loses more, so `auto` leaves it to checkpoints that have it. Packing: docs/plan.md, and a
+# quarter of what two cores packed (docs/performance.md).
 QUANT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         each.name: each
         for each in (
-            WeightFormat("none", "none"),
-            WeightFormat("int8", "int8", None, "float32"),
-            WeightFormat("int4", "int4", 32, "bfloat16", "bfloat16", order=INT4PACK),
-            WeightFormat("nf4", "nf4", 64, "bfloat16"),
-            WeightFormat("mxfp4", "e2m1", 32, "e8m0", rates="nf4"),
+            WeightFormat("none", "none", auto=True, assumed=Assumed(2.0, 4e8, 1e9)),
+            WeightFormat("int8", "int8", None, "float32", auto=True, assumed=Assumed(1.06, 1.5e8, 3e9)),
+            WeightFormat(
+                "int4", "int4", 32, "bfloat16", "bfloat16", order=INT4PACK, auto=True, assumed=Assumed(0.56, 6e6, 1.5e9)
+            ),
+            WeightFormat("nf4", "nf4", 64, "bfloat16", auto=True, assumed=Assumed(0.56, 6e7, 2.5e9)),
+            WeightFormat("mxfp4", "e2m1", 32, "e8m0", rates="nf4", assumed=Assumed(0.53, 6e7, 2e9)),
         )
     }
+)
+ASSUMED: Mapping[str, Assumed] = MappingProxyType(
+    {name: each.assumed for name, each in QUANT_FORMATS.items() if each.assumed}
 )
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {**QUANT_FORMATS, **{each.name: each for each in _formats_of_checkpoints()}}

@@ -14,21 +14,12 @@ from ...offload.memory import reset_host_peak
 from ..jobs.answer_stream import STDOUT
 from ..jobs.request import BatchRequest, ResumeOptions, cluster_request
 from ..jobs.session import Checked, Ended
-from ..jobs.stop import Limits
-from ..rows.row import Defaults
 from ..sampling.model_defaults import unset_names
 from ..settings.errors import BadArgument
+from ..settings.option import check, with_options
+from ..settings.options import BatchOptions
 from ..settings.stages import stage
-from .options import (
-    BatchOptions,
-    budgets_of,
-    check,
-    experts_of,
-    input_format_of,
-    row_defaults_of,
-    settings_of,
-    template_variables_of,
-)
+from .options import budgets_of, experts_of, input_format_of, limits_of, row_defaults_of, settings_of
 
 if TYPE_CHECKING:
     from ..cluster.job import Cluster
@@ -184,6 +175,7 @@ class BatchProgress(JobObserver):
         self._done = done
 
 
+@with_options(BatchOptions)
 def run_batch(
     model: str | Path,
     input_file: str | Path,
@@ -228,34 +220,24 @@ def request_of(
     model: str | Path, input_file: str | Path, output: str | Path, options: Mapping[str, Any]
 ) -> BatchRequest:
     """The request that these of `BatchOptions` make, for `run_batch` and the command. Other names are ignored."""
-    drift, failures, plan = options.get("accept_drift"), options.get("max_failures"), options.get("plan")
-    effort = options.get("reasoning_effort")
-    defaults = Defaults(
-        max_tokens=options.get("max_tokens", 256),
-        temperature=options.get("temperature") or 0.0,
-        seed=options.get("seed", 0),
-        max_thinking_tokens=options.get("max_thinking_tokens"),
-        chat_template_kwargs=template_variables_of(options),
-        reasoning_effort=None if effort is None else str(effort),
-    )
+    drift, plan = options.get("accept_drift"), options.get("plan")
     return BatchRequest(
         model=str(model),
         input=Path(input_file),
         output=Path(output),
         settings=settings_of(options),
-        defaults=row_defaults_of(options, defaults),
+        defaults=row_defaults_of(options),
         input_format=input_format_of(options),
         unset=unset_names(options.get("temperature")),
         budgets=budgets_of(options),
         experts=experts_of(options),
-        limits=Limits(options.get("until"), options.get("max_rows"), None if failures is None else str(failures)),
+        limits=limits_of(options),
         lenient=options.get("lenient", False),
         resume=ResumeOptions(
             drift=(drift,) if isinstance(drift, str) else tuple(drift or ()),
             overwrite=options.get("overwrite", False),
             failed=options.get("failed", False),
         ),
-        follow=options.get("partial", False),
         plan=None if plan is None else Path(plan),
         cluster=cluster_request(options.get("ray"), options.get("ray_workers")),
     )

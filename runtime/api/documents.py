@@ -27,11 +27,12 @@ from ..jobs.stop import StopRule
 from ..plan.placement import Workload
 from ..rows.tables import InputFormat
 from ..settings.errors import BadArgument
+from ..settings.option import check, with_options
+from ..settings.options import DocumentOptions
 from ..settings.stages import stage
 from ..source.model_source import ModelSource, open_source
 from ..text.folder import has_chat_template
 from .batch import BatchProgress, JobObserver, cluster_of, refuse_unreachable, request_of, run_loaded
-from .options import DocumentOptions, check
 
 if TYPE_CHECKING:
     # What is refused is refused before torch is imported.
@@ -285,11 +286,8 @@ class _RoundRunner:
         # Rows of later rounds may be as long as the cache allows.
         longest = replace(planned.workload, longest=plan.kv_tokens)
         from ..jobs.job_plan import with_workload
-        from ..loading.engine_loader import LoadedModel
 
-        chosen = with_workload(planned.chosen, plan, longest)
-        source, tokenizer = planned.measured.checked.source, planned.measured.tokenizer
-        self._model = LoadedModel(source, tokenizer, planned.memory, chosen, loaded.policy, loaded.engine)
+        self._model = replace(loaded.model, chosen=with_workload(planned.chosen, plan, longest))
 
     def _open(self, current: Round, reading: Reading | None) -> Checked:
         self._expected = None
@@ -393,6 +391,7 @@ class _Progress(BatchProgress, DocumentsObserver):
     """A bar for every round."""
 
 
+@with_options(DocumentOptions)
 def run_documents(
     model: str | Path,
     folder: str | Path,
@@ -433,7 +432,7 @@ def documents_request(
     question = make_question({**options, "long": Long.SPLIT if each == "chunk" else long})
     # Prompts and schemas are the question's; nothing is sampled unless it is asked for.
     rest = {name: value for name, value in options.items() if name not in ("prompt", "system", "schema")}
-    batch = replace(request_of(model, folder, output, rest), unset=frozenset())
+    batch = replace(request_of(model, folder, output, rest), unset=frozenset(), follow=False)
     cache = options.get("cache")
     return DocumentsRequest(
         batch=batch,

@@ -14,33 +14,22 @@ from ..jobs.run import OpenRow, completion_of
 from ..jobs.summary import RunSummary
 from ..loading.engine_loader import LoadedModel
 from ..plan.memory_ledger import MemoryLedger
-from ..plan.placement import Plan, Workload
+from ..plan.placement import Plan
 from ..plan.planner import SearchSpace
 from ..rows.failure import InvalidRow, RowFailure
 from ..rows.row import Defaults, Endpoint
 from ..rows.row_formats import RowBuilder, RowPosition, line_id
 from ..sampling.model_defaults import model_defaults
 from ..sampling.params import FinishReason
-from ..settings.errors import BadArgument, EngineUnavailable, PromptError, SettingError, shown
+from ..settings.errors import BadArgument, EngineUnavailable, PromptError, shown
+from ..settings.option import check, with_options
+from ..settings.options import BatchOptions, JobOptions, LLMOptions
 from ..text.tokenizer import Tokenizer
 from .batch import BatchProgress, batch_request, run_job
 from .generation import Generation, Request, progress_bar
 from .model import OpenModel, refuse_over_budget
-from .options import (
-    EQUAL_ROWS,
-    BatchOptions,
-    JobOptions,
-    LLMOptions,
-    budgets_of,
-    check,
-    experts_of,
-    settings_of,
-)
 from .outputs import CompletionOutput, RequestOutput, logprobs_by_id
 from .sampling_params import SamplingParams
-
-# A cache for the whole context of a long-context model would take most budgets, and few prompts need it.
-MAX_MODEL_LEN = 4096
 
 TokenIds = Items[int]
 Prompt = str | TokenIds | Mapping[str, Any]
@@ -64,6 +53,7 @@ class LLM:
     MemoryGaveOut as a job does; all of them are MoedgeErrors.
     """
 
+    @with_options(LLMOptions)
     def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
         check(options, LLMOptions)
         self._options = options
@@ -75,13 +65,9 @@ class LLM:
         try:
             source = self._opened.source
             self._default_params = SamplingParams(**model_defaults(source.folder).values)
-            wanted = options.get("max_model_len") or min(MAX_MODEL_LEN, source.shape.context)
-            if wanted > source.shape.context:
-                raise SettingError(f"max_model_len {wanted:,} is more than the context of {source.shape.context:,}")
-            workload = workload_of(options, wanted)
             self._encoder = RowEncoder(self._opened.tokenizer, source.shape.vocab, source.shape.context)
-            self._loaded = self._opened.load(settings_of(options), budgets_of(options), workload, experts_of(options))
-            self._heap: Heap = self._opened.rehearse(self._loaded, workload)
+            self._heap: Heap
+            self._loaded, self._heap = self._opened.load_for_prompts(options)
         except BaseException:
             self.close()
             raise
@@ -177,6 +163,7 @@ class LLM:
         (request,) = self._requests([body], endpoint, [params], "prompt")
         return self._stream(engine, request)
 
+    @with_options(JobOptions)
     def run_batch(
         self, input_file: str | Path, output: str | Path, *, progress: bool = True, **options: Unpack[JobOptions]
     ) -> RunSummary:
@@ -340,17 +327,6 @@ class LLM:
         scored = logprobs_by_id(scores.tokens, params.prompt_logprobs, token_text)
         before = [None] * min(scores.start, len(request.choices[0][0]))
         return RequestOutput(request.prompt, request.choices[0][0], outputs, [*before, *scored])
-
-
-def workload_of(options: Mapping[str, Any], longest: int) -> Workload:
-    """What is planned for: `rows` sequences, the longest of `longest` tokens.
-
-    The shortest is of the usual length: where memory is too small for the longest, the cache is as large as it can be.
-    """
-    wanted = {**EQUAL_ROWS, **options}
-    output = min(wanted["output_tokens"], max(1, longest // 2))
-    prompt = min(wanted["prompt_tokens"], max(1, longest - output))
-    return Workload(rows := wanted["rows"], longest, min(longest, prompt + output), rows * prompt, rows * output)
 
 
 def _several(prompts: Prompt | Items[Prompt]) -> Items[Prompt]:

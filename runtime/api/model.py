@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Self
 
 from ...moe.streaming_mode import DEFAULTS, ExpertOptions
 from ...offload.memory import Heap, reset_host_peak, return_memory, trim
-from ..jobs.job_plan import plan_job
-from ..loading.engine_loader import LoadedModel, load_engine, load_with_fallback
-from ..loading.machine_memory import limit_pins, open_memory
-from ..loading.prepare import store_for
-from ..loading.rehearsal import prompt_tokens, rehearse
-from ..plan.fallback import FallbackPolicy
+from ..jobs.lifecycle import load_model, plan_model, profile_model
+from ..loading.engine_loader import LoadedModel
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
 from ..settings.budgets import GIB, Budgets
-from ..settings.errors import OverBudget
+from ..settings.errors import OverBudget, SettingError
 from ..settings.settings import Settings
 from ..source.model_source import open_source
 from ..text.tokenizer import Tokenizer
-from ..weights.key_offsets import MAX_TOKENS, TEXT
+from .options import EQUAL_ROWS, budgets_of, experts_of, settings_of
+
+# A cache for the whole context of a long-context model would take most budgets, and few prompts need it.
+MAX_MODEL_LEN = 4096
 
 
 class OpenModel:
@@ -51,24 +50,31 @@ class OpenModel:
         Raises DoesNotFit, naming the smallest budget that works, SettingError, BadSize, MemoryGaveOut.
         """
         reset_host_peak()
-        source = self.source
-        memory = open_memory(budgets, source.settle(settings), source.shape)
-        chosen = plan_job(source, settings, budgets, memory.budget, workload, any_kernel=any_kernel)
-        limit_pins(memory.device, chosen.request.profile)
-        stored, policy = store_for(source, chosen.plan, budgets), FallbackPolicy(chosen.plan, chosen.request)
-        store = stored and stored.folder
-        engine = load_with_fallback(lambda plan: load_engine(source, plan, store, memory.device, experts), policy)
-        self._engines.callback(engine.close)
-        return LoadedModel(source, self.tokenizer, memory, chosen, policy, engine)
+        planned = plan_model(self.source, settings, budgets, workload, any_kernel=any_kernel)
+        loaded = load_model(self.source, self.tokenizer, planned, budgets, experts)
+        self._engines.callback(loaded.engine.close)
+        return loaded
+
+    def load_for_prompts(self, options: Mapping[str, Any]) -> tuple[LoadedModel, Heap]:
+        """Loads by the options of an LLM for prompts that nobody knows yet, and profiles the worst pass of them.
+
+        Returns the heap's free memory as that pass left it, too. Raises as `load`, and SettingError for sequences that
+        are longer than the context.
+        """
+        context = self.source.shape.context
+        wanted = options.get("max_model_len") or min(MAX_MODEL_LEN, context)
+        if wanted > context:
+            raise SettingError(f"max_model_len {wanted:,} is more than the context of {context:,}")
+        workload = workload_of(options, wanted)
+        loaded = self.load(settings_of(options), budgets_of(options), workload, experts_of(options))
+        return loaded, self.rehearse(loaded, workload)
 
     def rehearse(self, loaded: LoadedModel, workload: Workload) -> Heap:
         """Runs the worst pass of the workload once. Raises DoesNotFit where a budget is too small for it.
 
         Returns the heap's free memory as that pass left it, to be watched while others run.
         """
-        text = self.tokenizer.encode(TEXT)[:MAX_TOKENS]
-        rehearse(loaded.engine, loaded.policy.plan, workload, prompt_tokens(text, self.source.shape.vocab))
-        loaded.engine.ledger.measure().check()
+        profile_model(loaded, workload)
         return Heap()
 
     def close(self) -> None:
@@ -89,6 +95,17 @@ class OpenModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def workload_of(options: Mapping[str, Any], longest: int) -> Workload:
+    """What is planned for: `rows` sequences, the longest of `longest` tokens.
+
+    The shortest is of the usual length: where memory is too small for the longest, the cache is as large as it can be.
+    """
+    wanted = {**EQUAL_ROWS, **options}
+    output = min(wanted["output_tokens"], max(1, longest // 2))
+    prompt = min(wanted["prompt_tokens"], max(1, longest - output))
+    return Workload(rows := wanted["rows"], longest, min(longest, prompt + output), rows * prompt, rows * output)
 
 
 _TIERS = {"host": "RAM", "device": "GPU memory"}

@@ -19,23 +19,12 @@ from ..jobs.job_plan import equal_rows, measured_job, plan_request, refuse_unkno
 from ..plan.plan_file import document, refusal
 from ..plan.planner import PlanResult, solve
 from ..plan.what_if import by_budget, by_sequences, nearest, suggestions
-from ..rows.row import Defaults
-from ..rows.tables import InputFormat
-from ..settings.budgets import Budgets
 from ..settings.errors import DoesNotFit, counted
 from ..settings.formatting import TIE, count, duration, escape_controls, fit, formats_line, kernel_lines
-from ..settings.settings import Settings
+from ..settings.option import check, with_options
+from ..settings.options import PlanOptions
 from ..source.headers import read_headers
-from .options import (
-    EQUAL_ROWS,
-    PlanOptions,
-    WorkloadOptions,
-    budgets_of,
-    check,
-    input_format_of,
-    row_defaults_of,
-    settings_of,
-)
+from .options import EQUAL_ROWS, budgets_of, input_format_of, row_defaults_of, settings_of
 
 if TYPE_CHECKING:
     from ..jobs.encode import JobSize
@@ -90,6 +79,7 @@ class PlanReport:
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
+@with_options(PlanOptions)
 def plan(model: str | Path, input_file: str | Path | None = None, **options: Unpack[PlanOptions]) -> PlanReport:
     """What `moedge plan` says of a model and a job; reads headers only, and loads no torch but to count tokens.
 
@@ -98,47 +88,30 @@ def plan(model: str | Path, input_file: str | Path | None = None, **options: Unp
     report too. Raises BadArgument, ModelNotFound, UnsupportedModel, SettingError, BadSize.
     """
     check(options, PlanOptions)
-    machine = options.get("machine")
-    return make_report(
-        str(model),
-        None if input_file is None else Path(input_file),
-        settings_of(options),
-        budgets_of(options),
-        rows={name: options[name] for name in WorkloadOptions.__annotations__ if name in options},  # type: ignore[literal-required]
-        defaults=row_defaults_of(options, Defaults(max_tokens=options.get("max_tokens", 256))),
-        input_format=input_format_of(options),
-        machine=None if machine is None else Path(machine),
-        gpu=options.get("gpu"),
-    )
+    return make_report(str(model), None if input_file is None else Path(input_file), options)
 
 
-def make_report(
-    model: str,
-    input_file: Path | None,
-    settings: Settings,
-    budgets: Budgets,
-    *,
-    rows: Mapping[str, int],
-    defaults: Defaults,
-    input_format: InputFormat,
-    machine: Path | None,
-    gpu: str | None = None,
-) -> PlanReport:
-    """`rows` are the arguments of `equal_rows`, for a job without an input file; `defaults` are for one with it."""
+def make_report(model: str, input_file: Path | None, options: Mapping[str, Any]) -> PlanReport:
+    """The same for options that are checked; those that `PlanOptions` does not have are ignored."""
+    profile, gpu = options.get("machine"), options.get("gpu")
+    machine = None if profile is None else Path(profile)
     refuse_unknown_machine(machine, gpu)
     headers, size = read_headers(model), None
     notes: tuple[str, ...] = ()
     if input_file is not None:
-        size, found = measured_job(headers, input_file, defaults, input_format)
+        size, found = measured_job(headers, input_file, row_defaults_of(options), input_format_of(options))
         size.refuse_if_none_runs(found)
         notes = tuple(_left_out(found, size))
-    workload = equal_rows(**{**EQUAL_ROWS, **rows}) if size is None else size.shape()
+    if size is None:
+        workload = equal_rows(**{name: options.get(name, default) for name, default in EQUAL_ROWS.items()})
+    else:
+        workload = size.shape()
     if size is None and workload.longest > headers.shape.context:
         notes = (
             f"rows of {workload.longest:,} tokens, prompt and answer, are longer than the model's context of "
             f"{headers.shape.context:,}: a job would answer none (--prompt-tokens, --output-tokens)",
         )
-    request = plan_request(headers, settings, budgets, machine, workload, gpu)
+    request = plan_request(headers, settings_of(options), budgets_of(options), machine, workload, gpu)
     try:
         result = solve(request)
     except DoesNotFit as error:

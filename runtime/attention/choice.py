@@ -66,18 +66,18 @@ def choose_attention(wanted: str, needs: AttentionNeeds) -> str:
     """The name of the backend to use; `wanted` is a backend or "auto". Raises SettingError where it cannot be used."""
     kinds = [kind for kind in KINDS if wanted in ("auto", kind.name)]
     if not kinds:
-        raise SettingError(f"--attention {wanted} is unknown; use auto, {', '.join(kind.name for kind in KINDS)}")
+        raise SettingError(f"attention {wanted} is unknown; use auto, {', '.join(kind.name for kind in KINDS)}")
     for kind in kinds:
         slow = wanted == "auto" and kind.triton and needs.gpu is None
         if not slow and not (lack := kind.lack(needs)):
             return kind.name
-    raise SettingError(f"--attention {wanted} cannot compute this run: {lack}. Use --attention auto.")
+    raise SettingError(f"attention {wanted} cannot compute this run: {lack}. Use attention auto.")
 
 
 def stores_by_kernel(wanted: str, taken: str, needs: AttentionNeeds) -> bool:
     """Whether Triton's kernel writes keys and values into the cache; `taken` is the backend chosen for `wanted`.
 
-    The kernel serves both backends. `--attention torch` uses nothing of Triton's.
+    The kernel serves both backends. `attention` "torch" uses nothing of Triton's.
     """
     if needs.latent or wanted == "torch" or max(needs.head_dims) > LARGEST_HEAD:
         return False

@@ -21,17 +21,16 @@ from ...offload.memory import Heap, reset_host_peak
 from ..engine.engine import Metrics
 from ..jobs.encode import RowEncoder
 from ..jobs.folder import JobFolder
-from ..jobs.job import load_planned, rehearse_job
-from ..jobs.job_plan import plan_job
 from ..jobs.journal.record import CutChoice, Done
 from ..jobs.journal.state import Counts
+from ..jobs.lifecycle import load_model, plan_model, profile_model
 from ..jobs.report import summarise
 from ..jobs.request import identity
 from ..jobs.run import RowRunner
 from ..jobs.stop import CrashMarker, StallGuard, memory_kills
 from ..jobs.summary import RunSummary, Seconds
-from ..loading.engine_loader import LoadedEngine
-from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
+from ..loading.engine_loader import LoadedEngine, LoadedModel
+from ..loading.machine_memory import MachineMemory
 from ..plan.fallback import Fallback, FallbackPolicy
 from ..plan.memory_ledger import TierLedger
 from ..plan.placement import Workload
@@ -223,16 +222,21 @@ class _JobAtWork:
 class _Loaded:
     """An engine and what counts of it since it was loaded; the last three are what was reported of it."""
 
-    engine: LoadedEngine
-    policy: FallbackPolicy
-    chosen: PlanResult
-    written: int
+    model: LoadedModel
     load_seconds: float
     heap: Heap
     seconds: float = 0.0
     summarised_at: float = 0.0
     num_total: int = 0
     num_tpot: int = 0
+
+    @property
+    def engine(self) -> LoadedEngine:
+        return self.model.engine
+
+    @property
+    def policy(self) -> FallbackPolicy:
+        return self.model.policy
 
     def start_counting(self) -> None:
         """A job counts from its beginning."""
@@ -258,8 +262,8 @@ class _Loaded:
 
     def summary(self, source: ModelSource) -> RunSummary:
         seconds = Seconds(self.load_seconds, self.seconds)
-        found = summarise(source, self.chosen, self.engine, Counts(), seconds, self.policy)
-        found.bytes.written = self.written
+        found = summarise(source, self.model.chosen, self.engine, Counts(), seconds, self.policy)
+        found.bytes.written = self.model.nbytes_written
         return found
 
 
@@ -303,14 +307,13 @@ class Worker:
                 f"sequences of {order.least_tokens:,} tokens are in the job, and {chosen.plan.kv_tokens:,} fit; give "
                 "the workers larger budgets, or leave this machine out"
             )
-        limit_pins(memory.device, chosen.request.profile)
-        policy = FallbackPolicy(chosen.plan, chosen.request)
-        engine, written = load_planned(self._source, policy, memory, _shared(order), order.experts, order.offsets)
-        self._loaded = _Loaded(engine, policy, chosen, written, 0.0, Heap())
-        rehearse_job(engine, policy.plan, order.workload, self._tokenizer, self._source.shape.vocab)
+        budgets = _shared(order)
+        model = load_model(self._source, self._tokenizer, (memory, chosen), budgets, order.experts, order.offsets)
+        self._loaded = _Loaded(model, 0.0, Heap())
+        profile_model(model, order.workload)
         self._loaded.load_seconds = seconds = time.perf_counter() - begun
-        longest = min(policy.plan.kv_tokens, chosen.request.workload.longest)
-        return LoadReport(seconds, engine.key_offsets, engine.loss, chosen.prediction.generated_tok_s, longest)
+        engine, rate = model.engine, chosen.prediction.generated_tok_s
+        return LoadReport(seconds, engine.key_offsets, engine.loss, rate, model.longest)
 
     def work(self, facts: JobFacts, rows: Items[LeasedRow], dropped: Collection[int], last: bool) -> Report:
         """Computes for a while. `dropped` rows need no answer any more; `last`: there are no other rows to lease."""
@@ -342,9 +345,7 @@ class Worker:
         self._resources.close()
 
     def _planned(self, order: LoadOrder) -> tuple[MachineMemory, PlanResult]:
-        source, budgets = self._source, _shared(order)
-        memory = open_memory(budgets, source.settle(order.settings), source.shape)
-        return memory, plan_job(source, order.settings, budgets, memory.budget, order.workload)
+        return plan_model(self._source, order.settings, _shared(order), order.workload)
 
     def _unload(self) -> None:
         if self._job is not None:

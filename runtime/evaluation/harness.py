@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..api.llm import LLM
-from ..api.options import LLMOptions
 from ..api.outputs import RequestOutput
 from ..api.sampling_params import SamplingParams
 from ..rows.fields import MAX_STOP
 from ..settings.errors import BadArgument, MissingExtra, PromptError
+from ..settings.options import LLMOptions
 from .task_names import unknown_tasks
 
 try:

@@ -37,8 +37,8 @@ def into_folder(request: BatchRequest, folder: Path | None) -> BatchRequest:
     try:
         chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputRefused(f"--job-dir {chosen} cannot be created: {error.strerror}; choose another") from None
-    return replace(request, output=chosen / _NAME)
+        raise OutputRefused(f"job-dir {chosen} cannot be created: {error.strerror}; choose another") from None
+    return replace(request, output=chosen / _NAME, follow=False)
 
 
 def _name(request: BatchRequest) -> str:

@@ -13,16 +13,12 @@ from array import array
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, Self
 
-from ...moe.streaming_mode import ExpertOptions
 from ...offload.memory import Heap, host_resident
 from ..engine.engine import Metrics
-from ..loading.engine_loader import LoadedEngine, load_engine, load_with_fallback
-from ..loading.machine_memory import MachineMemory, limit_pins, open_memory
-from ..loading.prepare import store_for
-from ..loading.rehearsal import Rehearsed, prompt_tokens, rehearse
+from ..loading.engine_loader import LoadedEngine, LoadedModel
+from ..loading.machine_memory import MachineMemory
 from ..plan.cost_model import Prediction
 from ..plan.fallback import FallbackPolicy
 from ..plan.memory_ledger import TierLedger
@@ -31,20 +27,19 @@ from ..plan.planner import PlanResult, SearchSpace
 from ..rows.answer_formats import Answers
 from ..rows.failure import RowFailure
 from ..rows.reader import RowFile, read_rows
-from ..settings.budgets import Budgets
-from ..source.model_source import ModelSource
 from ..text.tokenizer import Tokenizer
-from ..weights.key_offsets import MAX_TOKENS, TEXT, KeyOffsets
+from ..weights.key_offsets import KeyOffsets
 from .answer_stream import AnswerStream, partial_file
 from .encode import JobSize, RowEncoder, TokenSpool, measure
 from .eta import Eta, Work
 from .folder import now_text, seekable
-from .job_plan import as_rehearsed, plan_job, remember, with_workload
+from .job_plan import as_rehearsed, remember, with_workload
 from .journal.run_log import RunLog
 from .journal.state import Counts
+from .lifecycle import load_model, plan_model, profile_model
 from .report import expert_use, summarise
 from .run import FedRows, FileRows, RowFeed, RowRunner, RowSource
-from .session import Checked, Ended, JobClaim, JobSession
+from .session import Checked, Ended, JobClaim, JobSession, disk_errors
 from .stop import StallGuard
 from .summary import RunSummary, Seconds
 
@@ -94,10 +89,7 @@ class Measured:
         if (given := checked.given) is not None:
             chosen = with_workload(given.chosen, given.policy.plan, workload)
             return Planned(self, workload, given.memory, chosen, checked.claim.begin(chosen.plan))
-        source, settings, saved = checked.source, checked.claim.settings, checked.request.plan
-        memory = open_memory(budgets, source.settle(settings), source.shape)
-        chosen = plan_job(source, settings, budgets, memory.budget, workload, saved)
-        limit_pins(memory.device, chosen.request.profile)
+        memory, chosen = plan_model(checked.source, checked.claim.settings, budgets, workload, checked.request.plan)
         return Planned(self, workload, memory, chosen, checked.claim.begin(chosen.plan))
 
 
@@ -126,67 +118,41 @@ class Planned:
         Ends with a rehearsal of the worst pass, and the engine is closed with the job. Of an engine that was given,
         only the counters are reset. Raises DoesNotFit, MemoryGaveOut.
         """
-        begun, checked, memory = time.perf_counter(), self.measured.checked, self.memory
+        begun, checked = time.perf_counter(), self.measured.checked
         source, request = checked.source, checked.request
         if (given := checked.given) is not None:
             given.engine.start_counting()
-            return Loaded(self, given.engine, given.policy, 0.0, given.longest, self.chosen.prediction)
+            return Loaded(self, given, 0.0, given.longest, self.chosen.prediction)
         offsets = self.session.key_offsets(source.shape)
-        policy = FallbackPolicy(self.plan, self.chosen.request)
-        engine, written = load_planned(source, policy, memory, request.budgets, request.experts, offsets)
-        checked.resources.callback(engine.close)
-        shown = rehearse_job(engine, policy.plan, self.workload, self.measured.tokenizer, source.shape.vocab)
-        seconds, prediction = time.perf_counter() - begun, as_rehearsed(self.chosen, policy.plan, shown)
-        return Loaded(self, engine, policy, seconds, policy.plan.kv_tokens, prediction, written)
-
-
-def load_planned(
-    source: ModelSource,
-    policy: FallbackPolicy,
-    memory: MachineMemory,
-    budgets: Budgets,
-    experts: ExpertOptions,
-    key_offsets: KeyOffsets | None = None,
-) -> tuple[LoadedEngine, int]:
-    """An engine by the plan of `policy`, and the bytes of prepared weights that were written for it.
-
-    Raises DoesNotFit, MemoryGaveOut.
-    """
-    store = store_for(source, policy.plan, budgets)
-    load = partial(
-        load_engine,
-        source,
-        store=store and store.folder,
-        device=memory.device,
-        experts=experts,
-        key_offsets=key_offsets,
-    )
-    return load_with_fallback(load, policy), store.nbytes_written if store else 0
-
-
-def rehearse_job(engine: LoadedEngine, plan: Plan, workload: Workload, tokenizer: Tokenizer, vocab: int) -> Rehearsed:
-    """Runs the worst pass of a job once. Raises DoesNotFit where a budget is too small for it."""
-    text = tokenizer.encode(TEXT)[:MAX_TOKENS]
-    shown = rehearse(engine, plan, workload, prompt_tokens(text, vocab))
-    engine.ledger.measure().check()
-    return shown
+        tokenizer, planned = self.measured.tokenizer, (self.memory, self.chosen)
+        model = load_model(source, tokenizer, planned, request.budgets, request.experts, offsets)
+        checked.resources.callback(model.engine.close)
+        plan, shown = model.policy.plan, profile_model(model, self.workload)
+        seconds = time.perf_counter() - begun
+        return Loaded(self, model, seconds, plan.kv_tokens, as_rehearsed(self.chosen, plan, shown))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine is ready for the first pass; `policy` says what memory made of the plan meanwhile.
+    """The engine of `model` is ready for the first pass.
 
-    Sequences of more than `longest` tokens are refused. `prediction` is what to expect of the rows. `nbytes_written`
-    went to disk as prepared weights meanwhile.
+    Sequences of more than `longest` tokens are refused. `prediction` is what to expect of the rows.
     """
 
     planned: Planned
-    engine: LoadedEngine
-    policy: FallbackPolicy
+    model: LoadedModel
     load_seconds: float
     longest: int
     prediction: Prediction
-    nbytes_written: int = 0
+
+    @property
+    def engine(self) -> LoadedEngine:
+        return self.model.engine
+
+    @property
+    def policy(self) -> FallbackPolicy:
+        """What memory made of the plan meanwhile."""
+        return self.model.policy
 
     @property
     def metrics(self) -> Metrics:
@@ -239,7 +205,7 @@ class Loaded:
     def summary(self, counts: Counts, seconds: Seconds) -> RunSummary:
         source, chosen = self.planned.measured.checked.source, self.planned.chosen
         found = summarise(source, chosen, self.engine, counts, seconds, self.policy)
-        found.bytes.written = self.nbytes_written
+        found.bytes.written = 0 if self.planned.measured.checked.given else self.model.nbytes_written
         remember(chosen, source, self.metrics, (self.load_seconds, seconds.generate or 0), self.engine.ledger)
         return found
 
@@ -351,7 +317,8 @@ class Running:
             self._log.begin(**self._beginning())
             for _ in passes:
                 if partial is not None:
-                    partial.upto(self.session.folder.journal, self.session.committed.end)
+                    with disk_errors(self._checked.paths.partial):
+                        partial.upto(self.session.folder.journal, self.session.committed.end)
                 self._seconds = time.perf_counter() - begun
                 self._log.sample(self._sample)
                 yield
@@ -378,7 +345,8 @@ class Running:
         """The file that grows with the answers, where it is asked for; closed with the job."""
         if not self._checked.request.follow:
             return None
-        file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
+        with disk_errors(self._checked.paths.partial):
+            file = partial_file(self.session.journal, self.session.folder, self._checked.paths)
         self._checked.resources.callback(file.close)
         return file
 

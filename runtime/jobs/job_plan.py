@@ -14,6 +14,7 @@ from ...offload.machine.hardware import Hardware, find_gpus, find_hardware
 from ...offload.machine.presets import find_preset, with_preset
 from ...offload.machine.profile import Machine, load_machine, read_machine, saved_path
 from ...offload.store.stores import DiskSpace, default_root
+from ...quant.formats.format import ASSUMED
 from ..plan import planner
 from ..plan.cost_model import CostModel, Prediction
 from ..plan.history import (
@@ -87,7 +88,8 @@ class _Machine:
     def with_gpu(self, name: str) -> _Machine:
         """The same with a GPU of a data sheet. Raises SettingError for a name that is not known."""
         preset = _preset(name)
-        profile = with_preset(preset, self.hardware, self.profile)
+        nbytes = {name: each.weight_nbytes for name, each in ASSUMED.items()}
+        profile = with_preset(preset, self.hardware, self.profile, nbytes)
         return _Machine(profile.hardware, profile, elsewhere=True, preset=preset)
 
     def measured(self, budgets: Budgets, weights: Path) -> _Machine:

@@ -21,7 +21,7 @@ from ..rows.columns import settled
 from ..rows.row import Defaults
 from ..rows.tables import InputFormat, input_format
 from ..settings.budgets import Budgets
-from ..settings.errors import BadArgument, JobMismatch
+from ..settings.errors import JobMismatch
 from ..settings.settings import Settings
 from ..source.model_source import ModelSource, model_fingerprint
 from ..text.folder import has_chat_template
@@ -60,9 +60,7 @@ class ClusterRequest:
 
 
 def cluster_request(address: str | None, workers: int | None) -> ClusterRequest | None:
-    """What `ray` and `ray_workers` ask for. Raises BadArgument for workers of no cluster."""
-    if address is None and workers is not None:
-        raise BadArgument("--ray-workers is for a cluster, and --ray is not given; add --ray ADDRESS or --ray local")
+    """What `ray` and `ray_workers` ask for. The number of workers may be a standing setting: it counts on a cluster."""
     return None if address is None else ClusterRequest(address, workers)
 
 
@@ -86,7 +84,7 @@ class BatchRequest:
     input_format: InputFormat = InputFormat.AUTO
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     plan: Path | None = None
-    follow: bool = False
+    follow: bool = True
     unset: frozenset[str] = frozenset()
     cluster: ClusterRequest | None = None
 

@@ -328,7 +328,7 @@ class JobSession:
             yield f"attention is computed by {plan.attention}, and was by {attention} when the job began: {differ}"
         if plan.compute != compute:
             why = "its kernels are not usable here"
-            yield f"--compute is {plan.compute}, and was {compute} when the job began, but {why}: {differ}"
+            yield f"compute is {plan.compute}, and was {compute} when the job began, but {why}: {differ}"
 
     @property
     def finished(self) -> bool:
@@ -391,7 +391,7 @@ class JobSession:
         state, paths = self.journal.state, self.claim.paths
         if not is_exported(state, paths):
             self.claim.rows.refuse_changed_meanwhile(self.folder, state)
-            with _disk_errors(paths.out):
+            with disk_errors(paths.out):
                 export(self.journal, self.folder, paths)
         if state.running:
             self.journal.stop(FINISHED)
@@ -401,12 +401,13 @@ class JobSession:
         """Records a stop on purpose and publishes what is finished under the partial name."""
         self.journal.stop(reason)
         partial = self.claim.paths.partial
-        with _disk_errors(partial):
+        with disk_errors(partial):
             export_partial(self.folder.journal, self.journal.state, partial)
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raises ExportFailed where `path` cannot be written."""
     try:
         yield
     except OSError as error:

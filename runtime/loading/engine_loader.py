@@ -145,7 +145,8 @@ class LoadedModel:
     """An engine that is ready for jobs, and all that belongs to it: whoever loaded it closes it.
 
     `chosen` is the plan that it was loaded by, with the workload that was planned for; `policy` is what memory made of
-    that plan. No other work may be on the engine while a job runs.
+    that plan. `nbytes_written` went to disk as prepared weights meanwhile. No other work may be on the engine while a
+    job runs.
     """
 
     source: ModelSource
@@ -154,6 +155,7 @@ class LoadedModel:
     chosen: PlanResult
     policy: FallbackPolicy
     engine: LoadedEngine
+    nbytes_written: int = 0
 
     @property
     def longest(self) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from ...offload.machine.profile import Machine
+from ...quant.formats.format import ASSUMED
 from ...quant.native import library
 from ..shape.model_shape import ModelShape
 from ..shape.shards import checkpoint_nbytes, copied_nbytes, resident_nbytes, widened_nbytes
@@ -22,13 +22,8 @@ LOADING = "loading"
 SLOW_READ_BYTES_S = 5e8
 SLOW_WRITE_BYTES_S = 2e8
 SLOW_CONVERT_BYTES_S = 4e8
-SLOW_PACK_BYTES_S: Mapping[str, float] = MappingProxyType(
-    {"none": 4e8, "int8": 1.5e8, "nf4": 6e7, "mxfp4": 6e7, "int4": 6e6}
-)
-# A quarter of what two cores packed with the library of CPU kernels (docs/performance.md).
-NATIVE_PACK_BYTES_S: Mapping[str, float] = MappingProxyType(
-    {"none": 1e9, "int8": 3e9, "nf4": 2.5e9, "mxfp4": 2e9, "int4": 1.5e9}
-)
+SLOW_PACK_BYTES_S = {name: each.pack_bytes_s for name, each in ASSUMED.items()}
+NATIVE_PACK_BYTES_S = {name: each.native_pack_bytes_s for name, each in ASSUMED.items()}
 
 
 def assumed_pack_bytes_s() -> Mapping[str, float]:

@@ -256,9 +256,9 @@ def _quants(settings: Settings, shape: ModelShape, dtype: str) -> tuple[str, ...
     if not found:
         of_library = ", ".join(name for name in QUANT_FORMATS if get_format(name).reads_integers and name != "int8")
         raise SettingError(
-            f"--compute int8 multiplies int8 weights, and in bf16 with the library of CPU kernels those in"
+            f"compute int8 multiplies int8 weights, and in bf16 with the library of CPU kernels those in"
             f" {of_library} or of a checkpoint with such codes; found were --quant {settings.quant}, {dtype}"
-            f"{'' if library.available() else ' and no such library'}. Give --quant int8, or leave --compute away"
+            f"{'' if library.available() else ' and no such library'}. Give --quant int8, or leave compute away"
         )
     return found
 
@@ -311,7 +311,7 @@ def solve(request: PlanRequest) -> PlanResult:
     the cache is as large as it can be; `kv_tokens` says which rows fail.
     """
     if request.budget.device is not None and request.settings.compute == "int8":
-        raise SettingError("--compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
+        raise SettingError("compute int8 multiplies on the CPU; give --gpu-mem 0 with it")
     search = _Search(SearchSpace(request))
     best: dict[str, tuple[Plan, Prediction]] = {}
     for quant in search.space.quants:

@@ -25,7 +25,7 @@ SLOW_DEVICE_OVERHEADS = Overheads(
 )
 # How measured rates are named: products with a weight format, several experts side by side, attention over a KV format.
 TOGETHER = "{} together"
-# Products of int8 or 4-bit codes with activations that are rounded to int8, `--compute int8`.
+# Products of int8 or 4-bit codes with activations that are rounded to int8, compute int8.
 INTEGERS = "{}xint8"
 ATTENTION = "attention {}"
 WIDE = "fp32"

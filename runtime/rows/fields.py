@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 from ..sampling.grammar import ANY_OBJECT, AnswerForm, Lark, SchemaError, compile_schema
 from ..sampling.params import LIMITS, Limit
 from ..settings.errors import SettingError, shown
+from ..settings.options import ReasoningEffort
 from ..text.messages import BadMessage, MessageFault, joined, read_messages
 from ..text.tool_calls import read_tools
 from .failure import ErrorCode, InvalidRow
@@ -149,7 +150,7 @@ def tool_choice(value: Any, param: str) -> str:
     return value
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = get_args(ReasoningEffort)
 MAX_KWARGS_LENGTH = 64 << 10
 # What the template gets from elsewhere. The names of special tokens end in _token, or _tokens.
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...offload.memory import Heap
-from ..api.llm import MAX_MODEL_LEN, workload_of
 from ..api.model import OpenModel
-from ..api.options import budgets_of, experts_of, settings_of
 from ..engine.engine import Engine, Metrics
 from ..jobs.job import Planned, Running
 from ..loading.engine_loader import LoadedModel
-from ..settings.errors import SettingError
 from .errors import ApiError
 from .live import LiveRequest
 
@@ -129,7 +126,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with OpenModel(self._model) as opened:
-                loaded, heap = self._load(opened)
+                loaded, heap = opened.load_for_prompts(self._options)
+                loaded.engine.start_counting()
                 self.ready.set_result(loaded)
                 self._leave(self._error_of_passes(loaded.engine.engine, heap))
                 self._unused.wait()
@@ -143,18 +141,6 @@ class EngineThread:
         except BaseException as error:
             return error
         return None
-
-    def _load(self, opened: OpenModel) -> tuple[LoadedModel, Heap]:
-        """As an LLM does."""
-        options, source = self._options, opened.source
-        wanted = options.get("max_model_len") or min(MAX_MODEL_LEN, source.shape.context)
-        if wanted > source.shape.context:
-            raise SettingError(f"--max-model-len {wanted:,} is more than the context of {source.shape.context:,}")
-        workload = workload_of(options, wanted)
-        loaded = opened.load(settings_of(options), budgets_of(options), workload, experts_of(options))
-        heap = opened.rehearse(loaded, workload)
-        loaded.engine.start_counting()
-        return loaded, heap
 
     def _run_passes(self, engine: Engine, heap: Heap) -> None:
         counting, counted = engine.metrics, Totals()

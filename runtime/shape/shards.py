@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...quant.formats.dtypes import OPTION_DTYPES
-from ...quant.formats.format import QUANT_FORMATS, FormatError, Layout, get_format
+from ...quant.formats.format import CODE_BITS, QUANT_FORMATS, FormatError, Layout, get_format
 from ...quant.scratch import scratch_nbytes
 from ..settings.errors import SettingError
 from .families import SUPPORTED, family
@@ -16,10 +16,10 @@ from .read import SMALL
 
 # The formats of `--quant`.
 FORMATS = tuple(QUANT_FORMATS)
-# Those that `auto` considers, from exact to smallest. mxfp4 is as large as nf4 and loses more: it is for checkpoints
-# that have it, and to compare.
-AUTO_FORMATS = ("none", "int8", "int4", "nf4")
-SMALLEST_FORMATS = ("nf4", "mxfp4")
+# Those that `auto` considers, from exact to smallest.
+AUTO_FORMATS = tuple(name for name, each in QUANT_FORMATS.items() if each.auto)
+_NBYTES = {name: each.nbytes((64, 4096), "bfloat16") for name, each in QUANT_FORMATS.items()}
+SMALLEST_FORMATS = tuple(name for name, nbytes in _NBYTES.items() if nbytes == min(_NBYTES.values()))
 FLOAT_NAMES = {name: each.name for name, each in OPTION_DTYPES.items()}
 ITEM_NBYTES = {name: each.nbytes for name, each in OPTION_DTYPES.items()}
 
@@ -30,7 +30,7 @@ KEPT = "kept"
 # some eight times finer than those of 6-bit codes. Floats stay floats.
 BESIDE_KEPT = "int8-g32-f16"
 # The bits of a code, by what `--quant` offers.
-_CODE_BITS = {"none": 16, "int8": 8, "int4": 4, "nf4": 4, "mxfp4": 4}
+_CODE_BITS = {name: CODE_BITS[each.codes] or 16 for name, each in QUANT_FORMATS.items()}
 
 
 def kept_format(shape: ModelShape) -> str | None:

@@ -14,13 +14,18 @@ Cli = Callable[..., int]
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """`cli("batch", ...)` is the exit code."""
+    """`cli("batch", ...)` is the exit code; "MOEDGE_NAME=value" sets a variable for this call, as in a shell."""
     from moedge.cli.main import main
 
     def call(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["moedge", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
+        texts = [str(each) for each in arguments]
+        variables = [each for each in texts if each.startswith("MOEDGE_")]
+        with monkeypatch.context() as patch:
+            for name, _, value in (each.partition("=") for each in variables):
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["moedge", *(each for each in texts if each not in variables)])
+            with pytest.raises(SystemExit) as ended:
+                main()
         return int(ended.value.code or 0)
 
     return call

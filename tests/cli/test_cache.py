@@ -56,7 +56,7 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
 ) -> None:
     """The budget is a few blocks more than the short rows need: everything else is a constant here."""
     from moedge.moe.expected_rows import wanted_by
-    from moedge.runtime.jobs import job as states
+    from moedge.runtime.jobs import lifecycle
     from moedge.runtime.loading.rehearsal import Rehearsed
     from moedge.runtime.plan.memory_ledger import MemoryLedger
     from moedge.runtime.plan.placement import Workload
@@ -64,15 +64,15 @@ def test_a_row_that_alone_exceeds_the_cache_fails_and_is_counted_before_the_run(
     from moedge.runtime.settings.budgets import MemoryBudget
 
     rows = [{"id": f"{n}", "prompt": "x" * n, "max_tokens": 2} for n in (10, 20, 400, 60, 300)]
-    plan_job = states.plan_job
+    plan_job = lifecycle.plan_job
 
     def tight(source: Any, settings: Any, budgets: Any, budget: MemoryBudget, job: Workload, *rest: Any) -> Any:
         short = Workload(job.sequences, 70, job.shortest, job.prompt_tokens, job.generated_tokens)
         smallest = budget_range(source.shape, settings, short)[0]
         return plan_job(source, settings, budgets, replace(budget, host_nbytes=smallest), job)
 
-    monkeypatch.setattr(states, "plan_job", tight)
-    monkeypatch.setattr(states, "rehearse", lambda *arguments: Rehearsed(wanted_by, None, False))
+    monkeypatch.setattr(lifecycle, "plan_job", tight)
+    monkeypatch.setattr(lifecycle, "rehearse", lambda *arguments: Rehearsed(wanted_by, None, False))
     # This process has held more than such a budget before.
     monkeypatch.setattr(MemoryLedger, "check", lambda self: None)
     out = tmp_path / "out.jsonl"

@@ -262,7 +262,7 @@ def test_a_prepared_store_answers_without_its_checkpoint(
     assert cli("batch", store, good, "-o", tmp_path / "b.jsonl", "-q", "--deterministic") == 0
     assert rows_of(tmp_path / "a.jsonl") == rows_of(tmp_path / "b.jsonl")
     assert cli("batch", store, good, "-o", tmp_path / "c.jsonl", "--quant", "int8") == 4
-    assert cli("batch", store, good, "-o", tmp_path / "c.jsonl", "--compute", "int8") == 4
+    assert cli("batch", store, good, "-o", tmp_path / "c.jsonl", "MOEDGE_COMPUTE=int8") == 4
     assert cli("models", "check", store) == 0
     capsys.readouterr()
     assert cli("models", "ls", "--disk-dir", store.parent) == 0

@@ -24,6 +24,8 @@ import jsonschema
 import pyarrow.parquet
 import pytest
 
+from moedge.apps.reports.job_report import JobReport
+from moedge.apps.reports.page import page
 from moedge.cli.views import documents_view
 from moedge.offload.machine.hardware import Driver
 from moedge.offload.machine.profile import save_machine
@@ -34,15 +36,13 @@ from moedge.runtime.documents import feed
 from moedge.runtime.documents.reader_process import ReaderProcess
 from moedge.runtime.documents.readers.content import Content
 from moedge.runtime.documents.readers.read import read
+from moedge.runtime.documents.status import find_documents
 from moedge.runtime.engine.sequence import FinishReason, Sequence
-from moedge.runtime.jobs import encode, job_plan
+from moedge.runtime.jobs import encode, job_plan, lifecycle
 from moedge.runtime.jobs import job as states
 from moedge.runtime.jobs.journal.state import Counts
 from moedge.runtime.jobs.summary import KV, Memory, Passes, RunSummary, Seconds, Throughput, TierMemory, summarise_rows
 from moedge.runtime.plan.planner import PlanResult
-from moedge.runtime.reports.documents_job import find_documents
-from moedge.runtime.reports.job_report import JobReport
-from moedge.runtime.reports.page import page
 from support import recorded_machine
 from support.document_folder import docx, encrypted_pdf, pdf
 from support.jobs import documents_oracle, fake_engine
@@ -133,11 +133,11 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hook:
     documents_oracle.install(monkeypatch.setattr)
     monkeypatch.setattr(encode, "Grammars", lambda tokenizer, vocab: SimpleNamespace(start=lambda schema: None))
     monkeypatch.setattr(fake_engine, "next_token", invoice)
-    monkeypatch.setattr(states, "plan_job", lambda *_: result)
+    monkeypatch.setattr(lifecycle, "plan_job", lambda *_: result)
     monkeypatch.setattr(job_plan, "with_workload", lambda chosen, plan, workload: replace(chosen, plan=plan))
     monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
     monkeypatch.setattr(states.Running, "expert_hit_rate", 0.34)
-    monkeypatch.setattr(states, "open_memory", lambda *_: SimpleNamespace(budget=result.request.budget, device=None))
+    monkeypatch.setattr(lifecycle, "open_memory", lambda *_: SimpleNamespace(budget=result.request.budget, device=None))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)
     for name, found in {"torch": TORCH, "driver": DRIVER, "gpus": RECORDED.hardware.gpus}.items():
         monkeypatch.setattr(packages, f"find_{name}", lambda found=found: found)

@@ -129,7 +129,7 @@ def test_sampled_rows_differ_from_greedy_ones_and_by_seed(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "quant",
-    [under_every_isa(["none"]), under_every_isa(["int4"]), ["nf4"], under_every_isa(["int8", "--compute", "int8"])],
+    [under_every_isa(["none"]), under_every_isa(["int4"]), ["nf4"], under_every_isa(["int8", "MOEDGE_COMPUTE=int8"])],
     ids="-".join,
 )
 def test_low_precision_is_exact_across_batches_too(

@@ -42,7 +42,7 @@ def test_stdout_gets_every_answer_once_and_the_folder_is_removed(
     found = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
     assert sorted((row["id"], row["ticket"]) for row in found) == [("17", "17"), ("18", "18")]
     assert list((own_state / "streams").iterdir()) == []
-    assert cli(*batch, "--max-tokens", 3, "-q", "--job-dir", tmp_path / "kept") == 0
+    assert cli(*batch, "--max-tokens", 3, "-q", f"MOEDGE_JOB_DIR={tmp_path / 'kept'}") == 0
     assert (tmp_path / "kept" / "answers.jsonl").read_bytes().count(b"\n") == 2
     assert cli(*batch, "--format", "json") == 2
     assert not (tmp_path / "-").exists()

@@ -108,7 +108,7 @@ def test_a_job_is_resumed_on_a_cluster_that_answers_or_here(
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     for name in ("ray.util", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert cli("jobs", "resume", tmp_path / "out.jsonl", "--ray", "nonsense", "--ray-workers", 2) == 6
+    assert cli("jobs", "resume", tmp_path / "out.jsonl", "--ray", "nonsense", "MOEDGE_RAY_WORKERS=2") == 6
     assert "--ray nonsense: no cluster answers there" in capsys.readouterr().err
     assert cli("jobs", "resume", tmp_path / "out.jsonl", "-q") == 3
 
@@ -187,7 +187,8 @@ def test_j12_a_signal_before_the_passes_stops_at_once_and_leaves_nothing(endless
 
 def test_j12_nohup_stays_in_force_and_a_closed_terminal_ends_no_job(batch: list[object], tmp_path: Path) -> None:
     """SIGHUP was ignored when it began, and whoever read its messages is gone: SIGPIPE."""
-    with start(batch, "--progress", "bar", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+    bar = os.environ | {"MOEDGE_PROGRESS": "bar"}
+    with start(batch, env=bar, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
         assert process.stderr is not None
         process.stderr.readline()
         process.stderr.close()
@@ -203,6 +204,7 @@ from dataclasses import replace
 from moedge.cli.main import main
 from moedge.offload.stream.reader_lane import DirectFile
 from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import lifecycle
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.jobs.stop import StallGuard
 from moedge.runtime.plan.placement import minimum
@@ -224,13 +226,13 @@ def three_passes_and_more(run):
             dying.append(True)
         yield
 
-def streaming(source, *arguments, plan_job=states.plan_job):
+def streaming(source, *arguments, plan_job=lifecycle.plan_job):
     planned = plan_job(source, *arguments)
     shards = model_shards(source.shape, planned.plan.quant, planned.plan.dtype)
     plan = replace(planned.plan, placement=minimum(shards))
     return replace(planned, plan=plan)
 
-states.plan_job = streaming
+lifecycle.plan_job = streaming
 DirectFile.read, Running.passes = dying_read, three_passes_and_more
 StallGuard.__init__.__defaults__ = (0.5, *StallGuard.__init__.__defaults__[1:])
 main()
@@ -274,7 +276,7 @@ def test_the_last_line_names_the_command_that_continues_cut_rows(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     batch = ["batch", checkpoint("llama"), prose, "-o", tmp_path / "out.jsonl"]
-    assert cli(*batch, "--partial", "--summary", tmp_path / "s.json") == 0, "a cut row is no failed row"
+    assert cli(*batch, "--summary", tmp_path / "s.json") == 0, "a cut row is no failed row"
     said = capsys.readouterr().err.splitlines()
     labels = [line.split()[0] for line in said if line.split()[0] in ("rows", "speed", "time", "memory", "tokens")]
     assert labels == ["rows", "speed", "time", "memory"]

@@ -101,11 +101,11 @@ def test_a_plan_for_a_gpu_of_a_data_sheet_says_so(said: Said, config_only: Path)
 def test_presets_are_found_by_what_people_call_them() -> None:
     for name in presets.PRESETS:
         assert presets.find_preset(f"NVIDIA GeForce {name.lower()}") == name
-        machine = presets.with_preset(name, RECORDED.hardware, None)
+        machine = presets.with_preset(name, RECORDED.hardware, None, {"none": 2.0})
         assert Machine.from_json(machine.to_json()) == machine
         assert machine.hardware.gpus[0].nbytes == int(re.search(r"(\d+)GB$", name)[1]) * GIB  # type: ignore[index]
     assert presets.find_preset("rtx4060ti") == "RTX 4060 Ti 16GB"
-    kept = presets.with_preset("T4 16GB", RECORDED.hardware, RECORDED)
+    kept = presets.with_preset("T4 16GB", RECORDED.hardware, RECORDED, {"none": 2.0})
     assert (kept.disk, kept.loading, kept.pin) == (RECORDED.disk, RECORDED.loading, None)
 
 

@@ -124,10 +124,10 @@ CONTRADICTIONS: dict[str, tuple[list[str], int, str]] = {
     "auto less than nothing": (["--ram", "auto-900GiB"], 2, r"leaves nothing: auto is [\d.]+ GiB here"),
     "more than all": (["--ram", "120%"], 2, "more than all of it"),
     "weights in one format, arithmetic of another": (
-        ["--compute", "int8", "--quant", "nf4"], 4, "found were --quant nf4",
+        ["MOEDGE_COMPUTE=int8", "--quant", "nf4"], 4, "found were --quant nf4",
     ),
     "a GPU that is not there": (["--gpu-mem", "6GiB"], 4, "--gpu-mem 6GiB was asked for and CUDA finds no device"),
-    "a backend that cannot": (["--attention", "triton"], 4, "triton cannot compute this run: it runs on NVIDIA GPUs"),
+    "a backend that cannot": (["MOEDGE_ATTENTION=triton"], 4, "triton cannot compute this run: it runs on NVIDIA GPUs"),
     "less memory than a process": (
         ["--ram", "200MiB"],
         4,

@@ -18,7 +18,6 @@ RUN: dict[str, tuple[str | None, Callable[[Any, Any, Any], object], object]] = {
     "--dtype": ("fp32", lambda settings, budgets, asked: settings.dtype, "fp32"),
     "--quant": ("int4", lambda settings, budgets, asked: settings.quant, "int4"),
     "--kv": ("int4", lambda settings, budgets, asked: settings.kv, "int4"),
-    "--attention": ("torch", lambda settings, budgets, asked: settings.attention, "torch"),
     "--deterministic": (None, lambda settings, budgets, asked: settings.deterministic, True),
     "--ram": ("3GiB", lambda settings, budgets, asked: budgets.ram, "3GiB"),
     "--gpu-mem": ("0", lambda settings, budgets, asked: budgets.gpu_mem, "0"),

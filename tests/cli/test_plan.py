@@ -104,7 +104,7 @@ CHANGES: dict[str, tuple[list[object], Callable[[dict[str, Any]], Any], Any]] = 
     "quant": (["--quant", "nf4"], lambda d: d["plan"]["quant"], "nf4"),
     "kv": (["--kv", "int8"], lambda d: d["plan"]["kv"], "int8"),
     "dtype": (["--dtype", "bf16"], lambda d: d["plan"]["dtype"], "bf16"),
-    "compute": (["--compute", "int8"], lambda d: (d["plan"]["quant"], d["plan"]["compute"]), ("int8", "int8")),
+    "compute": (["MOEDGE_COMPUTE=int8"], lambda d: (d["plan"]["quant"], d["plan"]["compute"]), ("int8", "int8")),
     "deterministic": (["--deterministic"], lambda d: d["plan"]["deterministic"], True),
     "tokens-per-pass": (["--tokens-per-pass", 96], lambda d: d["plan"]["tokens_per_pass"], 96),
     "max-sequences": (["--max-sequences", 3], lambda d: d["plan"]["max_sequences"], 3),

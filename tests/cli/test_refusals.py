@@ -38,9 +38,7 @@ REFUSALS: list[tuple[list[str], int, str]] = [
     (["batch", MODEL, "missing.jsonl", "-o", "out.jsonl"], 7, "missing.jsonl"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--until", "noon"], 2, "--until noon"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--quant", "int5"], 2, "'--quant': 'int5' is not one of"),
-    (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--ray-workers", "2"], 2, "--ray is not given"),
     (["batch", MODEL, "in.jsonl", "-o", "out.jsonl", "--id-column", "key"], 7, "the column 'key' of --id-column is"),
-    (["jobs", "resume", "no-such-job", "--ray-workers", "2"], 2, "--ray is not given"),
     (["batch", MODEL, "in.jsonl", "-o", "in.jsonl"], 2, "in.jsonl"),
     (["run", "no-such-model", "hello"], 5, "neither a folder nor a hub id"),
     (["prepare", "no-such-model"], 5, "neither a folder nor a hub id"),
@@ -57,7 +55,6 @@ DOCUMENTS: list[tuple[list[str], int, str]] = [
     (["docs", MODEL, "in.jsonl", "-o", "out.csv", "--task", "summarize"], 2, "is not a folder"),
     (["docs", MODEL, "models", "-o", "out.csv"], 4, "nothing is asked"),
     (["docs", MODEL, "empty", "-o", "out.csv", "--task", "summarize"], 7, "empty has no file to read; 0 were skipped"),
-    (["docs", MODEL, "models", "-o", "out.csv", "--task", "summarize", "--ray-workers", "2"], 2, "--ray is not given"),
 ]
 # Budgets are refused by what plans are made of, which takes numpy.
 BUDGETS: list[tuple[list[str], int, str]] = [

@@ -32,7 +32,7 @@ from moedge.runtime.doctor.speeds import check_age, speed_findings
 from moedge.runtime.evaluation.check import CheckReport
 from moedge.runtime.evaluation.parts import Part
 from moedge.runtime.jobs import job as states
-from moedge.runtime.jobs import job_plan
+from moedge.runtime.jobs import job_plan, lifecycle
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs.journal.state import Counts
 from moedge.runtime.jobs.summary import (
@@ -210,17 +210,17 @@ def job(shown: Shown, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     hit = SimpleNamespace(experts=SimpleNamespace(cache=SimpleNamespace(counts=SimpleNamespace(wanted=100, hits=34))))
     memory = SimpleNamespace(budget=result.request.budget, device=None)
     fake_engine.install(lambda: fake_engine.FakeEngine(ctrl_c.before_pass), monkeypatch.setattr)
-    load = states.load_engine
+    load = lifecycle.load_engine
 
     def load_engine(*given: Any, **more: Any) -> SimpleNamespace:
         engine = load(*given, **more)
         engine.streamed = hit
         return engine
 
-    monkeypatch.setattr(states, "load_engine", load_engine)
-    monkeypatch.setattr(states, "plan_job", lambda *_: result)
+    monkeypatch.setattr(lifecycle, "load_engine", load_engine)
+    monkeypatch.setattr(lifecycle, "plan_job", lambda *_: result)
     monkeypatch.setattr(states, "summarise", lambda source, chosen, loaded, counts, *_: measured(counts))
-    monkeypatch.setattr(states, "open_memory", lambda *_: memory)
+    monkeypatch.setattr(lifecycle, "open_memory", lambda *_: memory)
     monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(sessions, "blake2b", lambda *_, **__: SimpleNamespace(hexdigest=lambda: "7f3a91c0"))
     monkeypatch.setattr(job_plan, "find_hardware", lambda folder: RECORDED.hardware)

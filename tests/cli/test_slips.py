@@ -11,9 +11,9 @@ import pytest
 from typer.main import get_command
 
 from moedge.cli.main import app
-from moedge.cli.options import options
 from moedge.cli.views import job_view
 from moedge.runtime.jobs.summary import Rows as RowCounts
+from moedge.runtime.settings.option import Panel
 
 Cli = Callable[..., int]
 Rows = list[dict[str, Any]]
@@ -39,8 +39,38 @@ def takes_path(option: Any) -> bool:
 def test_help_lists_every_option_of_a_job_under_a_heading() -> None:
     listed = {name: command for name, command in commands(get_command(app)) if name == ("batch",)}
     panels = {option.name: option.rich_help_panel for option in listed["batch",].params if option.opts[0][0] == "-"}
-    assert {name for name, panel in panels.items() if panel is None} <= {"profile", "help"}
-    assert set(panels.values()) - {None} == set(options.Panel)
+    assert {name for name, panel in panels.items() if panel is None} <= {"profile", "help", "help_all"}
+    assert set(panels.values()) - {None} == set(Panel)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=" ".join(name)) for name, _ in commands(get_command(app))])
+def test_help_shows_at_most_twenty_options_and_help_all_the_rest(
+    name: tuple[str, ...], cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command = dict(commands(get_command(app)))[name]
+    typed = {max(each.opts, key=len) for each in command.params if each.param_type_name == "option" and not each.hidden}
+    assert cli(*name, "--help") == 0
+    shown = set(re.findall(r"^│[ *]+(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}
+    assert len(shown) < 20
+    assert shown <= typed
+    if not hasattr(command, "declared"):
+        assert shown == typed
+        return
+    assert cli(*name, "--help-all") == 0
+    assert set(re.findall(r"^│[ *]+(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"} == typed
+
+
+def test_what_only_measurements_need_is_a_key_and_says_so(
+    cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = dict(commands(get_command(app)))["batch",].declared
+    keys = {name for name, option in found.items() if option.file_only}
+    assert keys == {"attention", "compute", "hold", "job_dir", "progress", "ray_workers", "stream"}
+    for name in keys:
+        assert cli("batch", "model", "in.jsonl", "-o", "out.jsonl", f"{found[name].flag}=x") == 2
+        assert f"is no option but a key of moedge.toml: {found[name].file_key} = ..." in capsys.readouterr().err
+    assert cli("batch", "model", "in.jsonl", "-o", "out.jsonl", "--partial") == 2, "it is always on"
 
 
 def path_options() -> list[Any]:
@@ -53,7 +83,7 @@ def path_options() -> list[Any]:
         if name == ("eval",):
             needed += ["--tasks", "any"]
         for option in command.params:
-            if option.param_type_name == "option" and takes_path(option):
+            if option.param_type_name == "option" and takes_path(option) and not option.hidden:
                 found.append(pytest.param(name, option, needed, id=" ".join([*name, option.opts[0]])))
     return found
 

@@ -21,7 +21,7 @@ from moedge.quant.kernels.gpu import Gpu, Lacks
 from moedge.quant.kernels.launch import Launch
 from moedge.runtime.doctor import kernels as doctor
 from moedge.runtime.doctor.kernels import check_kernels
-from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import lifecycle
 from moedge.runtime.loading import engine_loader as load
 from moedge.runtime.loading import gpu_selftest as selftest
 from moedge.runtime.loading import machine_memory as tiers
@@ -74,7 +74,7 @@ def run_job(model: Path, folder: Path, fake: Any, *options: str) -> tuple[int, l
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(tiers, "find_device", lambda: fake and fake.device)
-        patch.setattr(states, "rehearse", rehearse)
+        patch.setattr(lifecycle, "rehearse", rehearse)
         patch.setattr(sys, "argv", ["moedge", *arguments, "--summary", str(numbers)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -174,13 +174,15 @@ def test_a_broken_family_falls_back_alone_and_the_job_ends(
 
 
 def test_kernels_that_are_asked_for_and_broken_are_refused_with_the_reason(
-    batch: Batch, fakes: ModuleType, capsys: pytest.CaptureFixture[str]
+    batch: Batch, fakes: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fakes.FakeDevice(capability=AMPERE) as fake, broken({"merge_splits"}, "is wrong"):
-        assert batch(fake, "--attention", "triton")[0] == 4
+        monkeypatch.setenv("MOEDGE_ATTENTION", "triton")
+        assert batch(fake)[0] == 4
         told = " ".join(capsys.readouterr().err.split())
         assert "wrong numbers here: attention (split) of" in told
-        code, _, summary = batch(fake, "--attention", "torch")
+        monkeypatch.setenv("MOEDGE_ATTENTION", "torch")
+        code, _, summary = batch(fake)
     assert (code, summary["plan"]["lacks"], summary["plan"]["stores_by_kernel"]) == (0, {}, False)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("quant", "offload", "moe", "runtime", "cli", "api")
+FLOORS = ("quant", "offload", "moe", "runtime", "apps", "cli", "api")
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 
 

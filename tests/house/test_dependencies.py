@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 # Packages whose module has another name.
 MODULES = {"python_pptx": "pptx", "beautifulsoup4": "bs4", "pyyaml": "yaml"}
 ROOT = Path(__file__).parents[2]
-FLOORS = ("quant", "offload", "moe", "runtime", "cli", "api")
+FLOORS = ("quant", "offload", "moe", "runtime", "apps", "cli", "api")
 
 
 def imported(sources: list[str]) -> set[str]:

@@ -114,7 +114,9 @@ def test_code_that_is_not_in_the_tree_is_noticed() -> None:
 
 def named_files(page: Path) -> set[str]:
     """Files and folders that a page names in backticks by their path from the root."""
-    return set(re.findall(r"`((?:cli|runtime|moe|offload|quant|tests|bench|api|docs)/[\w./-]*)`", page.read_text()))
+    return set(
+        re.findall(r"`((?:cli|apps|runtime|moe|offload|quant|tests|bench|api|docs)/[\w./-]*)`", page.read_text())
+    )
 
 
 def test_every_file_that_design_and_internals_name_exists() -> None:

@@ -11,7 +11,7 @@ import pytest
 from moedge.offload.errors import ExitCode, MoedgeError, exit_code_of
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("quant", "offload", "moe", "runtime", "cli", "api")
+FLOORS = ("quant", "offload", "moe", "runtime", "apps", "cli", "api")
 # Those that are caught before a command or a caller would see them, and where.
 CONTROL_FLOW = {
     "ApiError": "runtime/serve/app.py and runtime/serve/gate.py, which answer with it",

@@ -1,8 +1,6 @@
-"""The house stands: imports run downhill, nothing runs in circles, no folder, file or function outgrows its room."""
+"""The house stands: imports run downhill, nothing runs in circles, no file or function outgrows its room."""
 
 import ast
-import collections
-import statistics
 import tomllib
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from support.import_graph import ImportGraph, circles
 
 ROOT = Path(__file__).parents[2]
-FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "cli": 4, "api": 5}
+FLOORS = {"quant": 1, "offload": 1, "moe": 2, "runtime": 3, "apps": 4, "cli": 5, "api": 6}
 # The floors inside runtime, from the ground up: a folder imports folders of lower lines only, or its own.
 RUNTIME = [
     {"settings"},
@@ -26,12 +24,11 @@ RUNTIME = [
     {"calibration"},
     {"jobs", "doctor"},
     {"documents", "cluster"},
-    {"api", "reports"},
+    {"api"},
     {"serve", "evaluation"},
 ]
-MAX_FILES = 16
 MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 60, 8
+MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 GRAPH = ImportGraph(ROOT, tuple(FLOORS))
 
@@ -117,11 +114,6 @@ def test_every_package_is_listed() -> None:
     assert listed_packages(ROOT / "pyproject.toml") == on_disk | {"moedge.demo", "moedge.demo.model"}
 
 
-def test_no_folder_holds_too_many_files() -> None:
-    counts = collections.Counter(map(GRAPH.folder, GRAPH.paths))
-    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
-
-
 @pytest.mark.parametrize("path", GRAPH.paths.values(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
@@ -132,16 +124,6 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             # A command's parameters are its options: they are the user's vocabulary, not a signature to keep short.
             if path.parent.name != "cli":
                 assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS + 1, node.name
-
-
-def test_the_typical_function_is_short() -> None:
-    functions = [
-        (node.end_lineno or 0) - node.lineno + 1
-        for path in GRAPH.paths.values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    assert statistics.median(functions) <= MEDIAN_FUNCTION_LINES
 
 
 def test_source_uses_relative_imports() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "matrix"
 # A part that passed with other code has shown nothing about this one.
-SOURCES = ("quant", "offload", "moe", "runtime", "cli", "tests/support", "tests/matrix", "tests/native")
+SOURCES = ("quant", "offload", "moe", "runtime", "apps", "cli", "tests/support", "tests/matrix", "tests/native")
 SUFFIXES = {".py", ".cpp", ".h"}
 
 

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
-from moedge import run_batch
+from moedge import LLM, run_batch, run_documents
+from moedge import plan as plan_of
 from moedge.cli import jobs
 from moedge.cli.batch import batch
 from moedge.cli.plan import plan
 from moedge.runtime.api.batch import batch_request
-from moedge.runtime.api.options import BatchOptions, LLMOptions, PlanOptions, RowOptions
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.settings.errors import BadArgument, JobMismatch, OverBudget
+from moedge.runtime.settings.option import options_of
+from moedge.runtime.settings.options import BatchOptions, DocumentOptions, LLMOptions, PlanOptions
 
 # What a command prints, and where; a caller has the objects themselves.
 PRESENTATION = {"summary", "progress", "output_format", "quiet", "explain", "as_json", "save", "job_dir", "verbose"}
@@ -39,13 +41,26 @@ def write_rows(path: Path, count: int, **fields: Any) -> Path:
 
 def test_the_arguments_are_the_options_of_the_commands() -> None:
     assert set(BatchOptions.__annotations__) == parameters(batch)
-    assert set(PlanOptions.__annotations__) == parameters(plan) | {"attention"}
-    assert set(LLMOptions.__annotations__) >= parameters(batch) & set(BatchOptions.__annotations__) - {
-        "max_tokens", "temperature", "plan", "lenient", "until", "max_rows", "max_failures", "accept_drift",
-        "reasoning_effort", "max_thinking_tokens", "chat_template_kwargs", "overwrite", "partial", "ray", "ray_workers",
-        *RowOptions.__annotations__,
-    }  # fmt: skip
+    assert set(PlanOptions.__annotations__) == parameters(plan)
     assert parameters(jobs.resume) - {"job", "failed", "cut"} <= set(BatchOptions.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "own"),
+    [
+        (run_batch, BatchOptions, ["model", "input_file", "output", "progress"]),
+        (plan_of, PlanOptions, ["model", "input_file"]),
+        (LLM, LLMOptions, ["model"]),
+        (run_documents, DocumentOptions, ["model", "folder", "output", "progress"]),
+    ],
+)
+def test_python_functions_have_real_parameters(call: Callable[..., Any], kind: type, own: list[str]) -> None:
+    """What `help`, completion and `inspect` show: every option by name, with its default."""
+    parameters = inspect.signature(call).parameters
+    declared = options_of(kind)
+    assert list(parameters) == [*own, *declared]
+    assert {name: parameters[name].default for name in declared} == {n: each.default for n, each in declared.items()}
+    assert str(parameters["ram"]).replace(" ", "") == "ram:str|int='auto'"
 
 
 def test_a_request_has_what_the_arguments_say() -> None:
@@ -53,7 +68,7 @@ def test_a_request_has_what_the_arguments_say() -> None:
         "m", "in", "out", ram=3 << 30, gpu_mem=0, disk="5GiB", disk_dir="/d", quant="int4", stream="all",
         max_tokens=7, temperature=0.5, seed=3, plan="p", lenient=True, until="07:00", max_rows=9, max_failures=4,
         accept_drift="kv", deterministic=True, reasoning_effort="low", max_thinking_tokens=8,
-        chat_template_kwargs={"enable_thinking": False}, overwrite=True, partial=True,
+        chat_template_kwargs={"enable_thinking": False}, overwrite=True,
     )  # fmt: skip
     assert (request.budgets.ram, request.budgets.gpu_mem, request.budgets.host_nbytes()) == (
         "3221225472B",

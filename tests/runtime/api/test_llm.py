@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from moedge import LLM, MoedgeError, RequestOutput, SamplingParams, run_batch
-from moedge.runtime.api.options import LLMOptions
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.plan.placement import Workload
 from moedge.runtime.settings.errors import BadArgument, DoesNotFit, EngineUnavailable, PromptError, SettingError
+from moedge.runtime.settings.options import LLMOptions
 
 # Whatever else the machine is doing: "auto" is what is free.
 EXACT: LLMOptions = {
@@ -80,9 +80,9 @@ def test_a_list_and_a_file_of_the_same_prompts_get_the_same_samples(model: Path,
 def test_files_are_answered_on_the_engine_that_is_loaded(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for caller in ("moedge.runtime.api.model", "moedge.runtime.jobs.job"):
-        for name in ("load_engine", "open_memory", "store_for"):
-            monkeypatch.setattr(f"{caller}.{name}", lambda *_, **__: pytest.fail("something is loaded again"))
+    for name in ("load_engine", "open_memory", "store_for"):
+        again = f"moedge.runtime.jobs.lifecycle.{name}"
+        monkeypatch.setattr(again, lambda *_, **__: pytest.fail("something is loaded again"))
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     common = {"max_tokens": 12, "return_token_ids": True}
     lines = [{"prompt": ids, **common} for ids in token_prompts()] + [{"prompt": "Hello", "max_tokens": 300}]

@@ -44,7 +44,7 @@ def test_a_job_whose_process_is_killed_is_resumed_on_a_cluster_and_here(tmp_path
     rows, wanted, output = tmp_path / "rows.jsonl", tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
     write_rows(rows, 120)
     run_batch(MODEL, rows, wanted, progress=False, **OPTIONS)
-    options = ["--ram", "1GiB", "--gpu-mem", "0", "--ray", "local", "--ray-workers", "2"]
+    options = ["--ram", "1GiB", "--gpu-mem", "0", "--ray", "local"]
     formats = ["--deterministic", "--quant", "none", "--max-sequences", "8", "--tokens-per-pass", "64"]
     command("batch", MODEL, rows, "-o", output, *options, *formats, stop=(signal.SIGKILL, answered(output, 1)))
     here = read_state(JobFolder(output.with_suffix(".job")).journal).counts.rows
@@ -68,7 +68,8 @@ def answered(output: Path, rows: int) -> Callable[[], bool]:
 def command(*arguments: object, stop: tuple[int, Callable[[], bool]] | None = None) -> subprocess.CompletedProcess[str]:
     """`moedge` in a process of its own; gets a signal when it is time."""
     line = [sys.executable, "-m", "moedge", *map(str, arguments)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    two = os.environ | {"MOEDGE_RAY_WORKERS": "2"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=two) as process:
         while stop is not None and not stop[1]():
             assert process.poll() is None
             time.sleep(0.02)

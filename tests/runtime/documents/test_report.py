@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from moedge.apps.reports.charts import Line as ChartLine
+from moedge.apps.reports.charts import heat_map, over_time
+from moedge.apps.reports.job_report import JobReport
+from moedge.apps.reports.page import page
 from moedge.runtime.api.documents import DocumentsEnded
+from moedge.runtime.documents.status import DocumentsJob, find_documents, listed
 from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.journal import run_log
 from moedge.runtime.jobs.journal.run_log import RunLog, read_runs
 from moedge.runtime.jobs.status import JobPhase, jobs
-from moedge.runtime.reports.charts import Line as ChartLine
-from moedge.runtime.reports.charts import heat_map, over_time
-from moedge.runtime.reports.documents_job import DocumentsJob, find_documents, listed
-from moedge.runtime.reports.job_report import JobReport
-from moedge.runtime.reports.page import page
 from support.jobs.documents_oracle import Stopper
 
 Ask = Callable[..., DocumentsEnded]

@@ -15,9 +15,9 @@ os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
 
 from moedge import LLM, MoedgeLM
 from moedge.cli.evaluate import results_json
-from moedge.runtime.api.options import LLMOptions
 from moedge.runtime.evaluation.harness import evaluate, task_manager
 from moedge.runtime.settings.errors import BadArgument
+from moedge.runtime.settings.options import LLMOptions
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "examples/tiny_moe/model"

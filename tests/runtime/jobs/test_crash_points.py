@@ -12,6 +12,7 @@ import pytest
 
 from moedge.offload.atomic_file import AtomicFile
 from moedge.offload.errors import ExitCode, exit_code_of
+from moedge.runtime.jobs.answer_stream import AnswerStream
 from moedge.runtime.jobs.journal import journal as committer_file
 from moedge.runtime.jobs.journal.journal import Journal
 from moedge.runtime.jobs.journal.state import read_state
@@ -227,7 +228,23 @@ def test_j6_a_full_disk_saves_the_row_and_the_stop_in_the_room_of_the_ballast(
     state = read_state(tmp_path / "out.job" / "journal")
     assert state.stopped is not None, "the stop was recorded"
     assert state.counts.rows > 0, "the row that met the full disk is kept"
-    assert outputs() == {}
+    assert outputs().keys() <= {"out.partial.jsonl"}
+    job()
+    assert len(outputs()["out.jsonl"].splitlines()) == NUM_ROWS - 1
+
+
+def test_a_full_disk_stops_the_copy_of_answers_with_every_answer_safe(
+    job: Callable[..., Any], rows_in: Callable[[int], Path], outputs: Callable[[], Outputs], tmp_path: Path
+) -> None:
+    rows_in(NUM_ROWS)
+
+    def upto(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AnswerStream, "upto", upto)
+        with pytest.raises(ExportFailed, match=r"partial\.jsonl could not be written .No space left"):
+            job()
     job()
     assert len(outputs()["out.jsonl"].splitlines()) == NUM_ROWS - 1
 

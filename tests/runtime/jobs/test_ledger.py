@@ -19,6 +19,7 @@ import torch
 
 from moedge.quant.native import library
 from moedge.runtime.jobs import job as states
+from moedge.runtime.jobs import lifecycle
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs import stop as ending
@@ -158,7 +159,7 @@ def test_j10_a_job_whose_activations_were_rounded_goes_on_where_that_is_not_poss
     ended = job()
     assert ended.finished
     (note,) = ended.session.notes
-    assert note.startswith("--compute is float, and was int8 when the job began")
+    assert note.startswith("compute is float, and was int8 when the job began")
 
 
 def test_j10_a_resumed_job_keeps_its_arithmetic_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +184,7 @@ def test_j10_key_offsets_are_kept_with_the_job_and_others_are_refused_by_name(
 
         def install_other(*arguments: Any) -> None:
             install(*arguments)
-            monkeypatch.setattr(states, "load_engine", load_engine)
+            monkeypatch.setattr(lifecycle, "load_engine", load_engine)
 
         monkeypatch.setattr(fake, "install", install_other)
 
@@ -266,7 +267,7 @@ def test_i12_an_input_that_changed_meanwhile_is_not_exported(
 
     with pytest.raises(InputChanged, match="no answer yet"):
         job(hook=append)
-    assert outputs() == {}
+    assert outputs().keys() <= {"out.partial.jsonl"}, "what was answered meanwhile is no output"
     source.write_bytes(before)
     assert job(hook=lambda live: pytest.fail("nothing is left to compute")).finished
     assert len(outputs()["out.jsonl"].splitlines()) == 4
@@ -574,7 +575,7 @@ def test_a_job_runs_on_an_engine_that_somebody_else_loaded_and_keeps(
     rows_in(10)
     fake.install(lambda: pytest.fail("another engine is loaded"), monkeypatch.setattr)
     closed: list[bool] = []
-    for module, name in ((sessions, "open_source"), (states, "open_memory"), (states, "plan_job")):
+    for module, name in ((sessions, "open_source"), (lifecycle, "open_memory"), (lifecycle, "plan_job")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("the model or memory is opened again"))
     given = fake.given_model(fake.FakeEngine(), lambda: closed.append(True))
     for name in ("one", "two"):

@@ -168,5 +168,5 @@ def test_activations_are_rounded_where_that_is_measured_to_be_faster_and_loses_n
     assert chosen({"int8": slow, "int8xint8": fast}, quant="int8") == ("int8", "int8")
     assert chosen({"int4": fast, "int4xint8": slow}, compute="int8") == ("int4", "int8")
     for wrong in ({"quant": "nf4"}, {"quant": "int4", "dtype": "fp32"}):
-        with pytest.raises(SettingError, match="--compute int8 multiplies int8 weights"):
+        with pytest.raises(SettingError, match="compute int8 multiplies int8 weights"):
             chosen({}, compute="int8", **wrong)

@@ -8,8 +8,7 @@ from typing import Any
 
 from moedge.runtime.api import documents as api
 from moedge.runtime.engine.sequence import Sequence
-from moedge.runtime.jobs import job as states
-from moedge.runtime.jobs import job_plan, session
+from moedge.runtime.jobs import job_plan, lifecycle, session
 from moedge.runtime.jobs.job import Running
 from moedge.runtime.text import tokenizer
 from support.jobs import fake_engine
@@ -72,14 +71,14 @@ def install(setattr: Callable[[object, str, object], None] = setattr, context: i
     setattr(fake_engine, "next_token", oracle)
     setattr(fake_engine, "FakeText", OracleText)
     setattr(fake_engine.FakeTokenizer, "eos_token_ids", (END,))
-    load = states.load_engine
+    load = lifecycle.load_engine
 
     def with_streams(*arguments: Any, **options: Any) -> Any:
         engine = load(*arguments, **options)
         engine.streamed = SimpleNamespace(start_counting=lambda: None, nbytes_moved=0)
         return engine
 
-    setattr(states, "load_engine", with_streams)
+    setattr(lifecycle, "load_engine", with_streams)
     setattr(api, "open_source", session.open_source)
     setattr(job_plan, "with_workload", for_rounds)
     setattr(tokenizer, "Tokenizer", OracleTokenizer)

@@ -16,7 +16,7 @@ from typing import Any
 from moedge.runtime.engine.engine import Metrics
 from moedge.runtime.engine.sequence import Sequence
 from moedge.runtime.jobs import job as states
-from moedge.runtime.jobs import job_plan
+from moedge.runtime.jobs import job_plan, lifecycle
 from moedge.runtime.jobs import request as requests
 from moedge.runtime.jobs import session as sessions
 from moedge.runtime.jobs.job import Measured
@@ -189,16 +189,16 @@ def install(engine: Callable[[], FakeEngine], setattr: Callable[[object, str, ob
 
     setattr(sessions, "open_source", open_source)
     setattr(job_plan, "refuse_too_small", lambda *_: None)
-    setattr(states, "plan_job", lambda source, settings, *_: fake_plan(settings))
+    setattr(lifecycle, "plan_job", lambda source, settings, *_: fake_plan(settings))
     setattr(states, "with_workload", lambda chosen, plan, workload: chosen)
     setattr(states, "as_rehearsed", lambda chosen, *_: chosen.prediction)
-    setattr(states, "load_engine", load_engine)
-    setattr(states, "load_with_fallback", lambda load, policy: load(policy.plan))
-    setattr(states, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, applied=[]))
+    setattr(lifecycle, "load_engine", load_engine)
+    setattr(lifecycle, "load_with_fallback", lambda load, policy: load(policy.plan))
+    setattr(lifecycle, "FallbackPolicy", lambda plan, request: SimpleNamespace(plan=plan, applied=[]))
     setattr(states, "remember", lambda *_: None)
     setattr(states, "Tokenizer", FakeTokenizer)
-    setattr(states, "rehearse", lambda *_: None)
-    setattr(states, "store_for", lambda *_: None)
+    setattr(lifecycle, "rehearse", lambda *_: None)
+    setattr(lifecycle, "store_for", lambda *_: None)
     setattr(states, "summarise", lambda source, plan, loaded, counts, *_: summarise_rows(counts))
     setattr(states, "expert_use", lambda loaded: None)
     setattr(requests, "_model", lambda source: "fake")

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from moedge.apps.reports.job_report import JobReport
+from moedge.apps.reports.page import page
 from moedge.offload.memory import host_peak
 from moedge.runtime.jobs.folder import JobFolder
 from moedge.runtime.jobs.job import Measured
 from moedge.runtime.jobs.request import BatchRequest
 from moedge.runtime.jobs.session import Checked
 from moedge.runtime.jobs.status import JobStatus
-from moedge.runtime.reports.job_report import JobReport
-from moedge.runtime.reports.page import page
 from support.jobs import fake_engine
 
 TESTS = Path(__file__).parents[2]

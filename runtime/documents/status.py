@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from ..documents.request import ROUNDS, DocumentPaths, facts_digest
-from ..documents.rounds import Rounds
 from ..jobs.folder import JobFolder, is_locked
 from ..jobs.journal.state import Counts
 from ..jobs.outputs import OutputPaths
 from ..jobs.status import JobPhase, JobStatus, job_id_folders, openai_batch
 from ..settings.errors import JobNotFound
+from .request import ROUNDS, DocumentPaths, facts_digest
+from .rounds import Rounds
 
 
 @dataclass(frozen=True)

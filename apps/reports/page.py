@@ -12,9 +12,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...offload.budget import GIB, gib
-from ..documents.table import MOST_LACKING
-from ..settings.formatting import duration, escape_controls
+from ...runtime.api.face import GIB, MOST_LACKING, duration, escape_controls, gib
 from .charts import LEVELS, Line, heat_map, over_time, parts_bar
 from .job_report import JobReport
 

@@ -11,13 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ..jobs.folder import JobFolder
-from ..jobs.journal.journal import read_answer
-from ..jobs.journal.run_log import LoggedRun, read_runs
-from ..jobs.journal.state import Counts, JobState
-from ..jobs.outputs import OutputPaths
-from ..jobs.status import JobStatus
-from .documents_job import DocumentsJob
+from ...runtime.api.face import (
+    Counts,
+    DocumentsJob,
+    JobFolder,
+    JobState,
+    JobStatus,
+    LoggedRun,
+    OutputPaths,
+    read_answer,
+    read_runs,
+)
 
 MOST_EXAMPLES = 3
 _SETTINGS = ("quant", "kv", "dtype", "attention", "compute", "deterministic", "temperature", "max_tokens", "seed")

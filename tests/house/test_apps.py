@@ -1,0 +1,87 @@
+"""Applications stand on the public names of the core: each can be left out, and the rest runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moedge
+from moedge.runtime.api import face
+from support.import_graph import ImportGraph
+
+ROOT = Path(__file__).parents[2]
+APPS = sorted(path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").exists())
+FACE = "runtime.api.face"
+
+
+def interior(graph: ImportGraph, public: str = FACE) -> list[str]:
+    """What applications import beside the face and their own files."""
+    return [
+        f"{module} imports {other}"
+        for module, imported in sorted(graph.files.items())
+        if module.startswith("apps.")
+        for other in sorted(imported)
+        if other != public and other.split(".")[:2] != module.split(".")[:2]
+    ]
+
+
+def test_applications_import_public_names_only() -> None:
+    assert APPS
+    assert interior(ImportGraph(ROOT, ("quant", "offload", "moe", "runtime", "apps", "cli", "api"))) == []
+
+
+def test_the_face_has_what_it_lists_and_imports_no_torch() -> None:
+    assert sorted(face.__all__) == face.__all__
+    assert all(hasattr(face, name) and not name.startswith("_") for name in face.__all__)
+    code = f"import sys, {face.__name__}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_application_that_reaches_inside_is_noticed(tmp_path: Path) -> None:
+    files = {
+        "apps/a/b.py": "from ...runtime.api.face import x\nfrom .c import y\nfrom ...runtime.jobs.folder import z\n",
+        "apps/a/c.py": "from ..d import w\n",
+    }
+    for name in ("apps/a/b.py", "apps/a/c.py", "apps/d/__init__.py", "runtime/api/face.py", "runtime/jobs/folder.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files.get(name, ""))
+        for folder in path.relative_to(tmp_path).parents:
+            (tmp_path / folder / "__init__.py").touch()
+    graph = ImportGraph(tmp_path, ("apps", "runtime"))
+    assert interior(graph) == ["apps.a.b imports runtime.jobs.folder", "apps.a.c imports apps.d"]
+
+
+HIDDEN = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Hidden(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == NAME or name.startswith(NAME + "."):
+            raise ModuleNotFoundError(name, name=name)
+
+NAME = "moedge.apps." + sys.argv.pop(1)
+sys.meta_path.insert(0, Hidden())
+from moedge.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_an_application_can_be_left_out(name: str, tmp_path: Path) -> None:
+    """The rest imports, plans and runs a job."""
+    model, rows, out = ROOT / "examples" / "tiny_moe" / "model", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "In the beginning", "max_tokens": 3}\n')
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-c", HIDDEN, name, *map(str, arguments)]
+        return subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    budget = ("--ram", "1GiB", "--gpu-mem", "0")
+    assert run("--help").returncode == 0
+    assert run("plan", model, rows, *budget).returncode == 0
+    assert run("batch", model, rows, "-o", out, "-q", *budget).returncode == 0
+    assert len(out.read_text().splitlines()) == 1
+    assert all(hasattr(moedge, public) for public in moedge.__all__ if public != "MoedgeLM")
