@@ -18,8 +18,8 @@ ISSUED_A_CLOCK = 128
 MEMORY_SHARE, ISSUE_SHARE, PEAK_SHARE, LINK_SHARE = 0.7, 0.4, 0.5, 0.8
 
 # Instructions for a weight by format and rows of a tile, with which grouped products decode gate and up, by the major
-# compute capability (8: the worst of 8.0, 8.9 and 12.0); and for an element of keys and values, of decoding tokens and of
-# prompts. From `python -m matrix.compiling.instructions 80 89 90 120`, Triton 3.7.1.
+# compute capability (8: the worst of 8.0, 8.9 and 12.0); and for an element of keys and values, of decoding tokens and
+# of prompts. From `python -m matrix.compiling.instructions 80 89 90 120`, Triton 3.7.1.
 _WEIGHTS: Mapping[int, Mapping[str, tuple[float, float, float]]] = {
     8: {"none": (1.7, 2.4, 4.5), "int8": (4.5, 5.0, 26.9), "nf4": (12.7, 14.0, 18.4), "mxfp4": (14.2, 15.3, 27.9)},
     9: {"none": (1.6, 2.2, 3.4), "int8": (4.2, 5.1, 5.0), "nf4": (12.9, 13.6, 9.6), "mxfp4": (14.0, 15.0, 27.4)},

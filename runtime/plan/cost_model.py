@@ -68,7 +68,8 @@ class _PassLoad:
 class _PassCost:
     """Seconds that a pass keeps each resource busy, which overlap, and the bytes that cross links.
 
-    `host_s` are of the thread that drives a device: what compute takes on a CPU is all in `compute_s`. `unhidden` is the share of the shorter of disk and compute that overlaps with nothing.
+    `host_s` are of the thread that drives a device: on a CPU all is in `compute_s`. `unhidden` is the share of the
+    shorter of disk and compute that overlaps with nothing.
     """
 
     disk_s: float
@@ -267,8 +268,8 @@ def _products(rate: Curve, numel: float, rows: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _GroupReads:
-    """Layers with the same window; a token has `token_numel` keys and values in each, which take `token_nbytes`; latents
-    are expanded by a matrix of `expanding_numel` elements."""
+    """Layers with the same window; a token has `token_numel` keys and values in each, of `token_nbytes`; latents are
+    expanded by a matrix of `expanding_numel` elements."""
 
     num_layers: int
     window: int | None
@@ -482,8 +483,8 @@ class _CandidateFormats:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """`count` equal passes: seconds that each computes, those of the host thread, and the least share of the weights not
-    held that it reads."""
+    """`count` equal passes: seconds that each computes, those of the host thread, and the least share of the weights
+    not held that it reads."""
 
     count: float
     compute_s: float

@@ -158,7 +158,7 @@ class SearchSpace:
         return sizes
 
     def sequences(self, tokens: int) -> Iterator[int]:
-        """Numbers of live sequences to try: steps of a sixth to a fourth, and those that make the job's rounds equal."""
+        """Numbers of live sequences to try: steps of a sixth to a quarter, and those that make equal rounds."""
         most = min(self.most_live, tokens)
         steps = {step << power for power in range(13) for step in (1, 5, 6, 7)}
         equal = {-(-self.request.workload.sequences // rounds) for rounds in range(1, 9)}

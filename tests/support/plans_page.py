@@ -49,17 +49,17 @@ A test makes the page again and compares.
 
 | what | where it is from |
 |---|---|
-| memory, bandwidth, peak, clock, PCIe | data sheets ([presets.py](../offload/machine/presets.py)) |
-| instructions per weight and per element of the KV cache, launches, calls, bytes of torch's operations | counted in this code, on a machine without a GPU ([device_costs.py](../offload/machine/device_costs.py)) |
+| memory, bandwidth, peak, clock, PCIe | data sheets (`offload/machine/presets.py`) |
+| instructions, launches, calls, bytes | counted in this code, without a GPU (`offload/machine/device_costs.py`) |
 | microseconds of Python | measured on a Zen 5, times 1.5 |
-| what kernels reach of bandwidth, instructions and peak | measured on an H100, the one GPU that has run moedge ([performance.md](performance.md#on-an-h100)); taken for every card |
+| what kernels reach of a data sheet | [measured on an H100](performance.md#on-an-h100), taken for all |
 | the disk (3 GB/s) and the processor that packs weights | round numbers |
 
 A pass takes as long as the busiest of link, GPU (`compute`), host thread (`host`) and disk. Tokens are assumed to be
-drawn (`--temperature` above 0) from a model's best k: the sampler's launches are in `host`, and greedy jobs have fewer.
-Two jobs of an H100 were recorded: what limits passes by the link is predicted within a tenth, and of what the host took
-there half is explained ([gpu.md](gpu.md#what-has-run-on-a-gpu)). Where `host` is the bottleneck, a job may take twice as
-long as it says here. Of a model with recurrent layers, *KV* counts the states of its sequences too.
+drawn from a model's best k (`--temperature` above 0), for which the sampler starts many kernels: greedy jobs wait less
+for `host`. Two jobs of an H100 were recorded: the one that waited for the link is predicted within a tenth; of a pass
+of the other, which waited for the host, a third is explained ([gpu.md](gpu.md#what-has-run-on-a-gpu)), so where `host`
+is the bottleneck a job may take several times as long. Of a model with recurrent layers, *KV* counts states too.
 """
 COLUMNS = (
     "GPU, RAM", "weights", "on the GPU", "in RAM", "on disk", "KV", "sequences", "tokens per pass", "tok/s",

@@ -1,7 +1,7 @@
 """Plans for cards of data sheets: the page and the golden file are what the planner says today, and its laws hold."""
 
 import json
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from moedge.runtime.settings.settings import Settings
 from support.plans_page import CARDS, GIB, GOLDEN, HEAD, MODELS, PAGE, RAM, SHOWN, choice, kept, question, row
 
 KEPT: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text())
-# Sums are rounded to four digits in the file.
-ROUNDED = 1 + 1e-3
+# Sums are rounded to four digits in the file. Weights that RAM holds are converted at load, those that stream from the
+# checkpoint's own files are not: some seconds of hours.
+ROUNDED = 1 + 5e-3
 
 
 def test_the_page_and_the_file_are_about_all_models_and_cards() -> None:
@@ -70,7 +71,7 @@ def test_more_ram_and_a_card_that_is_better_in_everything_are_never_slower(name:
     assert compared > 20
     for card in CARDS:
         plans = _plans(name, card)
-        for before, after in zip(plans, plans[1:], strict=False):
+        for before, after in pairwise(plans):
             not_slower(before, after)
 
 
@@ -87,10 +88,8 @@ def test_every_point_of_a_curve_is_what_that_budget_plans(name: str) -> None:
     points = {(point.varied, point.value): point for point in by_budget(asked)}
     assert ("device", 11 * GIB + GIB // 2) in points
     for gib in (5, 8):
-        point, own = (
-            points["device", gib * GIB],
-            solve(question(name, "RTX 3060 12GB", 24, Settings(), gpu_mem=f"{gib}GiB")),
-        )
+        point = points["device", gib * GIB]
+        own = solve(question(name, "RTX 3060 12GB", 24, Settings(), gpu_mem=f"{gib}GiB"))
         assert (point.generated_tok_s, point.quant) == (own.prediction.generated_tok_s, own.plan.quant)
     assert max(value for varied, value in points if varied == "device") <= 12 * GIB
 
