@@ -10,7 +10,7 @@ lane that does nothing, is bound, handed out, finished and given back. No expert
 no kernel started: of a GPU's host time this is the part that the cache, the stream and the ring take. Experts arrive
 `one by one`, as they do where the link is the bottleneck, or `together`, up to four.
 
-`--lane cuda` takes the lane that copies to a GPU, whose calls of CUDA return at once and are counted: what they take of a
+`--lane cuda` takes the lane that copies to a GPU; its calls of CUDA return at once and are counted. What they take of a
 driver is in `offload/machine/device_costs.py`.
 """
 
