@@ -35,9 +35,9 @@ _PROMPT_ROWS = 64
 # Decode rates are per operation of attention in which this many query heads share a key (calibration/pass_rates.py).
 SHARED_HEADS = 4
 # Bytes of a weight by format, with its scales; and those that torch moves to multiply by it where no kernel does:
-# unpacked, widened, read (counted in aten's operations on an expert of 1536 x 2048, tests/quant/test_device_costs.py).
+# unpacked, widened, read (tests/runtime/plan/test_device_costs.py).
 WEIGHT_NBYTES = {"none": 2.0, "int8": 1.0, "int4": 0.63, "nf4": 0.53, "mxfp4": 0.53}
-DENSE_NBYTES = {"none": 2.0, "int8": 6.2, "int4": 12.9, "nf4": 4.6, "mxfp4": 4.6}
+DENSE_NBYTES = {"none": 2.0, "int8": 5.0, "int4": 12.9, "nf4": 4.6, "mxfp4": 4.6}
 # Latents are attended by torch: an element is unpacked, widened to float32, and read twice.
 _LATENT_NBYTES = 14.0
 

@@ -6,6 +6,7 @@ shortest predicted time is found by branch and bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -167,8 +168,10 @@ class SearchSpace:
     def cached(self, candidate: Candidate) -> int:
         """Sequences at their longest whose blocks let all live ones of a candidate run together, as they use them."""
         live, longest = candidate.live, candidate.cache.longest
-        used = min(longest, used_tokens(self.request.workload, live, candidate.tokens_per_pass))
-        return max(1, min(live, -(-int(SPARE_BLOCKS * live * used) // longest)))
+        used = min(longest, round(used_tokens(self.request.workload, live, candidate.tokens_per_pass)))
+        # Windows are full long before a sequence ends: models that have them get blocks for all at their longest.
+        share = max(spec.least_blocks(max(1, used)) / spec.least_blocks(longest) for spec in candidate.cache.specs)
+        return max(1, min(live, math.ceil(SPARE_BLOCKS * live * share)))
 
     def longest(self) -> int:
         """The longest sequence that fits in the smallest format: the job's, where it fits. Raises DoesNotFit."""
