@@ -92,8 +92,8 @@ def flop_rates(capability: tuple[int, int], memory_bytes_s: float, issued_s: flo
         rates[TOGETHER.format(name)] = {rows: 2 * rows / each for rows, each in seconds.items()}
     for kind, count in _DECODE.items():
         decoded = 2 * SHARED_HEADS * issued_s / count
-        rows = issued_s / _PROMPTS[major][kind] * 2 * _PROMPT_ROWS if major in _PROMPTS else decoded
-        rates[ATTENTION.format(kind)] = {1: decoded, _PROMPT_ROWS: min(peak, rows)}
+        prompts = issued_s / _PROMPTS[major][kind] * 2 * _PROMPT_ROWS if major in _PROMPTS else decoded
+        rates[ATTENTION.format(kind)] = {1: decoded, _PROMPT_ROWS: min(peak, prompts)}
     native = rates.pop(ATTENTION.format("native"))
     rates |= {ATTENTION.format(name): native for name in ("bf16", "fp16", "fp32")}
     # Keys of one, values of the other.
