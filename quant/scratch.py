@@ -47,7 +47,7 @@ def fused_row_nbytes(dense: Sequence[tuple[int, int]], hidden: int, chosen: int,
     widest = max(columns for _, columns in dense)
     vectors = (3 + chosen) * hidden + widest + sum(rows for rows, _ in dense)
     products = 3 * row_nbytes(widest) + chosen * (row_nbytes(hidden) + row_nbytes(inner))
-    # Ids, places and rows of the chosen experts in int64, their weights and all logits in float32.
+    # Ids, tokens and rows of the chosen experts in int64, their weights and all logits in float32.
     return 2 * vectors + products + 32 * chosen + 4 * num_experts
 
 

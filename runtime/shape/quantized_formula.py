@@ -14,9 +14,9 @@ from .quantization import WHOLE, Quantization, Scheme
 from .read import LAYER, is_expert, is_matrix
 
 _NBYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4}
-# In place of a dtype: that of the model.
+# Instead of a dtype: that of the model.
 _MODELS = ""
-# Dtype and shape of a tensor by its suffix, which takes the place of ".weight".
+# Dtype and shape of a tensor by its suffix, instead of ".weight".
 _Parts = Mapping[str, tuple[str, tuple[int, ...]]]
 
 

@@ -74,6 +74,15 @@ def machine(card: str) -> Machine:
     )
 
 
+shape_of = cache(known_shape)
+
+
+@cache
+def costs(name: str, card: str) -> CostModel:
+    """Requests that differ in budgets share it."""
+    return CostModel(shape_of(name), rates_of(machine(card), on_device=True))
+
+
 def question(
     name: str,
     card: str,
@@ -86,7 +95,7 @@ def question(
     profile = machine(card)
     budgets = Budgets(ram=f"{ram}GiB", gpu_mem=gpu_mem)
     return PlanRequest(
-        costs=CostModel(known_shape(name), rates_of(profile, on_device=True)),
+        costs=costs(name, card),
         workload=job,
         budget=budgets.expected(profile.hardware, profile.kernel_lacks, elsewhere=True),
         settings=settings or Settings(kv="int4"),
@@ -132,7 +141,7 @@ def page() -> str:
 
 
 def section(name: str) -> str:
-    shape = known_shape(name)
+    shape = shape_of(name)
     title = f"## {name}\n\n{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active.\n"
     rows = [row(name, card, ram) for card, ram in SHOWN.items()]
     return "\n".join([title, _line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n"
